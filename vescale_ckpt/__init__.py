@@ -17,7 +17,7 @@ _NAMES = {
     "_dcp.storage_reader": ("StorageReader",),
     "_dcp.storage_writer": ("StorageWriter",),
     "_inspect.info": ("inspect",),
-    "_convert.check": ("verify",),
+    "_checkpoint.verify": ("verify",),
     "_state.per_rank": ("PerRank",),
     "_state.random_state": ("RandomState",),
     "_storage.object_clients": ("register_store",),

@@ -6,8 +6,8 @@ from . import metrics as metrics
 from . import reports as reports
 from . import safetensors as safetensors
 from . import settings as settings
+from ._checkpoint.verify import verify as verify
 from ._collective.handle import SaveHandle as SaveHandle
-from ._convert.check import verify as verify
 from ._convert.run import ConvertReport as ConvertReport
 from ._convert.run import convert as convert
 from ._dcp.load_planner import LoadPlanner as LoadPlanner

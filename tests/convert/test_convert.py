@@ -35,10 +35,10 @@ from vescale_ckpt import (
     convert,
 )
 from vescale_ckpt import safetensors as ours_safetensors
+from vescale_ckpt._checkpoint.checkpoint import Read, cut
+from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt._convert import pipeline, run
-from vescale_ckpt._convert.formats import Format, open_source
-from vescale_ckpt._convert.plan import cut
-from vescale_ckpt._convert.source import Read
+from vescale_ckpt._convert.formats import Format
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt.cli import main
@@ -75,7 +75,7 @@ OBJECTS = {"optimizer.betas": (0.9, 0.95), "optimizer.names": ["a", "b"], "epoch
 
 
 def read_by_us(path: Path) -> Tensors:
-    with closing(open_source(str(path))) as source:
+    with closing(open_checkpoint(str(path))) as source:
         found = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in source.tensors.items()}
         source.read([Read(key, (0,) * target.ndim, target) for key, target in found.items()])
         return found
@@ -120,8 +120,8 @@ def test_every_format_becomes_every_other(
     assert report.objects == (len(OBJECTS) if kept else 0)
     assert report.tensors == len(tensors_of(values))
     if kept:
-        with closing(open_source(str(path))) as made:
-            assert made.objects(made.object_names) == OBJECTS
+        with closing(open_checkpoint(str(path))) as made:
+            assert made.load_objects(made.objects) == OBJECTS
             assert made.paths["model.blocks.1.w"] == ("model", "blocks", 1, "w")
     assert [entry.name for entry in tmp_path.iterdir()] == [NAMES[format]]  # nothing is left beside it
 

@@ -14,8 +14,8 @@ from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
+from vescale_ckpt._checkpoint.checkpoint import Checkpoint
 from vescale_ckpt._convert import streamed_file
-from vescale_ckpt._convert.source import Source
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -109,8 +109,8 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
 ) -> None:
     transfer, passes = streamed_file.transfer, 0
 
-    class Changed(Source):
-        def __init__(self, inner: Source) -> None:
+    class Changed(Checkpoint):
+        def __init__(self, inner: Checkpoint) -> None:
             self._inner = inner
 
         def read(self, reads: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
             for read in reads:
                 read.target.view(-1)[:1] += 1
 
-    def second_is_another(segments: Any, inner: Source, *others: Any) -> None:
+    def second_is_another(segments: Any, inner: Checkpoint, *others: Any) -> None:
         nonlocal passes
         passes += 1
         transfer(segments, inner if passes == 1 else Changed(inner), *others)

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import torch
 
+from vescale_ckpt._checkpoint import record_reader
 from vescale_ckpt._engine import _C, device_streams
 from vescale_ckpt._engine.tensor_checks import is_host_memory
-from vescale_ckpt._read import load
 from vescale_ckpt._state import tensor_table
 
 LEAST = 100
@@ -104,7 +104,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(_C, "tensor_table", moved)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=fake.streams[device]))
         patch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
-        patch.setattr(load, "is_host_memory", lambda tensor: tensor.numel() <= LEAST and is_host_memory(tensor))
+        patch.setattr(
+            record_reader, "is_host_memory", lambda tensor: tensor.numel() <= LEAST and is_host_memory(tensor)
+        )
         patch.setattr(device_streams, "made_current", lambda streams, devices: nullcontext())
         assert _C.copies_from_cuda(), device_info()
         yield fake

@@ -312,7 +312,7 @@ def test_looking_takes_no_longer_the_more_stay_for_good(checkpoint: Path, monkey
         return verify(path, quick=quick)
 
     save_steps(checkpoint, *range(6), keep_period=1)
-    monkeypatch.setattr(clean_up, "verify_checkpoint", noted)
+    monkeypatch.setattr(clean_up, "verify", noted)
     save_steps(checkpoint, 6, keep_period=2, max_to_keep=2)
     assert sorted(looked) == ["step-5", "step-6"] and steps_in(checkpoint) == [0, 2, 4, 5, 6]
 

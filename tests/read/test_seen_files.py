@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
-from vescale_ckpt._convert import dcp_files, numpy_files, torch_files
+from vescale_ckpt._checkpoint import numpy_checkpoint, torch_checkpoint
+from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
 from vescale_ckpt._read import packed
 from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
@@ -140,7 +141,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_files.DcpSource, "torch": torch_files.TorchSource}[source]
+    of: Any = {"dcp": NativeCheckpoint, "torch": torch_checkpoint.TorchCheckpoint}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:
@@ -167,7 +168,7 @@ def test_conversions_of_what_is_cut_short(checkpoint: Path, monkeypatch: pytest.
         path.mkdir()
         for key, array in arrays.items():
             np.save(path / key, array)
-    of: Any = torch_files.TorchSource if name.endswith(".pt") else numpy_files.NumpySource
+    of: Any = torch_checkpoint.TorchCheckpoint if name.endswith(".pt") else numpy_checkpoint.NumpyCheckpoint
     original = of.read
 
     def read(self: Any, *args: Any) -> None:

@@ -29,10 +29,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.record_reader import Record
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
 from vescale_ckpt._ranks.node import ranks_of_this_node
-from vescale_ckpt._read.load import Record
 from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.begin import BroadcastLoad
 
@@ -413,7 +413,7 @@ def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordina
 
 
 def _large_index(directory: Path) -> tuple[int, ...]:
-    with mock.patch("vescale_ckpt._read.contents._MOST_INDEX_BYTES", 100):
+    with mock.patch("vescale_ckpt._checkpoint.open_checkpoint._MOST_INDEX_BYTES", 100):
         return _counted(directory, "us")
 
 

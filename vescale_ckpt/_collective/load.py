@@ -15,6 +15,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.non_contiguous_records import stored_class
+from .._checkpoint.open_checkpoint import packed as packed_checkpoint
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
@@ -24,9 +27,6 @@ from .._engine.gc import gc_paused
 from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
-from .._read.contents import Contents
-from .._read.contents import packed as packed_contents
-from .._read.non_contiguous_records import stored_class
 from .._routes.begin import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
@@ -134,12 +134,14 @@ class CollectiveLoad:
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         loading = _StateLoad(state, renaming(rename), rename is None)
         try:
-            metadata, contents = self._metadata()
-            if rename is None and contents.safetensors:
+            metadata, checkpoint = self._metadata()
+            if rename is None and checkpoint.format == "safetensors":
                 loading.names_below_the_empty_one()
-            extra = self._extra_keys(contents)
+            extra = self._extra_keys(checkpoint)
             with counted(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: loading.plan(metadata, contents, self._selection, allow_cast, extra))
+                planner, fit = self._plan(
+                    lambda: loading.plan(metadata, checkpoint, self._selection, allow_cast, extra)
+                )
             stats = self._read(planner)
             self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
         except BaseException:
@@ -147,9 +149,9 @@ class CollectiveLoad:
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
 
-    def _extra_keys(self, contents: Contents) -> list[str]:
+    def _extra_keys(self, checkpoint: LoadableCheckpoint) -> list[str]:
         """The keys of the extra files, if they are wanted."""
-        return [] if self._extra_files is None else list(filter(is_extra, contents.keys()))
+        return [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
 
     def _hand_over(self, planner: FillPlanner, hand_over: Callable[[], _Result]) -> _Result:
         """Gives the caller its extra files, and calls `hand_over` for everything else."""
@@ -179,9 +181,9 @@ class CollectiveLoad:
         return load()
 
     def _all(self) -> dict[str, Any]:
-        metadata, contents = self._metadata()
-        extra = self._extra_keys(contents)
-        planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection, extra))
+        metadata, checkpoint = self._metadata()
+        extra = self._extra_keys(checkpoint)
+        planner, _ = self._plan(lambda: _plan_all(metadata, checkpoint, self._selection, extra))
         stats = self._read(planner)
 
         def result() -> dict[str, Any]:
@@ -223,13 +225,13 @@ class CollectiveLoad:
         assert self._reader.last_stats is not None
         return LoadReport([], [], [], self._end(self._reader.last_stats))
 
-    def _metadata(self) -> tuple[Metadata, Contents]:
-        """The metadata for planners, and the contents that it was made from. The coordinator reads them for all ranks
+    def _metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
+        """The metadata for planners, and the checkpoint that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
         with phase("metadata"):
             return self._shared_metadata()
 
-    def _shared_metadata(self) -> tuple[Metadata, Contents]:
+    def _shared_metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         exchange, reader = self._exchange, self._reader
         try:
             mark = reader.mark()
@@ -246,23 +248,23 @@ class CollectiveLoad:
             packed = b""
             if exchange.is_coordinator:
                 with suppress(Exception):  # after an error each rank reads for itself below, and all raise
-                    packed = packed_contents(reader.path, reader.verify)
+                    packed = packed_checkpoint(reader.path, reader.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
 
-        def read() -> tuple[Metadata, Contents]:
+        def read() -> tuple[Metadata, LoadableCheckpoint]:
             metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
             reader.set_up_storage_reader(metadata, exchange.is_coordinator)
-            assert reader.contents is not None
-            return metadata, reader.contents
+            assert reader.checkpoint is not None
+            return metadata, reader.checkpoint
 
-        metadata, contents = self._together(read, "read metadata")
+        metadata, checkpoint = self._together(read, "read metadata")
         if (
             not shared
             and all_have_it
-            and not exchange.all_have(contents.save_id.encode(), self._phase("compare metadata"))
+            and not exchange.all_have(checkpoint.save_id.encode(), self._phase("compare metadata"))
         ):
             raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
-        return metadata, contents
+        return metadata, checkpoint
 
     def _own_metadata(self) -> Metadata:
         try:
@@ -387,13 +389,13 @@ class _StateLoad:
     def plan(
         self,
         metadata: Metadata,
-        contents: Contents,
+        checkpoint: LoadableCheckpoint,
         selection: Selection,
         allow_cast: bool,
         extra: Iterable[str],
     ) -> tuple[FillPlanner, _Fit]:
         """`extra`: keys of objects to load besides the state."""
-        stored = list(filterfalse(is_extra, contents.keys()))
+        stored = list(filterfalse(is_extra, checkpoint.keys()))
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
         if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
@@ -417,7 +419,7 @@ class _StateLoad:
             planner.leave_out(set(self._tied))
             missing = [name for name in missing if name not in self._tied]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        expected = wanted.keys() | contents.aliases
+        expected = wanted.keys() | checkpoint.aliases
         unexpected = [
             key for key in stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
@@ -447,17 +449,17 @@ def _without_empty_name(key: str) -> str:
 
 
 def _plan_all(
-    metadata: Metadata, contents: Contents, selection: Selection, extra: Iterable[str]
+    metadata: Metadata, checkpoint: LoadableCheckpoint, selection: Selection, extra: Iterable[str]
 ) -> tuple[FillPlanner, _Fit]:
     wanted: dict[str, Any] = dict.fromkeys(extra)
-    skipped = frozenset() if selection.names is not None else contents.aliases
+    skipped = frozenset() if selection.names is not None else checkpoint.aliases
     for key, stored in metadata.state_dict_metadata.items():
         if key not in selection or key in skipped or is_extra(key):
             continue
         if isinstance(stored, BytesStorageMetadata):
             wanted[key] = None
         else:
-            _check_size(key, stored, metadata, contents.root)
+            _check_size(key, stored, metadata, checkpoint.root)
             wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     planner = FillPlanner(allow_cast=False)
     planner.set_up_planner(wanted, metadata)

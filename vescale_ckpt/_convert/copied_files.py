@@ -14,20 +14,16 @@ from .._checkpoint.native.file_names import (
     METADATA_NAME,
     is_metadata_file,
     is_temporary_file,
-    metadata_name,
 )
-from .._checkpoint.safetensors.headers import INDEX_SUFFIX, SUFFIX, SafetensorsContents
+from .._checkpoint.open_checkpoint import open_parts
+from .._checkpoint.safetensors.headers import INDEX_SUFFIX, SUFFIX
 from .._checkpoint.safetensors.model_names import is_temporary_index, token_of
 from .._engine import _C
 from .._engine.torch_private import DEFAULT_SUFFIX
-from .._read import contents
-from .._read.check_records import list_records
-from .._read.no_checkpoint import explained
 from .._storage.open_storage import is_file, storage_at
 from .._storage.paths import data_path, in_sibling
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CorruptCheckpointError
-from .formats import open_source
 
 
 def completes(name: str) -> bool:
@@ -41,22 +37,12 @@ def exists(path: str) -> CheckpointError:
 
 def files_of_checkpoint(path: str) -> set[str]:
     """The files with the tensors and objects of the checkpoint in a folder. Raises if there is no sound one."""
-
-    def fail(error: CheckpointError) -> None:
-        raise error
-
-    if ranks := metadata_file.metadata_ranks(path):
-        named: set[str] = set()
-        with explained(path):
-            for rank in ranks:
-                found = contents.read(path, rank, True, by_index=False)
-                where = os.path.join(path, metadata_name(rank))
-                named |= {os.path.normpath(name) for name in list_records(found, where, rank is None, fail).ends}
-        return named
-    if contents.is_safetensors(path):
-        return set(SafetensorsContents.read(path, verify=True).files)
-    with closing(open_source(path)) as source:
-        return {os.path.basename(source.location(key)[0]) for key in source.tensors}
+    named: set[str] = set()
+    for part in open_parts(path):
+        with closing(part):
+            part.check_whole()
+            named |= set(map(os.path.normpath, part.file_names()))
+    return named
 
 
 def metadata_files(path: str) -> dict[str, tuple[int, ...]]:

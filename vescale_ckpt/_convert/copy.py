@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from .. import settings
+from .._checkpoint.check_records import Progress
 from .._checkpoint.native.file_names import (
     DELTA_NAME,
     INDEX_NAME,
@@ -23,11 +24,12 @@ from .._checkpoint.native.file_names import (
     metadata_name,
 )
 from .._checkpoint.native.named_files import check_replaceable
+from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.headers import SUFFIX
+from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
 from .._engine.torch_private import DEFAULT_SUFFIX
-from .._read.check_records import Progress
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
 from .._storage.paths import data_path
 from .._storage.pending import PendingFile
@@ -35,7 +37,6 @@ from .._storage.resumable import JOURNAL_NAME, ResumableFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
-from .check import verify_any
 from .copied_files import (
     SelfContained,
     exists,
@@ -44,7 +45,6 @@ from .copied_files import (
     name_in_copy,
     names_to_copy,
 )
-from .formats import open_source
 from .store_copy import StoreCopy
 from .transfer import CopyReport, Transfer
 
@@ -87,7 +87,7 @@ def copy(
 
 
 def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
-    with closing(open_source(source)):
+    with closing(open_checkpoint(source)):
         pass  # it is a checkpoint
     _check_file_destination(source, path, overwrite)
     transfer = Transfer(2 * stat_of(source).size, progress)
@@ -260,12 +260,12 @@ def _compare(
     def progress(done: int, total: int) -> None:
         transfer.moved(begun + done - transfer.done)
 
-    found = verify_any(made, False, progress)
+    found = verify_checkpoint(made, False, progress, must_exist=True)
     if found.unreadable:
         first = found.unreadable[0]
         raise CheckpointError(f"the copy of {source} cannot be read back: {first.reason}", path=first.file)
     if found.damaged:
-        _raise_damage(verify_any(source, False))
+        _raise_damage(verify_checkpoint(source, False, must_exist=True))
         first = found.damaged[0]
         raise CorruptCheckpointError(
             f"the copy differs from {source}, which is sound: {first.reason}", key=first.key, file=source

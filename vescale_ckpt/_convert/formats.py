@@ -1,28 +1,25 @@
-"""Chooses the source and the files of a conversion by their formats, and checks what the result may replace."""
+"""Chooses the files of a conversion by their format, and checks what the result may replace."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Literal
 
-from .._checkpoint.native.metadata_file import NO_CHECKPOINT, has_metadata
+import torch
+
+from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.open_checkpoint import numpy_is_missing
 from .._checkpoint.safetensors.model_names import holds_export
-from .._read.no_checkpoint import explained
-from .._storage.file_kinds import kind_of_file
+from .._state.flatten import nested
+from .._state.structure import Path, Structure
 from .._storage.open_storage import is_folder as is_directory
 from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
-from .archive import open_archive
-from .dcp_files import DcpSource
-from .plan import Plan
-from .safetensors_files import SafetensorsSource, safetensors_files
-from .source import Source
-from .streamed_file import Files, OutputFile
-from .torch_files import TorchSource, torch_file
+from .plan import Output, Plan
+from .safetensors_files import safetensors_files
+from .streamed_file import Files, OutputFile, read_whole
 
 Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
 _SUFFIXES: dict[str, Format] = {
@@ -98,66 +95,6 @@ def _same(source: str, path: str) -> bool:
         return False
 
 
-# --- What is read
-
-
-def open_source(path: str) -> Source:
-    """Opens a checkpoint of any known format. The format is recognised from the files.
-
-    Raises `CheckpointError` if there is no checkpoint of a known format, and the errors of the format's source.
-    """
-    if is_directory(path):
-        if has_metadata(path, None):
-            return DcpSource(path)
-        names = storage_at(path).names()
-        if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-            return SafetensorsSource(path)
-        if any(name.endswith(".npy") for name in names):
-            return _numpy_source(path)
-        with explained(path):
-            text = f"{path} has no .metadata, no .safetensors and no .npy files: {NO_CHECKPOINT}"
-            raise CheckpointError(text, path=path, errno=errno.ENOENT)
-    try:
-        kind = kind_of_file(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
-    if kind == "pickle":
-        raise CheckpointError(
-            f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again", path=path
-        )
-    if kind == "other":
-        return SafetensorsSource(path)
-    storage_at(path).check_mounted("a file of torch.save or numpy that is read", "Copy it to a disk first")
-    with open_archive(path) as archive:
-        is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
-    if is_torch:
-        return TorchSource(path)
-    return _numpy_source(path)
-
-
-def _numpy_source(path: str) -> Source:
-    with _numpy_needed():
-        from .numpy_files import NumpySource
-    return NumpySource(path)
-
-
-@contextmanager
-def _numpy_needed() -> Iterator[None]:
-    """A context for importing a module that needs numpy. Raises `CheckpointError` if numpy is not installed. Only
-    numpy's own formats need it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise CheckpointError(
-            "the formats .npz and .npy need numpy, which is not installed: pip install numpy"
-        ) from None
-
-
-# --- What is written
-
-
 def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, most_bytes: int) -> Files | None:
     """The files to write. None for DCP, of which each rank writes one."""
     if format == "dcp":
@@ -166,8 +103,12 @@ def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, 
         return safetensors_files(plan.outputs, is_folder(path, format), most_bytes)
     if format == "torch":
         return torch_file(plan.outputs, objects, plan.paths, plan.structure)
-    with _numpy_needed():
+    try:
         from .numpy_files import npy_files, npz_file
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise numpy_is_missing() from None
     return npz_file(plan.outputs) if format == "npz" else npy_files(plan.outputs)
 
 
@@ -180,3 +121,20 @@ def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:
         of[number] = rank
         held[rank] += files[number].bytes + 1
     return of
+
+
+def torch_file(
+    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
+) -> Files:
+    """The file that torch.save writes for a dict of these tensors and objects, nested according to `paths`. All of them
+    are in memory while it is written."""
+
+    def save(stream: IO[bytes], source: Checkpoint) -> None:
+        tensors = {output.name: read_whole(output, source) for output in outputs}
+        state = nested({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
+        try:
+            torch.save(state, stream)
+        except Exception as error:
+            raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
+
+    return Files.streamed(outputs, save)

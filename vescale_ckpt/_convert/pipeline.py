@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from .. import settings
+from .._checkpoint.checkpoint import Checkpoint, cut
 from .._engine.overlap import overlap
-from .plan import Output, cut
-from .source import Source
+from .plan import Output
 
 PAGE = 4096
 _AT_ONCE = 3  # batches: one is read, one is converted, one is written
@@ -126,7 +126,7 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: Buffers) -> None:
+def transfer(segments: Iterable[Segment], source: Checkpoint, file: File, buffers: Buffers) -> None:
     """Moves all segments from the source to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:

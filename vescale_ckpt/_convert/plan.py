@@ -12,10 +12,10 @@ from math import prod
 
 import torch
 
+from .._checkpoint.checkpoint import Checkpoint, Read
 from .._state.key_selection import Rename, Selection, renamed, renaming
 from .._state.structure import Path
 from ..errors import CheckpointError, MissingKeysError
-from .source import Read, Source
 
 #: The same as for `load`, or pairs of a regular expression and its replacement.
 RenameRules = Rename | Sequence[tuple[str, str]]
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan(
-    source: Source,
+    source: Checkpoint,
     keys: str | Iterable[str] | None,
     rename: RenameRules | None,
     stack: Stack | None,
@@ -80,7 +80,7 @@ def plan(
     """Makes the plan. Raises `MissingKeysError` for `keys` that select nothing, ValueError for options that contradict
     themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
-    stored = [*source.tensors, *source.object_names]
+    stored = [*source.tensors, *source.objects]
     missing = selection.without_match(stored)
     if missing:
         raise MissingKeysError(missing)
@@ -90,7 +90,7 @@ def plan(
         for key, info in source.tensors.items()
         if key in names
     ]
-    objects = {names[key]: key for key in source.object_names if key in names}
+    objects = {names[key]: key for key in source.objects if key in names}
     outputs = restacked(outputs, stack or {})
     _check_names(outputs, objects)
     kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
@@ -103,7 +103,7 @@ def plan(
     )
 
 
-def _structure(source: Source, selection: Selection, with_other_names: bool) -> str | None:
+def _structure(source: Checkpoint, selection: Selection, with_other_names: bool) -> str | None:
     structure = source.structure
     if structure is None:
         return None
@@ -117,25 +117,6 @@ def _check_names(outputs: Sequence[Output], objects: Mapping[str, str]) -> None:
         first = seen.setdefault(output.name, output.keys[0])
         if first != output.keys[0] or output.name in objects:
             raise ValueError(f"{first!r} and {output.keys[0]!r} would both be {output.name!r}")
-
-
-def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a tensor into boxes that are contiguous and consecutive in its memory, of at most `most_elements` (at least
-    1) elements. Yields offsets and sizes."""
-    if prod(shape) <= most_elements:
-        yield (0,) * len(shape), shape
-        return
-    row = prod(shape[1:])
-    if row <= most_elements:
-        step = most_elements // row
-        rest = (0,) * (len(shape) - 1)
-        for start in range(0, shape[0], step):
-            yield (start, *rest), (min(step, shape[0] - start), *shape[1:])
-        return
-    inner = list(cut(shape[1:], most_elements))
-    for number in range(shape[0]):
-        for offsets, sizes in inner:
-            yield (number, *offsets), (1, *sizes)
 
 
 # --- New names

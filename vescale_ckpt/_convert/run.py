@@ -14,20 +14,21 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from .. import settings
+from .._checkpoint.check_records import Progress
+from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.folder import shard_bytes
 from .._engine.errors import of_system
 from .._ranks.exchange import Exchange
-from .._read.check_records import Progress
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
 from .dcp_files import DcpRankFiles, pieces_of_rank
-from .formats import Format, open_source
+from .formats import Format
 from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
-from .source import Source
 from .streamed_file import Files, write_file
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def convert(
     """
     exchange = Exchange.of(process_group, timeout, purpose="convert")
 
-    def make(source: Source) -> Plan:
+    def make(source: Checkpoint) -> Plan:
         return plan(source, keys, rename, stack, dtype)
 
     return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, exchange, None)
@@ -107,7 +108,7 @@ def convert_by_plan(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     format: Format,
-    make: Callable[[Source], Plan],
+    make: Callable[[Checkpoint], Plan],
     max_shard_size: int | str,
     on_objects: Objects,
     overwrite: bool,
@@ -156,7 +157,7 @@ class _Conversion:
         self.left_out: list[str] = []
 
     def plan(
-        self, make: Callable[[Source], Plan], max_shard_size: int | str, on_objects: Objects, overwrite: bool
+        self, make: Callable[[Checkpoint], Plan], max_shard_size: int | str, on_objects: Objects, overwrite: bool
     ) -> None:
         def prepare() -> int:
             for name, value, known in (("format", self._format, Format), ("on_objects", on_objects, Objects)):
@@ -167,7 +168,7 @@ class _Conversion:
             self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
             source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
-            self._source = open_source(source_path)
+            self._source = open_checkpoint(source_path)
             self._closing.callback(self._source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
             self.made = make(self._source)
@@ -209,7 +210,7 @@ class _Conversion:
             logger.warning("%s: they are left out", text)
 
     def _objects(self) -> dict[str, Any]:
-        loaded = self._source.objects(self.made.objects.values())
+        loaded = self._source.load_objects(self.made.objects.values())
         return {name: loaded[key] for name, key in self.made.objects.items()}
 
     def write(self) -> int:

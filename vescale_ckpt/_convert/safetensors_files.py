@@ -1,69 +1,22 @@
-"""Reads safetensors files, whatever tool wrote them, and lays them out as Hugging Face names them, for conversions."""
+"""Lays out safetensors files as Hugging Face names them, for conversions."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
 from .._checkpoint.safetensors.header_texts import STORABLE, with_ties
-from .._checkpoint.safetensors.headers import SafetensorsContents, StoredBox
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
-from .._engine.dtypes import CODE_DTYPES, DTYPE_CODES
+from .._engine.dtypes import DTYPE_CODES
 from .._engine.errors import named_errors
-from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
-from .._read.seen_files import SeenFiles
 from .._storage.open_storage import storage_at
 from .pipeline import Piece
 from .plan import Output
-from .source import Read, Source, TensorInfo, parts_of
 from .streamed_file import Files, Layout, OutputFile, laid_out
-
-
-class SafetensorsSource(Source):
-    """The tensors of a file or folder; the same files count as in loads. A tensor is whole in one file or stored as
-    boxes in several. Files without checksums, as the safetensors library writes them, cannot be verified.
-
-    A tensor that several names share is listed once, under its stored name.
-    """
-
-    format = "safetensors"
-
-    def __init__(self, path: str) -> None:
-        contents = SafetensorsContents.read(path, verify=True)
-        self._where = path
-        self._paths = [os.path.join(contents.root, name) for name in contents.files]
-        self._seen = SeenFiles()
-        for file in self._paths:
-            self._seen.look(file)
-        self._reads = _C.SafetensorsReads(True, engine_options(None, direct_io_setting("auto")))
-        self._boxes: dict[str, list[StoredBox]] = {}
-        for box in contents.boxes():
-            if box.name not in contents.aliases:
-                self._boxes.setdefault(box.name, []).append(box)
-        self.tensors = {
-            name: TensorInfo(boxes[0].shape, CODE_DTYPES[boxes[0].code]) for name, boxes in self._boxes.items()
-        }
-
-    def read(self, reads: Sequence[Read]) -> None:
-        table, keys = int_table(), []
-        for read in reads:
-            boxes = self._boxes[read.key]
-            for number, inside, target in parts_of([(box.offset, box.size) for box in boxes], read):
-                box = boxes[number]
-                table.extend((box.file, box.at, box.bytes, box.crc, box.code, len(box.size), *box.size))
-                table.extend((*inside, *target.shape, target.data_ptr(), *target.stride()))
-                keys.append(read.key)
-        with named_errors(keys.__getitem__, self._where):
-            self._reads.read_tensors(self._paths, table)
-        self._seen.check(self._paths)
-
-
-# --- Writing
 
 
 class SafetensorsLayout(Layout):

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from .._checkpoint.check_records import Progress
 from .._checkpoint.native.commit_metadata import remove_leftovers
 from .._checkpoint.native.file_names import DELTA_NAME, INDEX_NAME, METADATA_NAME
 from .._checkpoint.native.named_files import named_files
 from .._engine import _C
 from .._engine.errors import named_system_errors
-from .._read.check_records import Progress
 from .._storage.open_storage import stat_of, storage_at
 from .._storage.paths import data_path
 from .._storage.storage import Storage

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
@@ -18,15 +19,14 @@ from .._storage.pending import PendingFile
 from ..errors import CheckpointError
 from .pipeline import PAGE, Batch, Buffers, FormatBytes, Piece, Segment, memory_of, pieces_of, transfer
 from .plan import Output
-from .source import Source
 
 #: Calls the function that it gets with the path of a file to create.
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 #: Writes the content of a file into a folder or store, and syncs it.
-Write = Callable[[str, Create, Source, Buffers], None]
+Write = Callable[[str, Create, Checkpoint, Buffers], None]
 
 #: Writes the content of a file to a stream.
-Save = Callable[[IO[bytes], Source], None]
+Save = Callable[[IO[bytes], Checkpoint], None]
 
 _LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
 
@@ -77,7 +77,7 @@ class Files:
         return cls([OutputFile("", sum(output.bytes for output in outputs), write)])
 
 
-def write_file(file: OutputFile, path: str, source: Source, buffers: Buffers) -> None:
+def write_file(file: OutputFile, path: str, source: Checkpoint, buffers: Buffers) -> None:
     """Writes a file into the folder `path`: its content is durable, its directory entry is not yet. A file without a
     name appears as `path` when it is complete and durable, or not at all, as every file in an object store does."""
     if not storage_at(path).renames:
@@ -98,7 +98,7 @@ def streamed(outputs: Sequence[Output], save: Save) -> Write:
     """The content is what `save` writes to a stream."""
     estimate = _LIBRARY_BYTES + sum(output.bytes + _LIBRARY_BYTES for output in outputs)
 
-    def write(directory: str, create: Create, source: Source, buffers: Buffers) -> None:
+    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
         with named_errors(str, directory, estimate):
             stream = _Stream(_begin(directory, create, estimate), buffers)
             try:
@@ -160,7 +160,7 @@ class _Stream(io.RawIOBase):
         self._writer.finish_bytes(b"", sync=True)
 
 
-def read_whole(output: Output, source: Source) -> torch.Tensor:
+def read_whole(output: Output, source: Checkpoint) -> torch.Tensor:
     """Reads all of an output into memory of its own."""
     stored = torch.empty(output.shape, dtype=output.stored_dtype, device="cpu")
     source.read([*output.reads((0,) * len(output.shape), stored)])
@@ -179,7 +179,7 @@ def _begin(directory: str, create: Create, length: int) -> _C.FileWriter:
 def laid_out(layout: Callable[[], Layout]) -> Write:
     """The content is that of a layout, in bounded memory."""
 
-    def write(directory: str, create: Create, source: Source, buffers: Buffers) -> None:
+    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
         if not storage_at(directory).renames:
             _write_object(directory, create, layout, source, buffers)
         else:
@@ -188,7 +188,7 @@ def laid_out(layout: Callable[[], Layout]) -> Write:
     return write
 
 
-def _write_object(url: str, create: Create, layout: Callable[[], Layout], source: Source, buffers: Buffers) -> None:
+def _write_object(url: str, create: Create, layout: Callable[[], Layout], source: Checkpoint, buffers: Buffers) -> None:
     """An object is sent in order. Where its head holds checksums of the tensors, these are read twice."""
     summed = layout()
     written, buffers.written = buffers.written, None
@@ -207,7 +207,7 @@ def _write(
     directory: str,
     create: Create,
     layout: Layout,
-    source: Source,
+    source: Checkpoint,
     buffers: Buffers,
     check: Callable[[], None] = lambda: None,
 ) -> None:

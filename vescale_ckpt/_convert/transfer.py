@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .._checkpoint.check_records import Progress
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import overlap
 from .._engine.rows import int_table
-from .._read.check_records import Progress
 from .._storage.open_storage import stat_of
 from ..errors import CheckpointError
 from .pipeline import Buffers

@@ -16,9 +16,15 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from .. import settings
+from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import metadata_name
-from .._checkpoint.safetensors.headers import ExportedMeanwhileError, was_exported_since
+from .._checkpoint.native.native_checkpoint import NativeCheckpoint
+from .._checkpoint.open_checkpoint import mark, open_to_load, unpacked
+from .._checkpoint.record_reader import ReadOptions
+from .._checkpoint.safetensors.headers import ExportedMeanwhileError
+from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
+from .._checkpoint.seen_files import SeenFiles
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
@@ -26,12 +32,9 @@ from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.groups import resolved
-from .._read import contents
 from .._read.by_items import ItemLoad
-from .._read.contents import Contents
-from .._read.load import Load, ReadOptions
+from .._read.load import Load
 from .._read.packed import load_packed
-from .._read.seen_files import SeenFiles
 from .._routes.begin import BroadcastLoad
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
@@ -99,7 +102,7 @@ class StorageReader(DcpStorageReader):
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
-        self.contents: Contents | None = None  #: of what is read
+        self.checkpoint: LoadableCheckpoint | None = None  #: that is read
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
         self._seen = SeenFiles()  # identities of the files of this load, to detect a replaced file
@@ -124,7 +127,7 @@ class StorageReader(DcpStorageReader):
             self.path = checkpoint_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
-        self.contents = None
+        self.checkpoint = None
         self._is_set_up = False
         self._metadata_error = None
         self._load_id = uuid.uuid4().hex
@@ -161,22 +164,22 @@ class StorageReader(DcpStorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         self._begin(rank)
         self._lock_checkpoint(rank)
-        found = contents.read(self.path, rank, self.verify, by_index=type(self) is StorageReader)
+        found = open_to_load(self.path, rank, self.verify, by_index=type(self) is StorageReader)
         return self._metadata_of(found)
 
     def mark(self) -> str:
         """A short text that differs between the checkpoints of two saves; empty if there is none. Raises OSError."""
         self._begin(None)
-        return contents.mark(self.path)
+        return mark(self.path)
 
     def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata in a message that another rank has packed (`contents.packed`). `mark` must be equal on both
-        ranks. Raises the errors of `read_metadata`."""
+        """The metadata in a message that another rank has packed (`open_checkpoint.packed`). `mark` must be equal on
+        both ranks. Raises the errors of `read_metadata`."""
         self._lock_checkpoint(None)
-        return self._metadata_of(contents.unpacked(self.path, message))
+        return self._metadata_of(unpacked(self.path, message))
 
     def _begin(self, rank: int | None) -> None:
-        self.contents = None
+        self.checkpoint = None
         self._is_set_up = False
         self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
 
@@ -185,13 +188,14 @@ class StorageReader(DcpStorageReader):
         self._unlock()
         self._lock = storage_at(self.path).share(metadata_name(rank))
 
-    def _metadata_of(self, found: Contents) -> Metadata:
-        """The contents as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
-        self.contents, load_id = found, self._load_id
+    def _metadata_of(self, found: LoadableCheckpoint) -> Metadata:
+        """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
+        self.checkpoint, load_id = found, self._load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
-        # The function must not refer to the reader: a reference cycle would keep files open.
-        metadata = LazyMetadata(build=lambda: _with_load_id(found.metadata, load_id))
+        # The function must not refer to the reader or the checkpoint: a reference cycle would keep files open.
+        read = found.read_metadata
+        metadata = LazyMetadata(build=lambda: _with_load_id(read(), load_id))
         metadata.index = found.index
         return metadata
 
@@ -208,8 +212,8 @@ class StorageReader(DcpStorageReader):
                 file=self.path,
             )
         # Others may have changed the metadata that this reader has read: theirs counts.
-        found = self.contents or Contents(self.path, self.path, lambda: metadata)
-        self.contents = replace(found, read_metadata=lambda: metadata, index=index)
+        found = self.checkpoint or NativeCheckpoint.of(self.path, None, metadata)
+        self.checkpoint = found.with_metadata(metadata, index)
         self._is_set_up = True
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -247,7 +251,7 @@ class StorageReader(DcpStorageReader):
     def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
         """Reads the items of a plan. With `broadcast` ranks read for each other. Raises `ExportedMeanwhileError` if it
         failed because exports replaced what was planned on."""
-        if self.contents is None or not self._is_set_up:
+        if self.checkpoint is None or not self._is_set_up:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         options = ReadOptions(
             self.thread_count,
@@ -258,7 +262,7 @@ class StorageReader(DcpStorageReader):
             self.timeout,
             self._extension_registry,
         )
-        load = Load(self.contents, options, self._seen)
+        load = Load(self.checkpoint, options, self._seen)
         measured = None
         if timeline.current() is None:  # else `vescale_ckpt.load` measures
             measured = Timeline("load", self.path, f"loading {self.given_path}")
@@ -277,7 +281,7 @@ class StorageReader(DcpStorageReader):
                 self.last_stats = measured.with_times(stats)
                 measured.end(self.last_stats)
         except CheckpointError as error:
-            if self.contents.safetensors and was_exported_since(self.path, self.contents.save_id):
+            if self.checkpoint.format == "safetensors" and was_exported_since(self.path, self.checkpoint.save_id):
                 raise ExportedMeanwhileError(
                     f"{error}. {self.path} is not what it was when the load began: load it again when exports into it "
                     "are done",

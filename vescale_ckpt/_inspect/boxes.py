@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._convert.plan import cut
-from .._convert.source import Read, Source
+from .._checkpoint.checkpoint import Checkpoint, Read, cut
 
 GROUP_BYTES = 64 << 20  #: of targets that one call reads, for each source
 
@@ -21,12 +20,12 @@ class _Box:
 
 
 def values(
-    sources: Sequence[Source], keys: Sequence[str], progress: Callable[[int, int], None] | None = None
+    sources: Sequence[Checkpoint], keys: Sequence[str], progress: Callable[[int, int], None] | None = None
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The values of tensors, piece by piece: the key, and the piece as a flat tensor of each source's dtype.
 
     Tensors of a key have the same shape in all sources. Pieces of a key follow each other; a tensor without elements
-    has one piece. The memory of a piece is used again for the next one. Raises the errors of `Source.read`.
+    has one piece. The memory of a piece is used again for the next one. Raises the errors of `Checkpoint.read`.
 
     `progress`: called with the bytes of the first source so far and in total.
     """
@@ -41,7 +40,7 @@ def values(
                 progress(done, total)
 
 
-def _groups(sources: Sequence[Source], keys: Iterable[str]) -> Iterator[list[_Box]]:
+def _groups(sources: Sequence[Checkpoint], keys: Iterable[str]) -> Iterator[list[_Box]]:
     group: list[_Box] = []
     held = 0
     for key in keys:
@@ -58,7 +57,7 @@ def _groups(sources: Sequence[Source], keys: Iterable[str]) -> Iterator[list[_Bo
         yield group
 
 
-def _read(source: Source, group: Sequence[_Box]) -> list[torch.Tensor]:
+def _read(source: Checkpoint, group: Sequence[_Box]) -> list[torch.Tensor]:
     targets = [torch.empty(tuple(box.sizes), dtype=source.tensors[box.key].dtype, device="cpu") for box in group]
     source.read([Read(box.key, box.offsets, target) for box, target in zip(group, targets, strict=True)])
     return targets

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .._convert.formats import open_source
-from .._convert.source import Source, TensorInfo
+from .._checkpoint.checkpoint import Checkpoint, TensorInfo
+from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path
 from ..errors import MissingKeysError
@@ -79,19 +79,19 @@ def diff(
 
     Raises `MissingKeysError` for `keys` that match nothing in both, and the errors of reading.
     """
-    with closing(open_source(checkpoint_path(a))) as first, closing(open_source(checkpoint_path(b))) as second:
+    with closing(open_checkpoint(checkpoint_path(a))) as first, closing(open_checkpoint(checkpoint_path(b))) as second:
         return _diff(first, second, with_values or bits, bits, Selection(keys), progress)
 
 
 def _diff(
-    a: Source,
-    b: Source,
+    a: Checkpoint,
+    b: Checkpoint,
     with_values: bool,
     bits: bool,
     selection: Selection,
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
-    every = dict.fromkeys((*a.tensors, *a.object_names, *b.tensors, *b.object_names))
+    every = dict.fromkeys((*a.tensors, *a.objects, *b.tensors, *b.objects))
     if missing := selection.without_match(list(every)):
         raise MissingKeysError(missing)
     kinds_a, kinds_b = _kinds(a), _kinds(b)
@@ -115,18 +115,18 @@ def _diff(
     for key, (one, other) in values([a, b], tensors, progress):
         compare(found[key], one, other, bits)
     result.values = [difference for difference in found.values() if not difference.equal]
-    objects = [key for key in common if key not in a.tensors | b.tensors]
-    ours, theirs = a.objects(objects), b.objects(objects)
+    objects = [key for key in common if key not in a.tensors and key not in b.tensors]
+    ours, theirs = a.load_objects(objects), b.load_objects(objects)
     result.objects = [key for key in objects if not same(ours[key], theirs[key], bits)]
     result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
     return result
 
 
-def _kinds(source: Source) -> dict[str, str]:
+def _kinds(source: Checkpoint) -> dict[str, str]:
     tensors = {
         key: f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}" for key, info in source.tensors.items()
     }
-    return tensors | dict.fromkeys(source.object_names, "an object")
+    return tensors | dict.fromkeys(source.objects, "an object")
 
 
 def _same_shape(a: TensorInfo | None, b: TensorInfo | None) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._convert.formats import open_source
+from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path
 from ..errors import MissingKeysError
@@ -54,9 +54,9 @@ def stats(
     Raises `MissingKeysError` for `keys` that match nothing, and the errors of reading: `CorruptCheckpointError`,
     `UntrustedCheckpointError`, `CheckpointError`.
     """
-    with closing(open_source(checkpoint_path(path))) as source:
+    with closing(open_checkpoint(checkpoint_path(path))) as source:
         selection = Selection(keys)
-        if missing := selection.without_match([*source.tensors, *source.object_names]):
+        if missing := selection.without_match([*source.tensors, *source.objects]):
             raise MissingKeysError(missing)
         found: dict[str, _Sums] = {}
         for key, (piece,) in values([source], [key for key in source.tensors if key in selection], progress):

@@ -6,15 +6,17 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from .._checkpoint.checkpoint import not_all_there
 from .._checkpoint.native.file_names import crc_of
+from .._checkpoint.native.transformed_records import TargetPlanner, read_transformed
+from .._checkpoint.record_reader import Record, Target
 from .._engine.dtypes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import overlapping
@@ -27,17 +29,9 @@ from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .load import Load, Record, Target, overlaps_itself
-from .match import check_fits, not_all_there, wanted_elements
+from .load import Load, overlaps_itself
+from .match import check_fits, wanted_elements
 from .packed import begin_reading, fill_packed
-
-
-class TargetPlanner(Protocol):
-    """The methods of DCP's `LoadPlanner` that a load calls."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor: ...
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class ItemLoad:
 
     def __init__(self, load: Load, targets: ItemTargets) -> None:
         self._load = load
-        self._contents = load.contents
+        self._checkpoint = load.checkpoint
         self._targets = targets
         self.planner = targets.planner
         # The items, by the way in which they are read.
@@ -101,14 +95,14 @@ class ItemLoad:
 
     def _sort(self, items: Sequence[ReadItem]) -> None:
         for item in items:
-            key, info = item.storage_index.fqn, self._contents.location(item.storage_index)
+            key, info = item.storage_index.fqn, self._checkpoint.location(item.storage_index)
             record = Record(key, self._load.file(info.relative_path, key), info.offset, info.length, crc_of(info))
             if info.transform_descriptors:
                 self._transformed.append(item)
             elif item.type == LoadItemType.BYTE_IO:
                 self._objects.append((item, record))
             else:
-                record.dtype, record.sizes = self._contents.chunk(item.storage_index)
+                record.dtype, record.sizes = self._checkpoint.chunk(item.storage_index)
                 self._tensors.append((item, record))
 
     def _without_replaced(self, items: Sequence[ReadItem]) -> Sequence[ReadItem]:
@@ -122,11 +116,11 @@ class ItemLoad:
             of_key = [item for item in items if item.dest_index.fqn == key]
             found = []
             for item in of_key:
-                info = self._contents.location(item.storage_index)
+                info = self._checkpoint.location(item.storage_index)
                 same_record = info.relative_path, info.offset
                 crc = crc_of(info)
                 box = tuple(item.storage_offsets), tuple(item.lengths), tuple(item.dest_offsets)
-                found.append((self._contents.chunk(item.storage_index), box, same_record if crc == -1 else crc))
+                found.append((self._checkpoint.chunk(item.storage_index), box, same_record if crc == -1 else crc))
             return found
 
         left_out = replaced_in_state(state, loaded, lambda key, other: stored_as(key) == stored_as(other))
@@ -141,7 +135,7 @@ class ItemLoad:
             if item.type != LoadItemType.BYTE_IO:
                 key = item.dest_index.fqn
                 planned[key] = planned.get(key, 0) + item.lengths.numel()
-        in_metadata = self._contents.metadata.state_dict_metadata
+        in_metadata = self._checkpoint.metadata.state_dict_metadata
         for key, value in self.planner.state_dict.items():
             stored = in_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(key, value):
@@ -221,22 +215,10 @@ class ItemLoad:
     # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
 
     def _read_transformed(self, items: list[ReadItem]) -> None:
-        registry = self._load.options.extension_registry
-        stock = FileSystemReader(self._contents.path, **({} if registry is None else {"_extension_registry": registry}))
-        stock.storage_data = self._contents.metadata.storage_data
-        try:
-            stock.read_data(LoadPlan(items), _TransformedPlanner(self)).wait()  # type: ignore[arg-type]
-        except CheckpointError:
-            raise
-        except Exception as error:
-            names = ", ".join(item.storage_index.fqn for item in items[:3])
-            raise CheckpointError(
-                f"{names}: stored through a stream transform (compression) that cannot be undone here: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        read_transformed(self._checkpoint, items, _TransformedPlanner(self), self._load.options.extension_registry)
 
     def resolve_transformed(self, item: ReadItem) -> torch.Tensor:
-        dtype, _ = self._contents.chunk(item.storage_index)
+        dtype, _ = self._checkpoint.chunk(item.storage_index)
         tensor = self.resolve(item, dtype)
         self._load.bytes += tensor.nbytes
         return tensor

@@ -1,128 +1,39 @@
-"""Reads and checks the records of a checkpoint, native or safetensors, and fills tensors from them, for one load."""
+"""Runs one load of a rank: it waits for saves that copy the state, reads, also for other ranks, and counts."""
 
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from .. import settings
+from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.record_reader import ReadOptions, Record, RecordReader, Target
+from .._checkpoint.seen_files import SeenFiles
 from .._engine import _C, device_streams
-from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.errors import named_errors, of_system
-from .._engine.options import engine_options, threads_of, used_paths
-from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import int_table
-from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, overlapping
+from .._engine.dtypes import CODE_DTYPES
+from .._engine.options import threads_of, used_paths
+from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_private import bump_versions
-from .._engine.wrapper_tensors import is_wrapper
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
-from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
-from .._storage.open_storage import read_twice, says_nothing, stat_of, storage_at
-from .._storage.paths import check_relative, data_path
 from .._write.optimizer_gate import wait_until_copied
-from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from ..errors import CheckpointError
 from ..reports import LoadStats
-from ..settings import DirectIO
-from .contents import Contents
-from .non_contiguous_records import tensor_in_archive
-from .seen_files import SeenFiles
-from .wrapper_records import WrapperLoad, check_classes
-
-_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """How a load reads."""
+class Load(RecordReader):
+    """One load of this rank: the tensors that it fills, and its statistics. Only `read_tensors` may be called on any
+    thread, but on one at a time."""
 
-    thread_count: int | None = None  #: None: the setting's
-    verify: bool = True  #: False skips checksums
-    weights_only: bool = True  #: False lets objects run code
-    direct_io: DirectIO = "auto"
-    allow_cast: bool = False  #: converts to the dtypes of the tensors that are filled
-    timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting's
-    extension_registry: Any = None  #: torch's, for items that were written through stream extensions
-
-
-@dataclass(slots=True)
-class Record:
-    """The record location of a tensor's chunk or an object, its CRC-32, dtype and shape."""
-
-    key: str
-    file: int  #: index into `Load.paths`
-    offset: int
-    length: int
-    crc: int  #: CRC-32 of the tensor's bytes or of the whole object, -1 if metadata has none
-    dtype: torch.dtype = torch.uint8
-    sizes: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class Target:
-    """A tensor to fill with the values at `storage_offset` of a record's chunk."""
-
-    record: Record
-    storage_offset: Sequence[int]
-    tensor: torch.Tensor
-    filled: torch.Tensor  #: what the engine fills: the tensor itself where it can, else one of the stored dtype
-    device: int = -1  #: the CUDA device that `filled` is on
-    commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
-    again: Callable[[], torch.Tensor] | None = None  #: gives the same part of the state's tensor once more
-
-
-@dataclass
-class _Group:
-    """Tensors that are read together, their rows in the engine's table, and the device of each row."""
-
-    targets: list[Target] = field(default_factory=list)
-    table: array[int] = field(default_factory=int_table)
-    devices: array[int] = field(default_factory=int_table)
-
-
-class Load:
-    """One load of this rank: the files that it reads, the tensors that it fills, and its statistics.
-
-    Only `read_tensors` may be called on any thread, but on one at a time.
-    """
-
-    def __init__(self, contents: Contents, options: ReadOptions, seen: SeenFiles) -> None:
-        self.contents = contents
-        self.options = options
-        self.where = contents.path
-        self.paths: list[str] = []
-        self.file_numbers: dict[str, int] = {}  #: by name in metadata
-        self._seen = seen
+    def __init__(self, checkpoint: LoadableCheckpoint, options: ReadOptions, seen: SeenFiles) -> None:
+        super().__init__(checkpoint, options, seen)
+        self.checkpoint = checkpoint
         self._filled: list[torch.Tensor] = []
-        self._wrappers = WrapperLoad()
-        self.streams: device_streams.Streams = {}  #: of the thread that loads, after whose work tensors are filled
-        # By whether the page cache is used in any case.
-        by_requests = storage_at(self.where).by_requests
-        self._engine_options = {
-            cached: engine_options(
-                options.thread_count,
-                False if cached else options.direct_io,
-                requests=by_requests,
-            )
-            for cached in (False, True)
-        }
-        self._safetensors = {
-            cached: _C.SafetensorsReads(options.verify, of_engine)
-            for cached, of_engine in self._engine_options.items()
-            if contents.safetensors
-        }
-        self._totals: dict[str, Any] = dict.fromkeys(_PATHS, 0)
-        self.bytes = 0  #: that this load needed
         self.shared_bytes = 0  #: of `bytes`, those that several ranks needed and one of them read
-        self._unverified = 0
-        self._fallbacks = 0
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
         """Runs `work`, which does all of a load and returns how many tensors and objects it read.
@@ -137,26 +48,25 @@ class Load:
         try:
             with suppress(FailedElsewhereError):
                 tensors, objects = work()
-                self._wrappers.end()
-                self._seen.check(self.paths)
+                self.finish()
         finally:
             filled, self._filled = self._filled, []
             bump_versions(filled)
-        if self.options.direct_io is True and self._totals["uncached_bytes"] + self._totals["buffered_bytes"]:
+        if self.options.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
-                f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self._totals)})"
+                f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self.totals)})"
             )
         return LoadStats(
             seconds=time.perf_counter() - started,
             tensors=tensors,
             objects=objects,
             bytes=self.bytes,
-            io_path=used_paths(self._totals),
+            io_path=used_paths(self.totals),
             verified=self.options.verify,
-            unverified_bytes=self._unverified,
-            fallback_tensors=self._fallbacks,
+            unverified_bytes=self.unverified_bytes,
+            fallback_tensors=self.fallback_tensors,
             shared_bytes=self.shared_bytes,
-            **self._totals,
+            **self.totals,
         )
 
     def begin(self, description: Description | None, state: object) -> None:
@@ -177,215 +87,6 @@ class Load:
         if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
             self._filled += [value for value in state.values() if isinstance(value, DTensor)]
         bump_versions(self._filled)
-
-    def file(self, name: str, key: str) -> int:
-        """The number of a data file, whose identity is recorded before it is read. Raises `UntrustedCheckpointError`,
-        naming `key`, if its name leaves the root."""
-        number = self.file_numbers.get(name)
-        if number is None:
-            path = data_path(self.contents.root, check_relative(name, key))
-            self._seen.look(path)
-            number = self.file_numbers[name] = len(self.paths)
-            self.paths.append(path)
-        return number
-
-    # --- Objects
-
-    def objects(self, records: list[Record], known: dict[int, bytes]) -> Iterator[tuple[Record, bytes]]:
-        """Each object's bytes, checked. `known`: objects that were read for all ranks, by row of `records`."""
-        own = iter(self.read_whole([record for row, record in enumerate(records) if row not in known]))
-        for row, record in enumerate(records):
-            data = known[row] if row in known else next(own)
-            yield record, self._sound(data, record, whole=True)
-
-    def _sound(self, data: bytes, record: Record, *, whole: bool) -> bytes:
-        """The bytes of an archive that was read, checked as `_check_archive` does."""
-        read: bytes | None = data
-
-        def checked() -> bytes:
-            nonlocal read
-            found, read = self.read_whole([record])[0] if read is None else read, None
-            self._check_archive(found, record, whole=whole)
-            return found
-
-        return read_twice(self.where, checked)
-
-    def read_whole(self, records: list[Record]) -> list[bytes]:
-        if not records:
-            return []
-        self._check_ranges(records)
-        table = int_table()
-        for record in records:
-            table.extend((record.file, record.offset, record.length))
-        with named_errors(lambda row: records[row].key, self.where):
-            return _C.read_objects(self.paths, table, self._engine_options[False])
-
-    def _check_ranges(self, records: list[Record]) -> None:
-        """Checks that the records lie in their files, before memory is allocated for them."""
-        sizes: dict[str, int] = {}
-        for record in records:
-            path = self.paths[record.file]
-            if path not in sizes:
-                try:
-                    sizes[path] = stat_of(path).size
-                except OSError as error:
-                    if says_nothing(error.errno, path):
-                        raise of_system(error, path) from error
-                    raise CorruptCheckpointError(
-                        f"{record.key}: data file is missing: {error}", key=record.key, file=path
-                    ) from error
-            if record.offset + record.length > sizes[path]:
-                raise self._corrupt(
-                    record,
-                    f"file {path} is truncated: it has {sizes[path]} bytes, the object at offset {record.offset} needs "
-                    f"{record.length}",
-                )
-
-    def _check_archive(self, data: bytes, record: Record, *, whole: bool) -> None:
-        """Checks that an archive is sound; with `whole`, also the CRC-32 in metadata, which is of the whole archive."""
-        damage = _C.check_archive(data, self.options.verify)
-        if not damage and whole and self.options.verify and record.crc not in (-1, _C.crc32(data)):
-            damage = "it is not the object that was saved"
-        if damage:
-            place = f"record of {record.length} bytes at offset {record.offset} of {self.paths[record.file]}"
-            raise self._corrupt(record, f"{damage} ({place})")
-
-    def _corrupt(self, record: Record, reason: str) -> CorruptCheckpointError:
-        path = self.paths[record.file]
-        return CorruptCheckpointError(f"{record.key}: {reason}", key=record.key, file=path, offset=record.offset)
-
-    # --- Tensors
-
-    def target(
-        self,
-        record: Record,
-        storage_offset: Sequence[int],
-        tensor: torch.Tensor,
-        commit: Callable[[torch.Tensor], object] | None = None,
-        again: Callable[[], torch.Tensor] | None = None,
-    ) -> Target:
-        if tensor.dtype == record.dtype:
-            if is_host_memory(tensor):
-                return Target(record, storage_offset, tensor, tensor, -1, commit)
-            if (place := place_of(tensor)) > ON_HOST and is_fast_to_fill(tensor):
-                return Target(record, storage_offset, tensor, tensor, device_number(place), commit)
-        if not can_be_filled(tensor):
-            raise CheckpointError(
-                f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
-            )
-        on_device = self.on_device_of(tensor, tensor.shape, record.dtype)
-        filled, device = on_device or (torch.empty(tensor.shape, dtype=record.dtype, device="cpu"), -1)
-        return Target(record, storage_offset, tensor, filled, device, commit, again)
-
-    def on_device_of(
-        self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, int] | None:
-        """Dense memory on the CUDA device of `tensor`, from which it is then filled, and the number of that device.
-        None for tensors elsewhere, and where the device has no room."""
-        if tensor.is_cuda or place_of(tensor) > ON_HOST:
-            with suppress(torch.OutOfMemoryError):
-                memory = torch.empty(shape, dtype=dtype, device=tensor.device)
-                if (place := place_of(memory)) > ON_HOST:
-                    return memory, device_number(place)
-        return None
-
-    def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
-        """Fills the targets in groups: while the engine reads one, the next is prepared."""
-
-        def read(group: _Group) -> dict[str, Any]:
-            def key_of(row: int) -> str:
-                return group.targets[row].record.key
-
-            return self.read_tensors(group.table, key_of, devices=group.devices, through_cache=through_cache)
-
-        for group, report in overlap(_groups(targets), read):
-            self.count(report)
-            for row in report["unread"]:
-                self.fill_from_archive(group.targets[row])
-            for target in group.targets:
-                self.hand_over(target)
-                if target.commit is not None:
-                    target.commit(target.tensor)
-            bump_versions([target.tensor for target in group.targets])
-
-    def read_tensors(
-        self,
-        table: bytes | array[int],
-        key_of: Callable[[int], str],
-        *,
-        devices: bytes | array[int] = b"",
-        through_cache: bool = False,
-    ) -> dict[str, Any]:
-        """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
-        records that `fill_from_archive` has to read. `key_of` names a row in errors. `devices`: the CUDA device of each
-        row, -1 for host memory; empty if all are there. What these devices have queued in `streams` comes before."""
-        producers = device_streams.producers(devices, self.streams.__getitem__)
-        options = self._engine_options[through_cache]
-        reads = self._safetensors.pop(through_cache, None)
-
-        def read() -> dict[str, Any]:
-            nonlocal reads
-            if not self.contents.safetensors:
-                return _C.read_tensors(self.paths, table, self.options.verify, options, devices, producers)
-            used, reads = reads or _C.SafetensorsReads(self.options.verify, options), None
-            report = used.read_tensors(self.paths, table, devices, producers)
-            reads = used  # not after an error: it holds the objects as they were
-            return report
-
-        with named_errors(key_of, self.where):
-            report = read_twice(self.where, read)
-        if reads is not None:
-            self._safetensors[through_cache] = reads
-        return report
-
-    def count(self, report: dict[str, Any], *, for_others: bool = False) -> None:
-        for name in self._totals:
-            self._totals[name] += report[name]
-        self._unverified += report["unverified_bytes"]
-        if not for_others:
-            self.bytes += report["needed_bytes"]
-
-    def hand_over(self, target: Target) -> None:
-        """Copies what was read to the tensor itself, unless that is what was filled."""
-        if target.filled is target.tensor:
-            return
-        if is_wrapper(target.tensor):
-            self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
-            return
-        try:
-            target.tensor.copy_(target.filled)
-        except (RuntimeError, NotImplementedError) as error:
-            key, tensor = target.record.key, target.tensor
-            raise CheckpointError(
-                f"{key}: a {type(tensor).__name__} of layout {tensor.layout} cannot be filled: load into a dense one "
-                f"({error})",
-                key=key,
-            ) from error
-
-    def fill_from_archive(self, target: Target) -> None:
-        """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous, or a
-        wrapper subclass. A wrapper is filled itself."""
-        record = target.record
-        self._fallbacks += 1
-        (data,) = self.read_whole([record])
-        data = self._sound(data, record, whole=False)  # also without `verify`: the record has an unexpected form
-        if not _C.archive_has_checksums(data):
-            self._unverified += target.filled.nbytes
-        try:
-            crc = record.crc if self.options.verify else -1
-            tensor = tensor_in_archive(data, record.sizes, crc, weights_only=self.options.weights_only)
-        except ValueError as error:
-            check_classes(record.key, data)
-            place = f"the record at offset {record.offset} of {self.paths[record.file]}"
-            raise self._corrupt(record, f"{place} {error}") from error.__cause__
-        if is_wrapper(tensor):
-            if is_wrapper(target.tensor):
-                target.filled = target.tensor
-            self._wrappers.fill(record.key, target.filled, tensor, target.storage_offset, target.again)
-            return
-        if tensor.dtype != record.dtype and not self.options.allow_cast:
-            raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
-        target.filled.copy_(narrowed(tensor, target.storage_offset, target.filled.shape))
 
     # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 
@@ -412,26 +113,3 @@ def overlaps_itself(key: str) -> CheckpointError:
         "load into a clone of it",
         key=key,
     )
-
-
-def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
-    """Cuts the targets into groups, by number, and by the bytes of memory for targets that are not filled in place. Two
-    groups hold such memory at a time."""
-    budget = settings.number("arena_bytes") // 2
-    group, held = _Group(), 0
-    for target in targets:
-        record, filled = target.record, target.filled
-        code = dtype_code(record.dtype, record.key)
-        group.table.extend(
-            (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
-        )
-        group.table.extend((*target.storage_offset, *filled.shape, filled.data_ptr(), *filled.stride()))
-        group.devices.append(target.device)
-        group.targets.append(target)
-        if filled is not target.tensor:
-            held += filled.nbytes
-        if held >= budget or len(group.targets) == GROUP_TENSORS:
-            yield group
-            group, held = _Group(), 0
-    if group.targets:
-        yield group

@@ -10,10 +10,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from .._checkpoint.checkpoint import not_all_there
 from .._engine import _C
 from .._state.chunks import chunks_to_read, tells_chunks, whole_shape
 from .._state.describe import Description
-from ..errors import CorruptCheckpointError, IncompatibleStateError, Mismatch
+from ..errors import IncompatibleStateError, Mismatch
 
 
 def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
@@ -61,12 +62,6 @@ def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.d
 def _has_chunks(value: Any) -> bool:
     """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
-
-
-def not_all_there(key: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{key}: the checkpoint does not hold all of it that this rank needs", key=key, file=""
-    )
 
 
 def wanted_elements(key: str, value: Any) -> int:

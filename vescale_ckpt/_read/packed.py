@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._checkpoint.record_reader import Record, Target
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolved
@@ -16,7 +17,7 @@ from .._routes.begin import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .load import Load, Record, Target
+from .load import Load
 
 _LEAST_OVERLAP = 1.5
 
@@ -72,7 +73,7 @@ def begin_reading(
         if reads is not None and any_wrapper(reads.description.tensors):
             rows, apart = reads.split(is_wrapper)
             reads = reads.only(rows)
-        return reads, load.contents.save_id, load.contents.stored_bytes()
+        return reads, load.checkpoint.save_id, load.checkpoint.stored_bytes()
 
     reads, routed = broadcast.begin(needs, load.options.verify)
     if routed is None:
@@ -128,7 +129,7 @@ def _overlap(load: Load, reads: PackedReads) -> float:
     ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
     if ranks == 1:
         return 1
-    return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.contents.stored_bytes())
+    return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.checkpoint.stored_bytes())
 
 
 def _target(load: Load, reads: PackedReads, row: ReadRow) -> Target:

@@ -19,10 +19,10 @@ _MOST_PLOTTED = 300  # tensors in a picture
 
 
 def verify(options: SimpleNamespace) -> int:
-    from .._convert.check import verify_any
+    from .._checkpoint.verify import verify_checkpoint
 
     with output.progress("verifying") as progress:
-        report = verify_any(options.path, options.quick, progress)
+        report = verify_checkpoint(options.path, options.quick, progress, must_exist=True)
     status = FINE if report.ok else FOUND if report.damaged else UNUSABLE
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
@@ -177,7 +177,7 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 
 def latest(options: SimpleNamespace) -> int:
-    from .._read.newest import newest_sound
+    from .._checkpoint.newest import newest_sound
     from .._storage.open_storage import checkpoint_path, is_folder
 
     root = checkpoint_path(options.directory)

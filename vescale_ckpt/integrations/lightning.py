@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from .. import settings
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import METADATA_NAME
+from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
 from .._inspect.info import inspect
-from .._read.verify import verify_checkpoint
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.open_storage import storage_at
@@ -98,7 +98,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _sound(path: str) -> bool:
-    report = verify_checkpoint(path, quick=True)
+    report = verify(path, quick=True)
     if not report.ok:
         logger.warning("%s is passed over: %s", path, report.reason)
     return report.ok and (storage_at(path).has(_META) or _META in inspect(path).extra_files)

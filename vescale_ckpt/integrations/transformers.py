@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import api
+from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
 from .._ranks.exchange import Exchange
-from .._read.verify import verify_checkpoint
 from ..settings import Broadcast
 from ._versions import check_version, hook
 from .dcp import Defaults, enable
@@ -125,7 +125,7 @@ def _lacks(path: Path) -> str | None:
         folder for folder in path.iterdir() if re.fullmatch(r"(pytorch_model_fsdp|optimizer)_\d+", folder.name)
     )
     for folder in folders:
-        if not (report := verify_checkpoint(folder, quick=True)).ok:
+        if not (report := verify(folder, quick=True)).ok:
             return report.reason
     return None
 

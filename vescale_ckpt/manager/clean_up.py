@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
-from .._read.verify import verify_checkpoint
+from .._checkpoint.verify import verify
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
 from .retention import Kept, Retention
@@ -60,7 +60,7 @@ def _to_remove(
     by_rank = replace(retention, keep_period=None)
     found: dict[int, VerifyReport] = {}  # of the checkpoints that would be kept
     # A load may have failed for another reason than the files.
-    whole = {step: verify_checkpoint(path_of(root, step)) for step in sorted(complete & doubted)}
+    whole = {step: verify(path_of(root, step)) for step in sorted(complete & doubted)}
     sound = frozenset(step for step, report in whole.items() if report.ok)
     uncounted = whole.keys() - sound
     while True:
@@ -73,7 +73,7 @@ def _to_remove(
             return set(), sound
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = verify_checkpoint(path_of(root, step), quick=True)
+            found[step] = verify(path_of(root, step), quick=True)
         unsound = {step for step in kept if not found[step].ok}
         if not unsound:
             break
@@ -86,7 +86,7 @@ def _to_remove(
     # A checkpoint whose files could not be read may still be whole.
     lost = {step for step in lost if step in whole or found[step].damaged}
     for step in sorted(lost - whole.keys()):
-        whole[step] = verify_checkpoint(path_of(root, step))
+        whole[step] = verify(path_of(root, step))
     lost = {step for step in lost if whole[step].damaged and not whole[step].unreadable}
     if not kept:
         logger.warning("nothing is removed from %s: no checkpoint that would stay there is sound", root)

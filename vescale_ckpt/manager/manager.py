@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from .. import api, settings
 from .._checkpoint.native.metadata_file import has_metadata
 from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
+from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.errors import named_system_errors
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
-from .._read.newest import newest_sound
 from .._storage.open_storage import checkpoint_path, says_nothing, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some

@@ -20,29 +20,18 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..._engine import _C
 from ..._engine.dtypes import CODE_DTYPES, DTYPE_CODES
-from ..._engine.errors import named_errors, named_system_errors, translate
+from ..._engine.errors import named_errors, translate
 from ..._engine.options import direct_io_setting, engine_options
-from ..._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
-from ..._engine.torch_private import StorageInfo
+from ..._engine.rows import MOST_BYTES, SHARD, TENSOR, int_table
 from ..._ranks.message import pack, unpack
 from ..._state.inventory_rows import packed_row
 from ..._state.shard_boxes import ShardBox, overlapping_box
-from ..._storage import file_kinds
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
@@ -66,45 +55,23 @@ class ExportedMeanwhileError(CheckpointError):
     """Exports have replaced the model of a folder while it was read. Nothing is damaged."""
 
 
-def mark(path: str) -> str:
-    """A text that differs between checkpoints, made without reading files: of names and the index's length. Raises
-    OSError."""
-    if is_file(path):
-        return f"{os.path.basename(path)}:{stat_of(path).size}"
-    names = sorted(name for name in storage_at(path).names() if name.endswith(SUFFIXES))
-    sizes = [storage_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
-    return json.dumps([names, sizes])
-
-
-def was_exported_since(path: str, save_id: str) -> bool:
-    """Whether a checkpoint is not the one any more whose contents had that id, or cannot be read any more."""
-    try:
-        return SafetensorsContents.read(path, verify=False).save_id != save_id
-    except CheckpointError:
-        return True
-
-
 @dataclass(frozen=True)
-class SafetensorsContents:
-    """What a checkpoint of safetensors files holds. Two with equal fields have equal headers."""
+class HeaderTables:
+    """What the headers of a checkpoint's safetensors files say. Two with equal fields have equal headers."""
 
     root: str  #: the directory that `files` are relative to
     inventory: bytes  #: an item for each box of a tensor
     locations: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
     files: list[str]
-    aliases: frozenset[str]  #: names without a tensor of their own that a file ties to one of its tensors
+    aliases: dict[str, str]  #: names without a tensor of their own that a file ties to one of its tensors
 
     @classmethod
-    def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> SafetensorsContents:
+    def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> HeaderTables:
         """Reads the headers. With `on_error`, errors of one file go to it, and the other files are read.
 
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
         if is_file(path):
-            with named_system_errors(path):
-                advice = file_kinds.advice_for_file(path)
-            if advice is not None:
-                raise CheckpointError(advice, path=path)
             root, name = os.path.split(path)
             return _Reading(root, verify, on_error).contents([name], None)
         for _ in range(ATTEMPTS):
@@ -124,7 +91,7 @@ class SafetensorsContents:
         raise ExportedMeanwhileError(f"{path}: exports into it follow each other faster than it can be read", path=path)
 
     @classmethod
-    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:
+    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> HeaderTables:
         names = storage_at(path).names()
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
@@ -144,60 +111,15 @@ class SafetensorsContents:
 
     def pack(self) -> bytes:
         """The contents as bytes, for other ranks."""
-        rest = json.dumps([self.files, sorted(self.aliases)]).encode()
+        rest = json.dumps([self.files, self.aliases], sort_keys=True).encode()
         return pack(self.inventory, self.locations, rest)
 
     @classmethod
-    def unpack(cls, path: str, message: bytes) -> SafetensorsContents:
+    def unpack(cls, path: str, message: bytes) -> HeaderTables:
         inventory, locations, rest = unpack(message)
         files, aliases = json.loads(rest)
         root = os.path.dirname(path) if is_file(path) else path
-        return cls(root, inventory, locations, files, frozenset(aliases))
-
-    @cached_property
-    def save_id(self) -> str:
-        """A hash of the contents in place of a save's id: equal for equal headers."""
-        return f"safetensors {blake2b(self.pack(), digest_size=16).hexdigest()}"
-
-    def index(self) -> _C.Index:
-        with named_errors(str, self.root):
-            return _C.Index.from_rows(self.inventory, self.locations, self.files, self.save_id)
-
-    def boxes(self) -> Iterable[StoredBox]:
-        """The boxes of all tensors, also under their aliases."""
-        locations = words(self.locations)
-        for row, (name, _, code, _, _, shape, offset, size) in enumerate(_C.inventory_items(self.inventory)):
-            yield StoredBox(name, code, shape, offset, size, *locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
-
-    def metadata(self) -> Metadata:
-        """The contents as DCP's metadata, for DCP's planners."""
-        tensors: dict[str, TensorStorageMetadata] = {}
-        storage: dict[MetadataIndex, StorageInfo] = {}
-        for box in self.boxes():
-            stored = tensors.get(box.name)
-            if stored is None:
-                properties = TensorProperties(dtype=CODE_DTYPES[box.code])
-                stored = tensors[box.name] = TensorStorageMetadata(properties, torch.Size(box.shape), [])
-            offset = torch.Size(box.offset)
-            stored.chunks.append(ChunkStorageMetadata(offset, torch.Size(box.size)))
-            info = StorageInfo(self.files[box.file], box.at, box.bytes)
-            info.crc = box.crc  # type: ignore[attr-defined]
-            storage[MetadataIndex(box.name, offset)] = info
-        return Metadata({**tensors}, storage_data=storage)
-
-
-class StoredBox(NamedTuple):
-    """A box of a tensor, and its record location."""
-
-    name: str
-    code: int  #: of its dtype
-    shape: tuple[int, ...]  #: of the whole tensor
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    file: int
-    at: int  #: in the file, bytes
-    bytes: int
-    crc: int  #: of the file's header
+        return cls(root, inventory, locations, files, aliases)
 
 
 @dataclass
@@ -232,7 +154,7 @@ class _Reading:
         self.files: list[str] = []
         self.wanted: dict[str, list[str]] = {}  # by file, as the index has it
 
-    def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> SafetensorsContents:
+    def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> HeaderTables:
         for name in files:
             check_relative(name, name)
         self.files = files
@@ -296,7 +218,7 @@ class _Reading:
                 raise self._contradiction(key, stored, number, "of another dtype or number of dimensions")
             stored.boxes.append((offset, size, (number, at, length, header.crc)))
 
-    def _packed(self, aliases: Mapping[str, str]) -> SafetensorsContents:
+    def _packed(self, aliases: dict[str, str]) -> HeaderTables:
         names: list[str] = []
         rows: list[bytes] = []
         locations = int_table()
@@ -319,7 +241,7 @@ class _Reading:
                 rows.append(packed_row(kind, stored.code, False, item_bytes, ShardBox(offset, size, ()), shape))
                 locations.extend(place)
         inventory = _C.pack_inventory(names, rows, 0)
-        return SafetensorsContents(self.root, inventory, locations.tobytes(), self.files, frozenset(aliases))
+        return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases)
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """The boxes that have elements, or else one. Raises if two overlap."""

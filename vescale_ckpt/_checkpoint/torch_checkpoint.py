@@ -1,27 +1,25 @@
-"""Reads files of torch.save, mapped by torch.load, and writes them by torch.save, for conversions."""
+"""Opens files of torch.save, which torch.load maps to memory."""
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from .._read.seen_files import SeenFiles
-from .._state.flatten import flatten_with_structure, nested
-from .._state.structure import Path, Structure
+from .._state.flatten import flatten_with_structure
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from .archive import Entry, damage_named, entries, open_archive, verify_entry
-from .plan import Output
-from .source import Read, Source, TensorInfo
-from .streamed_file import Files, read_whole
+from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
+from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
+from .seen_files import SeenFiles
 
 
-class TorchSource(Source):
+class TorchCheckpoint(Checkpoint):
     """A dict, nested or not, that torch.load maps to memory. Keys are flattened as DCP does.
 
     Opening it reads the pickle only. Each storage is compared with its checksum once, before its memory is read.
@@ -33,7 +31,7 @@ class TorchSource(Source):
     format = "torch"
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path, self.root = path, os.path.dirname(path)
         self._seen = SeenFiles()
         self._seen.look(path)
         self._archive = open_archive(path)
@@ -54,8 +52,9 @@ class TorchSource(Source):
         self._flat, self.paths, self.structure = flatten_with_structure(values)
         self._tensors = {key: value for key, value in self._flat.items() if isinstance(value, torch.Tensor)}
         self._entry_of = {key: self._entry(key, tensor) for key, tensor in self._tensors.items()}
-        self.tensors = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in self._tensors.items()}
-        self.object_names = [key for key in self._flat if key not in self.tensors]
+        self.tensors = {key: self._info(key, tensor) for key, tensor in self._tensors.items()}
+        name = os.path.basename(path)
+        self.objects = {key: Chunk((), (), name, -1, -1) for key in self._flat if key not in self.tensors}
 
     def _entry(self, key: str, value: torch.Tensor) -> Entry:
         """The archive's entry with a tensor's storage."""
@@ -66,21 +65,20 @@ class TorchSource(Source):
             kind = f"{type(value).__name__} of layout {value.layout}"
             raise CheckpointError(f"{key}: a {kind} cannot be converted, or its data are missing", key=key)
         if not entry.stored:  # another tool has compressed it
-            raise CheckpointError(f"{key}: its data are compressed in {self._path}: load it and save it again", key=key)
+            raise CheckpointError(f"{key}: its data are compressed in {self.path}: load it and save it again", key=key)
         if value.untyped_storage().nbytes() > entry.bytes:
-            raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {self._path}", key=key)
+            raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {self.path}", key=key)
         return entry
 
-    def location(self, key: str) -> tuple[str, int, int]:
-        tensor = self._tensors[key]
+    def _info(self, key: str, tensor: torch.Tensor) -> TensorInfo:
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize
-        return self._path, offset, self.tensors[key].bytes
+        return whole_in(os.path.basename(self.path), tuple(tensor.shape), tensor.dtype, offset)
 
     def close(self) -> None:
         self._flat, self._tensors = {}, {}
         self._archive.close()
 
-    def objects(self, names: Iterable[str]) -> dict[str, Any]:
+    def load_objects(self, names: Iterable[str]) -> dict[str, Any]:
         found = {key: self._flat[key] for key in names}
         for key, value in found.items():
             for storage in _storages_within(value):
@@ -91,14 +89,14 @@ class TorchSource(Source):
     def read(self, reads: Sequence[Read]) -> None:
         for read in reads:
             self._verify(self._entry_of[read.key], read.key)
-        self._seen.check([self._path])  # mapped memory of a file that was cut short would end the process
+        self._seen.check([self.path])  # mapped memory of a file that was cut short would end the process
         for read in reads:
             read.target.copy_(narrowed(self._tensors[read.key], read.offsets, read.target.shape).detach())
-        self._seen.check([self._path])
+        self._seen.check([self.path])
 
     def _verify(self, entry: Entry, key: str) -> None:
         if entry not in self._sound:
-            verify_entry(self._archive, entry, self._path, key)
+            verify_entry(self._archive, entry, self.path, key)
             self._sound.add(entry)
 
 
@@ -161,20 +159,3 @@ def _storages_within(value: Any) -> list[torch.UntypedStorage]:
 
     Finder(io.BytesIO()).dump(value)
     return found
-
-
-def torch_file(
-    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
-) -> Files:
-    """The file that torch.save writes for a dict of these tensors and objects, nested according to `paths`. All of them
-    are in memory while it is written."""
-
-    def save(stream: IO[bytes], source: Source) -> None:
-        tensors = {output.name: read_whole(output, source) for output in outputs}
-        state = nested({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
-        try:
-            torch.save(state, stream)
-        except Exception as error:
-            raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
-
-    return Files.streamed(outputs, save)

@@ -1,4 +1,4 @@
-"""Reads the zip archives of torch.save and numpy, for conversions: zipfile, with its errors as this package's."""
+"""Reads the zip archives of torch.save and numpy: zipfile, with its errors as this package's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a checkpoint that `load` takes without loading it."""
+"""Checks a native checkpoint without loading it: metadata, index, data files, records and tables of checksums."""
 
 from __future__ import annotations
 
@@ -6,56 +6,33 @@ import errno
 import os
 from contextlib import suppress
 
-from .. import settings
-from .._checkpoint.native import metadata_file
-from .._checkpoint.native.file_names import index_name, metadata_name
-from .._checkpoint.safetensors.headers import SafetensorsContents
-from .._engine import _C
-from .._engine.errors import of_system
-from .._engine.gc import gc_paused
-from .._storage.open_storage import checkpoint_path, says_nothing, stat_of, storage_at
-from .._storage.paths import check_relative, data_path
-from ..errors import CheckpointError
-from ..reports import Damage, VerifyReport
-from ..settings import checked_flag, checked_path
-from .check_records import Progress, add_error, check_records, check_tables, list_records
-from .contents import Contents, is_safetensors, of_safetensors
-from .no_checkpoint import explained
+from ..._engine import _C
+from ..._engine.errors import of_system
+from ..._storage.open_storage import says_nothing, stat_of, storage_at
+from ..._storage.paths import check_relative, data_path
+from ...errors import CheckpointError
+from ...reports import Damage, VerifyReport
+from ..check_records import Progress, add_error, check_records, check_tables, file_ends
+from ..no_checkpoint import explained
+from . import metadata_file
+from .file_names import index_name, metadata_name
+from .native_checkpoint import NativeCheckpoint
 
 
-@gc_paused()
-def verify_checkpoint(
-    path: str | os.PathLike[str], *, quick: bool = False, progress: Progress | None = None
-) -> VerifyReport:
-    """What the public `verify` reports of a checkpoint that `load` takes. `progress` is called with the bytes of one
-    metadata file's tensors checked so far, and of all."""
-    checked_flag("quick", quick)
-    settings.check()
-    directory = checkpoint_path(checked_path("path", path))
-    report = VerifyReport(directory, quick)
-    try:
-        if is_safetensors(directory):
-            _verify_safetensors(directory, report, progress)
-        else:
-            _verify_metadata_files(directory, report, progress)
-    except CheckpointError as error:
-        add_error(report, error, directory)
-    _tell_what_is_unchecked(report)
-    return report
-
-
-def _verify_metadata_files(directory: str, report: VerifyReport, progress: Progress | None) -> None:
+def check_native(directory: str, report: VerifyReport, progress: Progress | None) -> None:
+    """Adds to the report what is wrong. `progress` is called for one metadata file after another."""
     try:
         ranks = metadata_file.metadata_ranks(directory) or [None]
     except OSError as error:
         if says_nothing(error.errno, directory):
-            raise of_system(error, directory) from error
+            add_error(report, of_system(error, directory), directory)
+            return
         ranks = [None]
     for rank in ranks:
         lock = storage_at(directory).share(metadata_name(rank))
         try:
             with explained(directory):
-                _verify_metadata_file(directory, rank, report, progress)
+                _check_metadata_file(directory, rank, report, progress)
         except CheckpointError as error:
             add_error(report, error, os.path.join(directory, metadata_name(rank)))
         finally:
@@ -63,7 +40,7 @@ def _verify_metadata_files(directory: str, report: VerifyReport, progress: Progr
                 lock.release()
 
 
-def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
+def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
     path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
     index = metadata_file.read_index(directory, rank)
     data = metadata_file.metadata_bytes(directory, rank)
@@ -81,22 +58,19 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         return
     if not metadata_file.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
-    metadata = metadata_file.loads(data, path)
-    listing = list_records(
-        Contents(directory, directory, lambda: metadata),
-        path,
-        rank is None,
-        lambda error: add_error(report, error, path),
-    )
-    report.keys += listing.keys
-    report.files += len(listing.ends)
-    missing = _check_files(directory, listing.ends, report)
+    checkpoint = NativeCheckpoint.of(directory, rank, metadata_file.loads(data, path))
+    for fault in checkpoint.faults():
+        add_error(report, fault, path)
+    listed = file_ends(checkpoint)
+    report.keys += len(checkpoint.tensors) + len(checkpoint.objects)
+    report.files += len(listed)
+    missing = _check_files(directory, listed, report)
     if not report.quick:
-        if ends is not None and ends != listing.ends:
+        if ends is not None and ends != listed:
             report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
-        check_records(listing, missing, report, progress)
+        wrappers = check_records(checkpoint, missing, report, progress)
         _check_index(directory, rank, index_path, report)
-        check_tables(listing, missing, report)
+        check_tables(checkpoint, wrappers, missing, report)
 
 
 def _check_index(directory: str, rank: int | None, path: str, report: VerifyReport) -> None:
@@ -134,27 +108,3 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
             reason = f"file {path} is truncated: it has {found.size} bytes, its last record ends at {end}"
             report.damaged.append(Damage(None, path, found.size, reason))
     return bad
-
-
-def _verify_safetensors(path: str, report: VerifyReport, progress: Progress | None) -> None:
-    def add(error: CheckpointError) -> None:
-        add_error(report, error, path)
-
-    try:
-        found = SafetensorsContents.read(path, verify=True, on_error=add)
-        listing = list_records(of_safetensors(path, found), path, True, add)
-    except CheckpointError as error:
-        add(error)
-        return
-    report.keys, report.files = listing.keys, len(found.files)
-    if not report.quick:  # a sound header includes a sound length of the file
-        check_records(listing, (), report, progress)
-
-
-def _tell_what_is_unchecked(report: VerifyReport) -> None:
-    if report.quick:
-        report.unchecked.append("the data: only that there is enough of it")
-    elif report.unverified_bytes:
-        report.unchecked.append(
-            f"{report.unverified_bytes:,} bytes that were written without checksums, or are compressed"
-        )

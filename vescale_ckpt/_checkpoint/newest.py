@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Sequence
 
-from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
-from .verify import verify_checkpoint
+from .native.step_order import SavedOrder, path_of
+from .verify import verify
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def newest_sound(
             path = path_of(root, step)
             if step not in steps or path in but:
                 continue
-            report = verify_checkpoint(path, quick=quick)
+            report = verify(path, quick=quick)
             if report.ok:
                 return step, path
             if not report.damaged and storage_at(root).can_be_away:

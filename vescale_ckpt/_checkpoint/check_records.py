@@ -1,18 +1,11 @@
-"""Lists the records that a checkpoint's metadata names, and checks every byte of them, for `verify`."""
+"""Checks every byte of the records of a checkpoint, native or safetensors, for `verify`."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-
-from .._checkpoint.native.file_names import DELTA_NAME, checked_location, crc_of
 from .._engine import _C
 from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.errors import named_errors
@@ -20,139 +13,61 @@ from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._storage.open_storage import read_twice, says_nothing, storage_at
-from .._storage.paths import check_relative, data_path
-from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from .._storage.paths import data_path
+from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import Damage, VerifyReport
-from .contents import Contents
-from .load import Record
+from .checkpoint import Checkpoint
+from .loadable import LoadableCheckpoint
+from .native.file_names import DELTA_NAME
 from .non_contiguous_records import wrong_form
+from .record_reader import Record
 
 Progress = Callable[[int, int], None]  #: takes the bytes done, and those in all
 _GROUP_BYTES = 1 << 30  # at most checked between two calls of it, except for larger tensors
 
 
-@dataclass
-class Listing:
-    """The records of a checkpoint, without those of which the metadata is malformed."""
-
-    root: str  #: the directory that names of files are relative to
-    safetensors: bool
-    ends: dict[str, int] = field(default_factory=dict)  #: by file, in the order of their numbers, its least length
-    tensors: list[Record] = field(default_factory=list)
-    objects: list[Record] = field(default_factory=list)
-    transformed: list[Record] = field(default_factory=list)  #: compressed by a stream transform of stock DCP
-    keys: int = 0
-    wrappers: set[tuple[int, int]] = field(default_factory=set)  #: file and offset of each
-
-    def paths(self) -> list[str]:
-        return [data_path(self.root, name) for name in self.ends]
-
-
-def locations_by_key(
-    metadata: Metadata, where: str, on_error: Callable[[CheckpointError], None]
-) -> dict[str, dict[tuple[int, ...], Any]]:
-    """The record locations that metadata gives, unchecked, by key and offset in the tensor. `on_error` takes the
-    errors, one for each location without a key. Raises `CorruptCheckpointError` if there are no locations at all."""
-    if not isinstance(metadata.storage_data, dict):
-        raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
-    locations: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, info in metadata.storage_data.items():
-        if type(index) is MetadataIndex and type(index.fqn) is str:
-            locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
-        else:
-            reason = f"the metadata places {index!r}, which is no name"
-            on_error(CorruptCheckpointError(reason, key=None, file=where))
-    return locations
-
-
-def list_records(contents: Contents, where: str, whole: bool, on_error: Callable[[CheckpointError], None]) -> Listing:
-    """Lists the records that metadata names. Aliases are left out.
-
-    `where`: the metadata's file, for errors. `whole`: also checks that tensors are stored whole. `on_error` takes the
-    errors, one for each malformed key.
-    """
-    metadata = contents.metadata
-    locations = locations_by_key(metadata, where, on_error)
-    listing = Listing(contents.root, contents.safetensors)
-    numbers: dict[str, int] = {}
-
-    def record(key: str, info: Any, dtype: torch.dtype | None, sizes: tuple[int, ...] = ()) -> tuple[Record, bool]:
-        """The record, and whether it is transformed."""
-        if info is None:
-            raise CorruptCheckpointError(f"{key}: the metadata does not say where it is stored", key=key, file=where)
-        info = checked_location(info, key)
-        name = info.relative_path
-        if name not in numbers:
-            check_relative(name, key)
-        if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
-            raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
-        listing.ends[name] = max(listing.ends.get(name, 0), info.offset + info.length)
-        number = numbers.setdefault(name, len(numbers))
-        crc, bytes_or_dtype = crc_of(info), torch.uint8 if dtype is None else dtype
-        found = Record(key, number, info.offset, info.length, crc, bytes_or_dtype, sizes)
-        return found, bool(info.transform_descriptors)
-
-    def add(key: str, stored: Any) -> None:
-        of_key = locations.get(key, {})
-        if isinstance(stored, BytesStorageMetadata):
-            records, plain = [record(key, of_key.get(()), None)], listing.objects
-        else:
-            assert isinstance(stored, TensorStorageMetadata)  # by metadata_file
-            plain, dtype = listing.tensors, stored.properties.dtype
-            records = [
-                record(key, of_key.get(tuple(chunk.offsets), of_key.get(())), dtype, chunk.sizes)
-                for chunk in stored.chunks
-            ]
-        for found, transformed in records:
-            (listing.transformed if transformed else plain).append(found)
-        if whole and isinstance(stored, TensorStorageMetadata):
-            elements, wanted = sum(math.prod(chunk.sizes) for chunk in stored.chunks), math.prod(stored.size)
-            if elements != wanted:  # chunks do not overlap
-                reason = f"{key}: {elements} of its {wanted} elements are stored"
-                raise CorruptCheckpointError(reason, key=key, file=where)
-
-    for key, stored in metadata.state_dict_metadata.items():
-        if key in contents.aliases:
-            continue
-        listing.keys += 1
-        try:
-            add(key, stored)
-        except CheckpointError as error:
-            on_error(error)
-    return listing
+def file_ends(checkpoint: Checkpoint) -> dict[str, int]:
+    """The least length of each data file, by the records that lie in it."""
+    ends: dict[str, int] = {}
+    for _, _, chunk in checkpoint.chunks():
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.bytes)
+    return ends
 
 
 def check_records(
-    listing: Listing, missing: Collection[str], report: VerifyReport, progress: Progress | None = None
-) -> None:
-    """Reads all records except those in files of `missing`, and adds damage to the report."""
-    paths = listing.paths()
-    lost = {number for number, name in enumerate(listing.ends) if name in missing}
+    checkpoint: LoadableCheckpoint, missing: Collection[str], report: VerifyReport, progress: Progress | None = None
+) -> set[tuple[str, int]]:
+    """Reads all records except those in files of `missing`, and adds damage to the report. Returns file and offset of
+    the records of wrapper subclasses."""
+    names = list(file_ends(checkpoint))
+    numbers = {name: number for number, name in enumerate(names)}
+    paths = [data_path(checkpoint.root, name) for name in names]
+    is_safetensors = checkpoint.format == "safetensors"
     archives: list[tuple[Record, bool]] = []  # a record, and whether it is of a tensor
     tensors: list[Record] = []
-    for kind in (listing.tensors, listing.objects, listing.transformed):
-        for record in kind:
-            if record.file in lost:
-                reason = "its data file is missing"
-                report.damaged.append(Damage(record.key, paths[record.file], record.offset, reason))
-                continue
-            report.bytes += record.length
-            if kind is listing.transformed:
-                report.unverified_bytes += record.length
-            elif kind is listing.tensors and record.dtype in DTYPE_CODES:
-                tensors.append(record)
-            else:
-                archives.append((record, kind is listing.tensors))
-    storage = storage_at(listing.root)
+    for key, dtype, chunk in checkpoint.chunks():
+        if chunk.file in missing:
+            path = paths[numbers[chunk.file]]
+            report.damaged.append(Damage(key, path, chunk.offset, "its data file is missing"))
+            continue
+        report.bytes += chunk.bytes
+        record = Record(key, numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc, dtype, chunk.sizes)
+        if chunk.is_transformed:
+            report.unverified_bytes += chunk.bytes
+        elif key in checkpoint.tensors and dtype in DTYPE_CODES:
+            tensors.append(record)
+        else:
+            archives.append((record, key in checkpoint.tensors))
+    storage = storage_at(checkpoint.root)
     options = engine_options(None, direct_io_setting("auto"), requests=storage.by_requests)
-    reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
+    reads = _C.SafetensorsReads(True, options) if is_safetensors else None
 
     def check(
         group: tuple[list[Record], array[int]],
     ) -> tuple[list[tuple[int, int, str, int]], list[int], int] | CheckpointError:
         records, table = group
         try:
-            where = listing.root if reads is None else paths[records[0].file]
+            where = checkpoint.root if reads is None else paths[records[0].file]
             with named_errors(lambda row: records[row].key, where):
                 if reads is None:
                     return _C.check_tensors(paths, table, options)
@@ -163,7 +78,7 @@ def check_records(
     done, total = 0, sum(record.length for record in tensors)
     again: list[Record] | None = [] if storage.rereads else None  # that seem to be damaged; None: that is told
     while tensors:
-        for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
+        for (group, _), found in overlap(_groups(tensors, by_file=is_safetensors), check):
             if progress is not None:
                 done = min(total, done + sum(record.length for record in group))
                 progress(done, total)
@@ -188,10 +103,12 @@ def check_records(
         tensors, again = again or [], None
         if tensors:
             storage.look_again()
-            reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
-    for record, of_tensor in archives:
-        if _check_archive(record, paths[record.file], of_tensor, report):
-            listing.wrappers.add((record.file, record.offset))
+            reads = _C.SafetensorsReads(True, options) if is_safetensors else None
+    return {
+        (names[record.file], record.offset)
+        for record, of_tensor in archives
+        if _check_archive(record, paths[record.file], of_tensor, report)
+    }
 
 
 def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Record], array[int]]]:
@@ -252,20 +169,22 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     return is_wrapper
 
 
-def check_tables(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
+def check_tables(
+    checkpoint: LoadableCheckpoint, wrappers: set[tuple[str, int]], missing: Collection[str], report: VerifyReport
+) -> None:
     """Checks the tables of block checksums at the end of data files of this package. Damage of one is harmless: without
-    it a load of a part of a tensor reads and verifies all of its record."""
-    names = list(listing.ends)
+    it a load of a part of a tensor reads and verifies all of its record. `wrappers`: what `check_records` returned."""
     # The files of a delta save, and those that it names, may hold records that only older metadata names.
-    storage = storage_at(listing.root)
+    storage = storage_at(checkpoint.root)
     may_hold_others = storage.has(DELTA_NAME)
     crcs: dict[str, dict[int, int]] = {}
-    for record in listing.tensors:
-        is_wrapper = (record.file, record.offset) in listing.wrappers  # it is read whole, as objects are
-        if record.crc >= 0 and names[record.file] not in missing and not is_wrapper:
-            crcs.setdefault(names[record.file], {})[record.offset] = record.crc
+    for tensor in checkpoint.tensors.values():
+        for chunk in tensor.chunks:
+            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read so, as objects are
+            if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
+                crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
     for name, expected in crcs.items():
-        path = data_path(listing.root, name)
+        path = data_path(checkpoint.root, name)
         try:
             rows, offset = _C.checksum_table(path)
             if rows is None and storage.rereads:

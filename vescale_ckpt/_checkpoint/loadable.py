@@ -1,0 +1,129 @@
+"""`LoadableCheckpoint` is what native and safetensors checkpoints share: an index or DCP's metadata, on which loads are
+planned, and records that `RecordReader` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from .._engine import _C
+from .._engine.torch_private import StorageInfo
+from ..errors import CorruptCheckpointError
+from .checkpoint import Checkpoint, Chunk, Read, parts_of
+from .native.file_names import checked_location
+from .record_reader import RecordReader
+from .seen_files import SeenFiles
+
+
+class LoadableCheckpoint(Checkpoint):
+    """A checkpoint that `load` takes. Pickles without the index."""
+
+    def __init__(self, path: str, root: str, read_metadata: Callable[[], Metadata], index: _C.Index | None) -> None:
+        """`read_metadata`: called when `metadata` is first asked for."""
+        self.path = path
+        self.root = root
+        self.read_metadata = read_metadata
+        self.index = index
+        self._seen = SeenFiles()  # of `read`
+
+    def __getstate__(self) -> dict[str, Any]:
+        aliases = dict(self.aliases)
+        return {"path": self.path, "root": self.root, "aliases": aliases, "metadata": self.metadata, "index": None}
+
+    def with_metadata(self, metadata: Metadata, index: _C.Index | None) -> LoadableCheckpoint:
+        """The same checkpoint, to be planned on metadata that others may have changed."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, read_metadata=lambda: metadata, metadata=metadata, index=index)
+        return other
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        return self.read_metadata()
+
+    def keys(self) -> list[str]:
+        if self.index is not None:
+            with suppress(_C.EngineError):  # the index is damaged: the metadata is read
+                return self.index.keys()
+        return list(self.metadata.state_dict_metadata)
+
+    def stored_bytes(self) -> int:
+        """The bytes that are stored in all data files, as far as index or metadata know."""
+        if self.index is not None:
+            with suppress(_C.EngineError):
+                return sum(self.index.file_ends())
+        lengths = (getattr(info, "length", 0) for info in self.metadata.storage_data.values())
+        return sum(length for length in lengths if type(length) is int)
+
+    # --- By DCP's items
+
+    def location(self, index: MetadataIndex) -> StorageInfo:
+        """The record location of a chunk or an object, checked except for the file's name."""
+        key = index.fqn
+        info = self.metadata.storage_data.get(index)
+        if info is None:
+            raise CorruptCheckpointError(
+                f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
+            )
+        return checked_location(info, key)
+
+    def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of a stored chunk."""
+        stored = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CorruptCheckpointError(
+                f"{index.fqn}: the metadata of {self.path} holds no tensor of that name", key=index.fqn, file=self.path
+            )
+        chunks = stored.chunks
+        chunk = chunks[index.index] if index.index is not None and 0 <= index.index < len(chunks) else None
+        if chunk is None or chunk.offsets != index.offset:
+            by_offset = self._chunks.get(index.fqn)
+            if by_offset is None:
+                by_offset = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in chunks}
+            offset = tuple(index.offset) if index.offset is not None else (0,) * len(stored.size)
+            chunk = by_offset.get(offset)
+            if chunk is None:
+                raise CorruptCheckpointError(
+                    f"{index.fqn}: the metadata of {self.path} has no chunk at {offset}", key=index.fqn, file=self.path
+                )
+        return stored.properties.dtype, chunk.sizes
+
+    @cached_property
+    def _chunks(self) -> dict[str, dict[Any, ChunkStorageMetadata]]:
+        """Chunks by key and offset, of tensors whose items give a wrong number of the chunk."""
+        return {}
+
+    # --- By boxes
+
+    def parts(self, reads: Iterable[Read]) -> Iterator[Part]:
+        """The parts of chunks that fill the targets of `reads`."""
+        for read in reads:
+            self.check_malformed(read.key)
+            info = self.tensors[read.key]
+            for chunk, inside, target in parts_of(info.chunks, read):
+                yield Part(read.key, info.dtype, chunk, inside, target)
+
+
+class Part(NamedTuple):
+    """A part of a chunk to read."""
+
+    key: str
+    dtype: torch.dtype
+    chunk: Chunk
+    inside: list[int]  #: its offsets in the chunk
+    target: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.target.shape) == self.chunk.sizes
+
+
+def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
+    reader.fill(
+        reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target) for part in parts
+    )
+    reader.finish()

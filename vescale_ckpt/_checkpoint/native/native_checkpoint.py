@@ -1,0 +1,311 @@
+"""Opens native checkpoints: those in DCP's layout, of this package and of every version of torch."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from ..._engine import _C
+from ..._engine.dtypes import dtype_code
+from ..._engine.errors import named_errors, named_system_errors
+from ..._engine.gc import gc_paused
+from ..._engine.options import direct_io_setting, engine_options
+from ..._engine.rows import int_table
+from ..._state import objects
+from ..._state.structure import Path, Structure, structure_of
+from ..._storage.open_storage import read_twice, says_nothing, storage_at
+from ..._storage.paths import check_relative, data_path
+from ..._storage.storage import Lease
+from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ..checkpoint import Chunk, Read, TensorInfo
+from ..loadable import LoadableCheckpoint, Part, fill_parts
+from ..no_checkpoint import explained
+from ..record_reader import ReadOptions, RecordReader
+from ..seen_files import SeenFiles
+from . import metadata_file
+from .file_names import checked_location, crc_of, index_name, metadata_name
+from .transformed_records import read_transformed
+
+_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
+
+
+class NativeCheckpoint(LoadableCheckpoint):
+    """What all ranks of a save wrote, or, with `rank`, what one rank saved without collectives.
+
+    In files without block checksums a part of a chunk can only be verified by reading the whole chunk. That is done
+    once for each chunk, before its first part is read.
+    """
+
+    format = "dcp"
+    _lock: Lease | None = None
+
+    def __init__(
+        self, path: str, rank: int | None, read_metadata: Callable[[], Metadata], index: _C.Index | None = None
+    ) -> None:
+        super().__init__(path, path, read_metadata, index)
+        self.rank = rank
+        self.is_of_one_rank = rank is not None
+        self._with_table: dict[str, bool] = {}  # by file name
+        self._sound: set[Chunk] = set()  # chunks that have been verified as a whole
+
+    @classmethod
+    def of(cls, path: str, rank: int | None, metadata: Metadata) -> NativeCheckpoint:
+        return cls(path, rank, lambda: metadata)
+
+    @classmethod
+    def by_metadata(cls, path: str, rank: int | None) -> NativeCheckpoint:
+        with explained(path):
+            return cls.of(path, rank, metadata_file.read_metadata(path, rank))
+
+    @classmethod
+    def by_index(cls, path: str, rank: int | None) -> NativeCheckpoint:
+        """With the metadata read at once only if there is no index."""
+        index = metadata_file.read_index(path, rank)
+        return cls.by_metadata(path, rank) if index is None else cls._of_index(path, rank, index)
+
+    @classmethod
+    def unpack(cls, path: str, index: bytes, metadata: bytes) -> NativeCheckpoint:
+        """The checkpoint of which another rank has read the index, or all metadata."""
+        if not index:
+            return cls.of(path, None, metadata_file.loads(metadata, os.path.join(path, metadata_name(None))))
+        file = os.path.join(path, index_name(None))
+        with named_errors(str, file):  # only damage on the way can raise: the coordinator checked it
+            return cls._of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
+
+    @classmethod
+    def _of_index(cls, path: str, rank: int | None, index: _C.Index) -> NativeCheckpoint:
+        # Only metadata of the index's save will do: a later save may replace it during the load.
+        return cls(path, rank, lambda: metadata_file.read_metadata_of(path, rank, index.save_id), index)
+
+    @classmethod
+    def open(cls, path: str, rank: int | None = None) -> NativeCheckpoint:
+        """Opens it to be listed and read by boxes. Clean-ups leave its files until `close`."""
+        lock = storage_at(path).share(metadata_name(rank))
+        seen = SeenFiles(os.path.join(path, metadata_name(rank)))
+        try:
+            with gc_paused():
+                opened = cls.by_metadata(path, rank)
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        opened._lock, opened._seen = lock, seen
+        return opened
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    # --- What it holds
+
+    @property
+    def described_in(self) -> str:
+        return os.path.join(self.path, metadata_name(self.rank))
+
+    @property
+    def save_id(self) -> str:  # type: ignore[override]
+        if self.index is not None:
+            return self.index.save_id
+        told = getattr(self.metadata.storage_meta, "save_id", None)
+        return told if isinstance(told, str) else ""
+
+    @property
+    def writer(self) -> str:  # type: ignore[override]
+        length = metadata_file.TRAILER_BYTES
+        with named_system_errors(self.path):
+            _, end = storage_at(self.path).read_range(metadata_name(self.rank), -length, length)
+        if metadata_file.has_checksum(end):
+            return "vescale_ckpt"
+        version = getattr(self.metadata, "version", None)
+        return f"torch.distributed.checkpoint {version}" if isinstance(version, str) else "torch.distributed.checkpoint"
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+        return self._listing.tensors
+
+    @property
+    def objects(self) -> dict[str, Chunk]:  # type: ignore[override]
+        return self._listing.objects
+
+    @property
+    def malformed(self) -> list[CheckpointError]:  # type: ignore[override]
+        return self._listing.malformed
+
+    @cached_property
+    def _listing(self) -> _Listing:
+        return _Listing(self.metadata, self.described_in)
+
+    @property
+    def paths(self) -> dict[str, Path]:  # type: ignore[override]
+        paths = self.metadata.planner_data
+        return dict(paths) if isinstance(paths, dict) else {}
+
+    @property
+    def structure(self) -> Structure | None:  # type: ignore[override]
+        return structure_of(self.metadata)
+
+    # --- Reading
+
+    def load_objects(self, names: Iterable[str]) -> dict[str, Any]:
+        reader = RecordReader(self, ReadOptions(), self._seen)
+        stored = {name: self.objects[name] for name in names}
+        for name in stored:
+            self.check_malformed(name)
+        plain = [reader.record(name, chunk) for name, chunk in stored.items() if not chunk.is_transformed]
+        found = {
+            record.key: objects.load(data, weights_only=True, key=record.key)
+            for record, data in reader.objects(plain, {})
+        }
+        reader.finish()
+        transformed = _Transformed()
+        for name in stored.keys() - found.keys():
+            transformed.add_object(name)
+        transformed.read(self)
+        return {name: found[name] if name in found else transformed.objects[name] for name in stored}
+
+    def read(self, reads: Sequence[Read]) -> None:
+        verified, unverified, transformed = list[Part](), list[Part](), _Transformed()
+        for part in self.parts(reads):
+            if part.chunk.is_transformed:
+                transformed.add_tensor(part)
+            else:
+                (unverified if self._is_part_of_sound(part) else verified).append(part)
+        for parts, verify in ((verified, True), (unverified, False)):
+            if parts:
+                fill_parts(RecordReader(self, ReadOptions(verify=verify), self._seen), parts)
+        transformed.read(self)
+
+    def _is_part_of_sound(self, part: Part) -> bool:
+        """Whether it is a part of a chunk in a file without block checksums. The chunk is then verified first; raises
+        `CorruptCheckpointError` if it is damaged."""
+        chunk = part.chunk
+        if part.is_whole:
+            return False
+        path = data_path(self.root, chunk.file)
+        self._seen.look(path)
+        if self._has_table(chunk.file):
+            return False
+        if chunk not in self._sound:
+            row = (0, chunk.offset, chunk.bytes, chunk.crc, dtype_code(part.dtype, part.key))
+            table = int_table((*row, len(chunk.sizes), *chunk.sizes))
+
+            def check() -> list[int]:
+                with named_errors(lambda row: part.key, self.path):
+                    options = engine_options(None, direct_io_setting("auto"))
+                    damaged, odd, _ = _C.check_tensors([path], table, options)
+                for _, offset, reason, number in damaged:
+                    if says_nothing(number, path):
+                        raise CheckpointError(f"{part.key}: {reason}", key=part.key, path=path, errno=number)
+                    raise CorruptCheckpointError(f"{part.key}: {reason}", key=part.key, file=path, offset=offset)
+                return odd
+
+            if read_twice(path, check):
+                return False  # not a contiguous tensor: it is read as a whole in any case
+            self._sound.add(chunk)
+        return True
+
+    def _has_table(self, name: str) -> bool:
+        if name not in self._with_table:
+            try:
+                _, magic = storage_at(self.path).read_range(name, -_FOOTER_BYTES, len(_TABLE_MAGIC))
+            except OSError:  # the read that follows raises the error
+                return True
+            self._with_table[name] = magic == _TABLE_MAGIC
+        return self._with_table[name]
+
+
+class _Listing:
+    """The chunks and objects that metadata names. Malformed keys have none."""
+
+    def __init__(self, metadata: Metadata, where: str) -> None:
+        """`where`: the metadata's file, for errors. Raises `CorruptCheckpointError` if it has no locations at all."""
+        self._where = where
+        self.tensors: dict[str, TensorInfo] = {}
+        self.objects: dict[str, Chunk] = {}
+        self.malformed: list[CheckpointError] = []
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
+        locations: dict[str, dict[tuple[int, ...], Any]] = {}  # unchecked, by key and offset in the tensor
+        for index, info in metadata.storage_data.items():
+            if type(index) is MetadataIndex and type(index.fqn) is str:
+                locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+            else:
+                reason = f"the metadata places {index!r}, which is no name"
+                self.malformed.append(CorruptCheckpointError(reason, key=None, file=where))
+        for key, stored in metadata.state_dict_metadata.items():
+            of_key, chunks = locations.get(key, {}), list[Chunk]()
+            if isinstance(stored, TensorStorageMetadata):
+                self.tensors[key] = TensorInfo(tuple(stored.size), stored.properties.dtype, chunks)
+            try:
+                if isinstance(stored, TensorStorageMetadata):
+                    itemsize = stored.properties.dtype.itemsize
+                    for chunk in stored.chunks:
+                        at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                        if math.prod(sizes) * itemsize >= 1 << 62:
+                            raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {sizes}", key=key)
+                        chunks.append(self._chunk(key, of_key.get(at, of_key.get(())), at, sizes))
+                else:
+                    self.objects[key] = Chunk((), (), "", -1, -1)
+                    self.objects[key] = self._chunk(key, of_key.get(()), (), ())
+            except CheckpointError as error:
+                chunks.clear()
+                self.malformed.append(error)
+
+    def _chunk(self, key: str, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        if info is None:
+            raise CorruptCheckpointError(
+                f"{key}: the metadata does not say where it is stored", key=key, file=self._where
+            )
+        info = checked_location(info, key)
+        name = check_relative(info.relative_path, key)
+        transformed = bool(info.transform_descriptors)
+        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
+
+
+class _Transformed:
+    """Reads chunks and objects that stock DCP stored through a stream transform: the planner of its own reader."""
+
+    def __init__(self) -> None:
+        self._items: list[ReadItem] = []
+        self._targets: list[torch.Tensor] = []
+        self.objects: dict[str, Any] = {}
+
+    def add_tensor(self, part: Part) -> None:
+        if not part.is_whole:
+            raise CheckpointError(
+                f"{part.key}: a part of it is wanted, but it was stored through a stream transform (compression): "
+                "load the checkpoint and save it again",
+                key=part.key,
+            )
+        stored = MetadataIndex(part.key, torch.Size(part.chunk.offsets))
+        own, origin = MetadataIndex(part.key, None, len(self._targets)), torch.Size([0] * len(part.chunk.sizes))
+        sizes = torch.Size(part.chunk.sizes)
+        self._items.append(ReadItem(LoadItemType.TENSOR, own, origin, stored, origin, sizes))
+        self._targets.append(part.target)
+
+    def add_object(self, key: str) -> None:
+        index, none = MetadataIndex(key), torch.Size([0])
+        self._items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, torch.Size([1])))
+
+    def read(self, checkpoint: NativeCheckpoint) -> None:
+        if self._items:
+            read_transformed(checkpoint, self._items, self)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        number = read_item.dest_index.index
+        assert number is not None
+        return self._targets[number]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.storage_index.fqn
+        self.objects[key] = objects.load(value.getvalue(), weights_only=True, key=key)

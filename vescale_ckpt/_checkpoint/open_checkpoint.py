@@ -1,0 +1,153 @@
+"""Recognizes the format of a checkpoint, and opens it: for loads, and for everything else."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from typing import Literal
+
+from .._engine.errors import named_system_errors, of_system
+from .._ranks.message import pack, unpack
+from .._storage.file_kinds import advice_for_file, kind_of_file
+from .._storage.open_storage import is_file, is_folder, says_nothing, storage_at
+from ..errors import CheckpointError
+from .archive_entries import open_archive
+from .checkpoint import Checkpoint
+from .loadable import LoadableCheckpoint
+from .native import metadata_file
+from .native.file_names import INDEX_NAME, is_metadata_file
+from .native.native_checkpoint import NativeCheckpoint
+from .no_checkpoint import explained
+from .safetensors import safetensors_checkpoint
+from .safetensors.headers import SUFFIXES, HeaderTables
+from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
+from .torch_checkpoint import TorchCheckpoint
+
+_MOST_INDEX_BYTES = 16 << 20  # a larger index is not sent: each rank reads the few pages that it needs
+
+Kind = Literal["dcp", "safetensors", "npy", "archive", "pickle"]
+
+
+def recognize(path: str) -> Kind | None:
+    """What is at `path`, by names and, of a file, its first bytes. "archive": of torch.save or numpy. "pickle": of
+    torch.save before torch 1.6. None if there is no checkpoint.
+
+    Raises `CheckpointError` if an object store cannot tell, or a file cannot be read.
+    """
+    if metadata_file.has_metadata(path, None):  # first: many ranks call this, and to list a large directory is slow
+        return "dcp"
+    try:
+        names = storage_at(path).names()
+    except (NotADirectoryError, FileNotFoundError):
+        if not is_file(path):
+            return None
+        with named_system_errors(path):
+            kind = kind_of_file(path)
+        return "safetensors" if kind == "other" else kind
+    except OSError as error:
+        if storage_at(path).can_be_away and says_nothing(error.errno, path):
+            raise of_system(error, path) from error
+        return None
+    if any(map(is_metadata_file, names)):  # ranks have saved for themselves
+        return "dcp"
+    if any(name.endswith(SUFFIXES) for name in names):
+        return "safetensors"
+    return "npy" if any(name.endswith(".npy") for name in names) else None
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Opens a checkpoint of any format, to be listed and read by boxes.
+
+    Raises `CheckpointError` if there is none, and the errors of the format.
+    """
+    kind = recognize(path)
+    if kind == "dcp":
+        return NativeCheckpoint.open(path)
+    if kind == "safetensors":
+        return SafetensorsCheckpoint.open(path)
+    if kind == "pickle":
+        text = f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again"
+        raise CheckpointError(text, path=path)
+    if kind is None and not is_folder(path):
+        raise CheckpointError(f"cannot read {path}: there is no such file or folder", path=path, errno=errno.ENOENT)
+    if kind is None:
+        with explained(path):
+            text = f"{path} has no .metadata, no .safetensors and no .npy files: {metadata_file.NO_CHECKPOINT}"
+            raise CheckpointError(text, path=path, errno=errno.ENOENT)
+    if kind == "archive":
+        storage_at(path).check_mounted("a file of torch.save or numpy that is read", "Copy it to a disk first")
+        with open_archive(path) as archive:
+            is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
+        if is_torch:
+            return TorchCheckpoint(path)
+    return _open_numpy(path)
+
+
+def open_parts(path: str) -> list[Checkpoint]:
+    """The same, but of a folder where each rank has saved for itself, what each has."""
+    if recognize(path) != "dcp":
+        return [open_checkpoint(path)]
+    return [NativeCheckpoint.open(path, rank) for rank in metadata_file.metadata_ranks(path)]
+
+
+def _open_numpy(path: str) -> Checkpoint:
+    try:
+        from .numpy_checkpoint import NumpyCheckpoint
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise numpy_is_missing() from None
+    return NumpyCheckpoint(path)
+
+
+def numpy_is_missing() -> CheckpointError:
+    return CheckpointError("the formats .npz and .npy need numpy, which is not installed: pip install numpy")
+
+
+# --- For loads
+
+
+def open_to_load(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> LoadableCheckpoint:
+    """Opens a checkpoint that loads take; with `rank`, what that rank saved without collectives.
+
+    `verify`: checks safetensors headers. Raises `CheckpointError` if there is no checkpoint, `CorruptCheckpointError`,
+    `UntrustedCheckpointError`.
+    """
+    if rank is None and _is_safetensors(path):
+        return SafetensorsCheckpoint(path, HeaderTables.read(path, verify))
+    return NativeCheckpoint.by_index(path, rank) if by_index else NativeCheckpoint.by_metadata(path, rank)
+
+
+def _is_safetensors(path: str) -> bool:
+    kind = recognize(path)
+    if kind in ("archive", "pickle"):
+        raise CheckpointError(str(advice_for_file(path)), path=path)
+    return kind == "safetensors"
+
+
+def mark(path: str) -> str:
+    """A text that differs between saves, read cheaply; empty if there is no checkpoint. Raises OSError."""
+    return safetensors_checkpoint.mark(path) if _is_safetensors(path) else metadata_file.metadata_mark(path)
+
+
+def packed(path: str, verify: bool) -> bytes:
+    """What is read of a checkpoint before it is loaded, as bytes for other ranks: the index, or all metadata if there
+    is no index. Empty if the index is so large that each rank should read what it needs of it."""
+    if _is_safetensors(path):
+        return pack(b"", b"", HeaderTables.read(path, verify).pack())
+    with suppress(OSError):
+        if storage_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
+            return b""
+    index = metadata_file.index_bytes(path)
+    if index is not None:
+        return pack(index, b"", b"")
+    with explained(path):
+        return pack(b"", metadata_file.metadata_bytes(path, None), b"")
+
+
+def unpacked(path: str, message: bytes) -> LoadableCheckpoint:
+    """The checkpoint that another rank `packed`. Raises as `open_to_load` does."""
+    index, metadata, headers = unpack(message)
+    if headers:
+        return SafetensorsCheckpoint(path, HeaderTables.unpack(path, headers))
+    return NativeCheckpoint.unpack(path, index, metadata)

@@ -1,0 +1,120 @@
+"""Opens checkpoints of safetensors files, whatever tool wrote them: one file, or a folder of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..._engine import _C
+from ..._engine.dtypes import CODE_DTYPES
+from ..._engine.errors import named_errors
+from ..._engine.rows import LOCATION_ROW, words
+from ..._engine.torch_private import StorageInfo
+from ..._storage.open_storage import is_file, stat_of, storage_at
+from ...errors import CheckpointError
+from ..checkpoint import Chunk, Read, TensorInfo
+from ..loadable import LoadableCheckpoint, fill_parts
+from ..record_reader import ReadOptions, RecordReader
+from .headers import INDEX_SUFFIX, SUFFIXES, HeaderTables
+
+
+class SafetensorsCheckpoint(LoadableCheckpoint):
+    """The tensors of a file or folder. A tensor is whole in one file or stored as boxes in several. Files without
+    checksums, as the safetensors library writes them, cannot be verified.
+
+    A tensor that several names share is listed once, under its stored name.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: str, headers: HeaderTables) -> None:
+        self.save_id = f"safetensors {blake2b(headers.pack(), digest_size=16).hexdigest()}"  # equal for equal headers
+        with named_errors(str, headers.root):
+            index = _C.Index.from_rows(headers.inventory, headers.locations, headers.files, self.save_id)
+        super().__init__(path, headers.root, lambda: _metadata(headers), index)
+        self.aliases = headers.aliases
+        self.headers = headers
+
+    @classmethod
+    def open(cls, path: str) -> SafetensorsCheckpoint:
+        """Opens it to be listed and read by boxes."""
+        opened = cls(path, HeaderTables.read(path, verify=True))
+        for name in opened.headers.files:
+            opened._seen.look(os.path.join(opened.root, name))
+        return opened
+
+    def file_names(self) -> list[str]:
+        return self.headers.files
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+        found: dict[str, TensorInfo] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        for name, code, shape, chunk in _chunks(self.headers):
+            if name not in self.aliases:
+                of_name = chunks.setdefault(name, [])
+                of_name.append(chunk)
+                found.setdefault(name, TensorInfo(shape, CODE_DTYPES[code], of_name))
+        return found
+
+    @cached_property
+    def _reader(self) -> RecordReader:
+        return RecordReader(self, ReadOptions(), self._seen)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        fill_parts(self._reader, self.parts(reads))
+
+
+def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:
+    """The chunks of all tensors, also under their aliases: name, code of the dtype, shape of the whole tensor."""
+    locations = words(headers.locations)
+    for row, (name, _, code, _, _, shape, offset, size) in enumerate(_C.inventory_items(headers.inventory)):
+        file, at, length, crc = locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW]
+        yield name, code, shape, Chunk(offset, size, headers.files[file], at, length, crc)
+
+
+def _metadata(headers: HeaderTables) -> Metadata:
+    """The same as DCP's metadata, for DCP's planners."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    for name, code, shape, chunk in _chunks(headers):
+        stored = tensors.get(name)
+        if stored is None:
+            properties = TensorProperties(dtype=CODE_DTYPES[code])
+            stored = tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
+        offset = torch.Size(chunk.offsets)
+        stored.chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk.sizes)))
+        info = StorageInfo(chunk.file, chunk.offset, chunk.bytes)
+        info.crc = chunk.crc  # type: ignore[attr-defined]
+        storage[MetadataIndex(name, offset)] = info
+    return Metadata({**tensors}, storage_data=storage)
+
+
+def mark(path: str) -> str:
+    """A text that differs between checkpoints, made without reading files: of names and the index's length. Raises
+    OSError."""
+    if is_file(path):
+        return f"{os.path.basename(path)}:{stat_of(path).size}"
+    names = sorted(name for name in storage_at(path).names() if name.endswith(SUFFIXES))
+    sizes = [storage_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
+    return json.dumps([names, sizes])
+
+
+def was_exported_since(path: str, save_id: str) -> bool:
+    """Whether a checkpoint is not the one any more whose contents had that id, or cannot be read any more."""
+    try:
+        return SafetensorsCheckpoint(path, HeaderTables.read(path, verify=False)).save_id != save_id
+    except CheckpointError:
+        return True

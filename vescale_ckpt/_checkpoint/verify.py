@@ -1,0 +1,128 @@
+"""Checks a checkpoint of any format without loading it, for `verify`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+import torch
+
+from .. import settings
+from .._engine.gc import gc_paused
+from .._storage.open_storage import checkpoint_path
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..reports import VerifyReport
+from ..settings import checked_flag, checked_path
+from .check_records import Progress, add_error, as_damage, check_records
+from .checkpoint import Checkpoint, Read, cut
+from .native.check_native import check_native
+from .open_checkpoint import open_checkpoint, recognize
+from .safetensors.headers import HeaderTables
+from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
+
+_PIECE_BYTES = 64 << 20  # read at once
+
+
+def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
+    """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
+
+    With `quick` it checks that the metadata is sound, and that each data file that the metadata names is a regular file
+    and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
+    it also checks every byte of every tensor and object against its checksums; and the index, the tables of checksums
+    and the data descriptors, whose damage is listed as harmless. `unchecked` lists what has no checksum. At most
+    `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
+
+    All damage is listed, none is raised; a directory without a checkpoint counts as damaged. What the storage refuses
+    to give, or does not give in time, is listed as `unreadable`: it is neither sound nor damaged. In an object store,
+    damage is read again by another connection before it is listed.
+
+    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
+    safetensors files, one or a directory of them; of these `quick` checks headers, which give the lengths of the files.
+    So are files of torch.save and numpy, which `convert` takes; of these `quick` reads the tables of contents. Those of
+    .npy have no checksums.
+
+    Raises ValueError for a URL that is no `file://`, and `CheckpointError` for a file of torch.save that cannot be
+    verified: of torch before 1.6, or with objects that torch does not load with `weights_only=True`.
+    """
+    return verify_checkpoint(path, quick)
+
+
+@gc_paused()
+def verify_checkpoint(
+    path: str | os.PathLike[str], quick: bool, progress: Progress | None = None, *, must_exist: bool = False
+) -> VerifyReport:
+    """The same. `progress` is called with the bytes of tensors checked so far, and of all. `must_exist`: raises
+    `CheckpointError` if there is no checkpoint, or it cannot be looked at."""
+    where = checkpoint_path(checked_path("path", path))
+    report = VerifyReport(where, checked_flag("quick", quick))
+    settings.check()
+    try:
+        kind = recognize(where)
+    except CheckpointError as error:
+        if must_exist:
+            raise
+        add_error(report, error, where)
+        return report
+    if kind == "safetensors":
+        _check_safetensors(where, report, progress)
+    elif kind == "dcp" or kind is None:
+        check_native(where, report, progress)
+        if kind is None and must_exist:
+            raise CheckpointError(report.reason, path=where)
+    else:
+        _check_by_reading(where, report, progress)
+        return report
+    if report.quick:
+        report.unchecked.append("the data: only that there is enough of it")
+    elif report.unverified_bytes:
+        report.unchecked.append(
+            f"{report.unverified_bytes:,} bytes that were written without checksums, or are compressed"
+        )
+    return report
+
+
+def _check_safetensors(path: str, report: VerifyReport, progress: Progress | None) -> None:
+    def add(error: CheckpointError) -> None:
+        add_error(report, error, path)
+
+    try:
+        checkpoint = SafetensorsCheckpoint(path, HeaderTables.read(path, verify=True, on_error=add))
+    except CheckpointError as error:
+        add(error)
+        return
+    for fault in checkpoint.faults():
+        add(fault)
+    report.keys, report.files = len(checkpoint.tensors), len(checkpoint.file_names())
+    if not report.quick:  # a sound header includes a sound length of the file
+        check_records(checkpoint, (), report, progress)
+
+
+def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None) -> None:
+    """Checks a file of torch.save or numpy, or a folder of .npy files."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except CorruptCheckpointError as error:
+        report.damaged.append(as_damage(error, path))
+        return
+    with closing(checkpoint):
+        report.keys, report.files = len(checkpoint.tensors) + len(checkpoint.objects), len(checkpoint.file_names()) or 1
+        if report.quick:
+            report.unchecked.append("the data: only what the files say that they hold")
+            return
+        _read_all(checkpoint, report, progress)
+        if checkpoint.format == "npy":
+            report.unverified_bytes = report.bytes
+            report.unchecked.append(f"{report.bytes:,} bytes: files of .npy have no checksums")
+
+
+def _read_all(checkpoint: Checkpoint, report: VerifyReport, progress: Progress | None) -> None:
+    total = sum(info.bytes for info in checkpoint.tensors.values())
+    for key, info in checkpoint.tensors.items():
+        try:
+            for offsets, sizes in cut(info.shape, max(1, _PIECE_BYTES // info.dtype.itemsize)):
+                checkpoint.read([Read(key, offsets, torch.empty(sizes, dtype=info.dtype, device="cpu"))])
+        except CheckpointError as error:
+            add_error(report, error, checkpoint.path)
+        report.bytes += info.bytes
+        if progress is not None:
+            progress(report.bytes, total)
