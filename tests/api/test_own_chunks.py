@@ -5,7 +5,6 @@ Placements and shapes say something else of all of them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -360,15 +359,3 @@ def test_an_own_placement_is_what_the_dtensor_tells_of_it() -> None:
     description, _ = Describer().describe({"a": value})
     ((*_, shape, offset, size),) = description.items
     assert (shape, offset, size) == ((3, 2), (0, 0), (3, 2))
-
-
-def test_chunks_of_every_order_add_up(checkpoint: Path) -> None:
-    starts = [0, 2, 3]
-    for number, order in enumerate(itertools.permutations(range(3))):
-        rows = [(starts[i], [2, 1, 4][i]) for i in order]
-        value: Any = torch.cat([FULL[start : start + count] for start, count in rows])
-        value.global_shape, value.global_offsets = (7, 3), tuple((start, 0) for start, _ in rows)
-        at = [sum(count for _, count in rows[:i]) for i in range(3)]
-        value.local_offsets, value.local_sizes = tuple((a, 0) for a in at), tuple((count, 3) for _, count in rows)
-        vescale_ckpt.save(checkpoint / str(number), {"a": value})
-        assert torch.equal(vescale_ckpt.load(checkpoint / str(number))["a"], FULL[:7])

@@ -22,16 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
@@ -40,16 +32,6 @@ SHAPES = [(16, 8), (5, 7), (1, 3), (2, 2), (0, 4), (3, 5, 4), (1030, 700)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 PLACEMENTS_1D: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
-PLACEMENTS_2D: list[list[Placement]] = [
-    [Replicate(), Shard(0)],
-    [Shard(0), Replicate()],
-    [Shard(0), Shard(1)],
-    [Shard(1), Shard(0)],
-    [Shard(0), Shard(0)],
-    [Shard(1), Shard(1)],
-    [Replicate(), Replicate()],
-]
-
 SAVERS: dict[str, tuple[Any, Any]] = {
     "ours": (StorageWriter, SavePlanner),
     "stock": (FileSystemWriter, DefaultSavePlanner),
@@ -95,30 +77,6 @@ def assert_same_shards(actual: dict[str, Any], expected: dict[str, Any], where: 
     for key, value in expected.items():
         assert actual[key].placements == value.placements
         assert bits(actual[key].to_local()) == bits(value.to_local()), f"{where}: {key}, {tuple(value.shape)}"
-
-
-def _all_placements(directory: str, mesh_shape: tuple[int, ...], pair: tuple[str, str]) -> None:
-    saver, loader = pair
-    mesh = init_device_mesh("cpu", mesh_shape)
-    everything = PLACEMENTS_1D if len(mesh_shape) == 1 else PLACEMENTS_2D
-    wanted = {str(placements): sharded_state(mesh, placements) for placements in everything}
-    for number, saved in enumerate(everything):
-        path = f"{directory}/{number}"
-        save_by(saver, path, wanted[str(saved)])
-        for shift in {shift % len(everything) for shift in (0, 1, 2, 4)}:  # all of them, or four
-            loaded = everything[(number + shift) % len(everything)]
-            target = sharded_state(mesh, loaded, zeros=True)
-            load_by(loader, path, target)
-            assert_same_shards(target, wanted[str(loaded)], f"{saved} -> {loaded}")
-        plain = {f"{number}": torch.zeros_like(full_tensor(number)) for number in range(len(SHAPES))}
-        load_by(loader, path, plain)
-        assert_same(plain, {key: full_tensor(int(key)) for key in plain})
-
-
-@pytest.mark.parametrize("pair", PAIRS[1:], ids="-to-".join)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
-def test_every_placement_to_others(tmp_path: Path, mesh_shape: tuple[int, ...], pair: tuple[str, str]) -> None:
-    run_ranks(math.prod(mesh_shape), _all_placements, str(tmp_path), mesh_shape, pair)
 
 
 def _save_sharded(path: str, saver: str, placements: list[Placement]) -> None:
@@ -221,27 +179,6 @@ def test_mesh_of_some_ranks(tmp_path: Path, pair: tuple[str, str]) -> None:
     run_ranks(4, _part_of_the_ranks, str(tmp_path / "c"), *pair)
 
 
-def _own_metadata(directory: str, saver: str, loader: str, alone: bool) -> None:
-    # Each rank's metadata describes its own shards, which cover a part of the tensor only.
-    path = f"{directory}/{dist.get_rank()}" if alone else directory
-    mesh = init_device_mesh("cpu", (2,))
-    options = {"no_dist": True} if alone else {}
-    for placements in PLACEMENTS_1D:
-        state = sharded_state(mesh, placements)
-        save_by(saver, path, state, **(options or {"use_collectives": False}))
-        dist.barrier()
-        target = sharded_state(mesh, placements, zeros=True)
-        load_by(loader, path, target, **options)
-        assert_same_shards(target, state, str(placements))
-        dist.barrier()
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["use_collectives=False", "no_dist=True"])
-@pytest.mark.parametrize("pair", PAIRS[1:], ids="-to-".join)
-def test_shards_saved_by_each_rank_for_itself(tmp_path: Path, pair: tuple[str, str], alone: bool) -> None:
-    run_ranks(2, _own_metadata, str(tmp_path), *pair, alone)
-
-
 # --- ShardedTensor
 
 
@@ -286,107 +223,3 @@ def _sharded_tensors(path: str, saver: str, loader: str) -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
 def test_sharded_tensors(tmp_path: Path, pair: tuple[str, str]) -> None:
     run_ranks(2, _sharded_tensors, str(tmp_path / "c"), *pair)
-
-
-# --- FSDP2
-
-
-def _model(mesh: DeviceMesh, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(13, 30),
-        torch.nn.Tanh(),
-        torch.nn.Linear(30, 21),
-        torch.nn.LayerNorm(21),
-        torch.nn.Linear(21, 3),
-    )
-    if mesh.ndim == 2 and mesh.mesh_dim_names == ("fsdp", "tp"):
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        mesh = mesh["fsdp"]
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    torch.manual_seed(seed)
-    loss = model(torch.randn(8, 13)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss)
-
-
-def _mesh(kind: str) -> DeviceMesh:
-    ranks = dist.get_world_size()
-    if kind == "fsdp":
-        return init_device_mesh("cpu", (ranks,))
-    names = ("replicate", "shard") if kind == "hsdp" else ("fsdp", "tp")
-    return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
-
-
-def _full(model: torch.nn.Module) -> dict[str, Any]:
-    return {
-        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
-    }
-
-
-def _train_and_save(path: str, kind: str, saver: str) -> tuple[dict[str, Any], float]:
-    model, optimizer = _model(_mesh(kind), seed=1)
-    for step in range(2):
-        _train(model, optimizer, step)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    save_by(saver, path, {"model": model_state, "optimizer": optimizer_state, "step": 2})
-    full = _full(model)
-    return full, _train(model, optimizer, 99)
-
-
-def _load_and_train(path: str, kind: str, loader: str) -> tuple[dict[str, Any], float]:
-    model, optimizer = _model(_mesh(kind), seed=2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    load_by(loader, path, state)
-    assert state["step"] == 2
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    full = _full(model)
-    return full, _train(model, optimizer, 99)
-
-
-@pytest.mark.parametrize(
-    ("before", "ranks_before", "after", "ranks_after", "pair"),
-    [
-        ("fsdp", 4, "fsdp", 4, ("ours", "stock")),
-        ("fsdp", 4, "fsdp", 2, ("ours", "ours")),
-        ("hsdp", 4, "fsdp", 4, ("stock", "ours")),
-        ("fsdp", 2, "hsdp", 4, ("ours", "ours")),
-        ("tp", 4, "fsdp", 2, ("ours", "stock")),
-        ("fsdp", 2, "tp", 4, ("stock", "ours")),
-        ("tp", 4, "tp", 4, ("ours", "ours")),
-    ],
-)
-def test_fsdp_model_and_optimizer_resume(
-    tmp_path: Path, before: str, ranks_before: int, after: str, ranks_after: int, pair: tuple[str, str]
-) -> None:
-    saved = run_ranks(ranks_before, _train_and_save, str(tmp_path / "c"), before, pair[0])
-    loaded = run_ranks(ranks_after, _load_and_train, str(tmp_path / "c"), after, pair[1])
-    for full, loss in loaded:
-        assert_same(full, saved[0][0])
-        # The same step from there, up to the order of sums: the optimizer's state was loaded as well.
-        assert math.isclose(loss, saved[0][1], rel_tol=1e-4)
-
-
-def _full_state_dict(path: str) -> None:
-    model, _ = _model(_mesh("fsdp"), seed=1)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)  # whole tensors on rank 0, nothing elsewhere
-    save_by("ours", path, {"model": state})
-    target, _ = _model(_mesh("fsdp"), seed=2)
-    sharded = get_model_state_dict(target)
-    load_by("ours", path, {"model": sharded})
-    assert_same(_full(target), _full(model))
-
-
-def test_full_state_of_the_first_rank_loads_into_shards(tmp_path: Path) -> None:
-    run_ranks(2, _full_state_dict, str(tmp_path / "c"))

@@ -17,7 +17,6 @@ from harness.files import data_file_names
 from harness.ranks import run_ranks
 from harness.saves import cause, dcp_load, dcp_save, load_blank
 from harness.states import (
-    DTYPES,
     UNPLANNABLE,
     KiB,
     MiB,
@@ -55,12 +54,6 @@ def test_empty_state(checkpoint: Path) -> None:
     dcp_save(checkpoint, {})
     assert load_blank(checkpoint, {}) == {}
     assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
-
-
-def test_every_dtype_large(checkpoint: Path) -> None:
-    state = {str(dtype): random_tensor((2_100_000 // dtype.itemsize + 3,), dtype) for dtype in DTYPES}
-    dcp_save(checkpoint, state)
-    assert_same(load_blank(checkpoint, state), state)
 
 
 @pytest.mark.parametrize("dtype", UNPLANNABLE, ids=str)
@@ -224,19 +217,6 @@ def test_module_and_optimizer_resume(checkpoint: Path) -> None:
 # --- Sizes around the borders that the engine cuts on, and addresses
 
 
-@pytest.mark.parametrize("direct_io", ["auto", False])
-def test_sizes_around_borders(checkpoint: Path, direct_io: Any) -> None:
-    borders = [64, 4 * KiB, 256 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB]
-    state = {}
-    for border in borders:
-        for extra in (-4097, -4096, -65, -64, -1, 0, 1, 63, 64, 4096, 4097) if border < MiB else (-1, 0, 1, 4032, 4096):
-            size = border + extra
-            if size >= 0:
-                state[f"{border}{extra:+}"] = random_tensor((size,), torch.uint8)
-    dcp_save(checkpoint, state, direct_io=direct_io)
-    assert_same(load_blank(checkpoint, state, direct_io=direct_io), state)
-
-
 @pytest.mark.parametrize("within_page", [0, 1, 8, 63, 64, 65, 512, 576, 4032, 4095])
 def test_memory_anywhere_in_a_page(checkpoint: Path, within_page: int) -> None:
     values = random_tensor((5 * MiB + 123,), torch.uint8)
@@ -316,54 +296,6 @@ def test_any_sequence_of_sizes_and_any_part_of_it(scratch: Path, data: st.DataOb
     keys = draw(st.lists(st.sampled_from(sorted(state)), unique=True, min_size=1), label="loaded")
     wanted = {key: state[key] for key in keys}
     assert_same(load_blank(scratch, wanted, verify=draw(st.booleans(), label="verify"), **options), wanted)
-
-
-# --- Objects
-
-
-OBJECTS: dict[str, Any] = {
-    "none": None,
-    "bool": True,
-    "int": -7,
-    "large int": 1 << 200,
-    "float": 0.1,
-    "nan": float("nan"),
-    "infinity": float("-inf"),
-    "negative zero": -0.0,
-    "complex": 1 + 2j,
-    "text": "ünïcode \0 \ud800",
-    "empty text": "",
-    "bytes": b"\x00\xff",
-    "empty bytes": b"",
-    "bytes in a list": [b"", [b"abc"]],
-    "bytearray": bytearray(b"abc"),
-    "list": [1, "a", [None]],
-    "long list": list(range(1000)),
-    "empty list": [],
-    "tuple": (1, (2, [3, {"x": None}])),
-    "empty tuple": (),
-    "set": {1, "a"},
-    "deep": [[[[[[[[[[1]]]]]]]]]],
-    "tensor in a tuple": (torch.arange(5), {"x": torch.ones(2, dtype=torch.bfloat16)}),
-    "dtype": torch.float8_e4m3fn,
-    "size": torch.Size([1, 2]),
-    "device": torch.device("cpu"),
-    "large text": "x" * (3 * MiB),
-}
-
-
-def test_objects_together(checkpoint: Path) -> None:
-    dcp_save(checkpoint, OBJECTS)
-    target: dict[str, Any] = dict.fromkeys(OBJECTS)
-    dcp_load(checkpoint, target)
-    assert_same(target, OBJECTS)
-
-
-@pytest.mark.parametrize("size", [100 * KiB, 2 * MiB, 3 * MiB + 1, 20 * MiB])
-def test_large_object(checkpoint: Path, size: int) -> None:
-    state = {"before": 1, "object": "x" * size, "tensor": torch.ones(1000), "after": {"y": "z" * size}}
-    dcp_save(checkpoint, state)
-    assert_same(load_blank(checkpoint, state), state)
 
 
 # --- Tensors without memory that could be read or written: an error or the right values, but never a crash

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +19,6 @@ from harness import faults
 from harness.ranks import run_ranks
 from harness.states import MiB, assert_same
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -296,44 +293,3 @@ def test_a_late_rank_is_named(checkpoint: Path, places: list[str]) -> None:
     assert all(told == results[0] for told in results)
     for where, late, text in results[0]:
         assert late == [1] and "rank 1" in text, f"{where}: {late} {text}"
-
-
-class _FailsOn1:
-    """Stateful: fails on rank 1, in one of its two methods."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def _fail(self, where: str) -> None:
-        if where == self.where and dist.get_rank() == 1:
-            raise RuntimeError(f"no {where}")
-
-    def state_dict(self) -> dict[str, Any]:
-        self._fail("state")
-        return {"w": torch.zeros(4)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._fail("load")
-
-
-class _PlansWhatDoesNotPickle(DefaultLoadPlanner):
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        return replace(plan, planner_data=lambda: 1) if dist.get_rank() == 1 else plan
-
-
-def _load_by_a_planner(path: Path, where: str) -> str:
-    planner = _PlansWhatDoesNotPickle() if where == "pickle" else DefaultLoadPlanner()
-    with pytest.raises(LoadFailedError) as caught:
-        vescale_ckpt.load(path, {"m": _FailsOn1(where)}, planner=planner, timeout=FOREVER)
-    values = {"m": {"w": torch.zeros(4)}}
-    vescale_ckpt.load(path, values, planner=DefaultLoadPlanner(), timeout=FOREVER)
-    assert values["m"]["w"].tolist() == [0, 1, 2, 3]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["state", "load", "pickle"])
-def test_all_raise_where_a_load_by_a_planner_fails_on_one(tmp_path: Path, where: str) -> None:
-    vescale_ckpt.save(tmp_path, {"m": {"w": torch.arange(4.0)}})
-    for text in run_ranks(2, _load_by_a_planner, tmp_path, where):
-        assert "rank 1" in text and where in text

@@ -19,8 +19,7 @@ from harness.states import assert_same, blank
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -116,61 +115,6 @@ def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: 
     needed = 4 * (1_500_000 + 600_000)
     assert needed <= sum(sizes) < 1.2 * needed
     assert max(sizes) < 1.25 * sum(sizes) / world_size
-
-
-def _few_rows(directory: str) -> int:
-    mesh = init_device_mesh("cpu", (2, 2))
-    planner = SavePlanner()
-    for k in (1, 2):  # the second time by the kept plan
-        path = f"{directory}/{k}"
-        experts = torch.arange(3 * 700 * 1024, dtype=torch.float32).view(3, 700, 1024) + k
-        halves = torch.arange(4 * 1400 * 512, dtype=torch.float32).view(4, 1400, 512) - k
-        state: dict[str, Any] = {
-            "experts": experts,
-            "strided": experts.transpose(0, 2),
-            "halves": distribute_tensor(halves, mesh, [Replicate(), Shard(1)], src_data_rank=None),
-        }
-        save("ours", path, state, planner)
-        for loaded in (load(path, state), load_by_stock(path, state)):
-            assert torch.equal(loaded["halves"].to_local(), state["halves"].to_local())
-            assert all(torch.equal(loaded[key], state[key]) for key in ("experts", "strided"))
-        # Wanted boxes that cross the pieces.
-        for dim in range(3):
-            target = {"experts": distribute_tensor(torch.zeros_like(experts), mesh, [Shard(dim), Replicate()])}
-            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
-            assert torch.equal(target["experts"].full_tensor(), experts)
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        assert {chunk.sizes[0] for chunk in stored["experts"].chunks} == {3}, "a piece has all of the first dimension"
-        assert len(stored["experts"].chunks) > 1
-    mine = [name for name in os.listdir(path) if name.startswith(f"__{dist.get_rank()}_")]
-    return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
-
-
-def test_few_large_rows_are_cut_along_the_dimension_behind(tmp_path: Path) -> None:
-    sizes = run_ranks(4, _few_rows, str(tmp_path), timeout=BOUND)
-    assert max(sizes) < 1.03 * sum(sizes) / 4
-
-
-def _strided_shards(path: str) -> None:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    rank = dist.get_rank()
-    whole = torch.arange(16 * 6, dtype=torch.float32).view(16, 6)
-    # Tensor parallel shards the rows first, then FSDP shards each of those.
-    local = whole.chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    state = {"w": DTensor.from_local(local, mesh, placements, run_check=False)}
-    save("dcp", path, state)
-    assert torch.equal(load(path, state)["w"].to_local(), local)
-    for reader in (StorageReader(path), FileSystemReader(path)):
-        target = {"w": torch.zeros(16, 6)}
-        dcp.load(target, storage_reader=reader)
-        assert torch.equal(target["w"], whole)
-
-
-def test_shards_of_two_dimensions_of_a_mesh_over_the_same_rows(checkpoint: Path) -> None:
-    run_ranks(4, _strided_shards, str(checkpoint), timeout=BOUND)
 
 
 # --- Kept plans
@@ -304,26 +248,6 @@ def test_different_arguments_on_ranks_are_an_error_on_all(tmp_path: Path) -> Non
     run_ranks(2, _other_paths, str(tmp_path), timeout=BOUND)
 
 
-class _Exploding(SavePlanner):
-    def create_local_plan(self) -> SavePlan:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("in the planner of rank 1")
-        return super().create_local_plan()
-
-
-def _explode(path: str) -> None:
-    with pytest.raises(SaveFailedError, match="rank 1: ZeroDivisionError: in the planner of rank 1") as caught:
-        vescale_ckpt.save(path, {"a": torch.ones(3)}, planner=_Exploding())
-    assert caught.value.rank == 1
-    assert not os.path.exists(f"{path}/.metadata")
-    vescale_ckpt.save(path, {"a": torch.ones(3)})
-    assert_same(load(path, {"a": torch.ones(3)}), {"a": torch.ones(3)})
-
-
-def test_a_planner_that_fails_on_one_rank_fails_all(checkpoint: Path) -> None:
-    run_ranks(2, _explode, str(checkpoint), timeout=BOUND)
-
-
 class _PlansItems(SavePlanner):
     """Wants to see lists of items."""
 
@@ -402,17 +326,6 @@ def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
     assert run_ranks(2, _keep_default_plan, str(tmp_path), timeout=BOUND) == [[2], []]
 
 
-def test_save_of_one_process(tmp_path: Path) -> None:
-    for k in (1, 2):
-        state = replicated(k)
-        handle = vescale_ckpt.save(tmp_path / "c", state)
-        assert handle.done() and handle.staged.done() and handle.result().tensors == 24
-        assert handle.progress() == (handle.result().bytes,) * 2
-        assert_same(load(str(tmp_path / "c"), state), state)
-    with pytest.raises(CheckpointError, match="overwrite"):
-        vescale_ckpt.save(tmp_path / "c", state, overwrite=False)
-
-
 # --- Objects
 
 
@@ -467,26 +380,6 @@ def _per_rank_in_a_tuple(path: str) -> None:
 
 def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
     run_ranks(2, _per_rank_in_a_tuple, str(checkpoint), timeout=BOUND)
-
-
-class _Loader:
-    def __init__(self) -> None:
-        self.position = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-def test_an_object_with_a_state_of_its_own_is_restored_in_place(checkpoint: Path) -> None:
-    loader = _Loader()
-    loader.position = 7
-    vescale_ckpt.save(checkpoint, {"data": PerRank(loader)})
-    loader.position = 0
-    dcp.load({"data": PerRank(loader)}, storage_reader=StorageReader(checkpoint), planner=LoadPlanner())
-    assert loader.position == 7
 
 
 def _differing(way: str, path: str) -> list[str]:

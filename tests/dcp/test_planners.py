@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness.saves import cause, dcp_load, dcp_save, load_blank
 from harness.states import MiB, assert_same, blank, mixed_state
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _version
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -106,13 +106,6 @@ def test_missing_keys_are_all_named(checkpoint: Path) -> None:
     assert not target["a"].any(), "nothing is loaded before all is known to fit"
 
 
-def test_keys_that_are_not_asked_for_are_left_alone(checkpoint: Path) -> None:
-    dcp_save(checkpoint, {"a": torch.ones(3), "b": torch.ones(4), "c": 1})
-    target = {"a": torch.zeros(3)}
-    dcp_load(checkpoint, target)
-    assert_same(target, {"a": torch.ones(3)})
-
-
 def test_partial_load_leaves_what_is_missing(checkpoint: Path) -> None:
     dcp_save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
     target = {"a": torch.zeros(3), "nested": {"b": 0, "c": "kept"}, "d": torch.full((2,), 5.0)}
@@ -126,17 +119,6 @@ def test_another_shape_is_refused_by_name(checkpoint: Path, shape: tuple[int, ..
     error = refusal(lambda: dcp_load(checkpoint, {"model": {"a": torch.zeros(shape)}}))
     assert isinstance(error, IncompatibleStateError)
     assert (error.key, error.expected, error.found) == ("model.a", f"shape {shape}", "shape (3,)")
-
-
-@pytest.mark.parametrize("partial", [True, False])
-def test_another_shape_is_refused_beside_missing_keys(checkpoint: Path, partial: bool) -> None:
-    dcp_save(checkpoint, {"a": torch.ones(3), "b": 1})
-    error = refusal(
-        lambda: load_with(
-            checkpoint, {"a": torch.zeros(4), "b": 0, "new": torch.zeros(1)}, LoadPlanner(allow_partial_load=partial)
-        )
-    )
-    assert isinstance(error, IncompatibleStateError if partial else IncompatibleStateError | MissingKeysError)
 
 
 @pytest.mark.parametrize("planner", [LoadPlanner, DefaultLoadPlanner])
@@ -166,22 +148,6 @@ def test_casting_where_allowed(checkpoint: Path, size: int) -> None:
         assert torch.equal(tensor, values.to(tensor.dtype)), key
 
 
-def test_casting_works_through_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
-    state = {f"{i}": torch.full((300_000,), float(i)) for i in range(40)}
-    dcp_save(checkpoint, state)
-    target = {key: torch.zeros(300_000, dtype=torch.float64) for key in state}
-    load_with(checkpoint, target, LoadPlanner(allow_cast=True))
-    for key, tensor in target.items():
-        assert torch.equal(tensor, state[key].double()), key
-
-
-def test_tensor_where_the_state_has_an_object_is_refused(checkpoint: Path) -> None:
-    dcp_save(checkpoint, {"a": torch.ones(3)})
-    error = refusal(lambda: dcp_load(checkpoint, {"a": 1}))
-    assert "a" in str(error)
-
-
 @pytest.mark.parametrize("planner", [LoadPlanner, DefaultLoadPlanner])
 def test_state_that_is_not_flattened(checkpoint: Path, planner: Any) -> None:
     state = {"tensor": torch.ones(3), "nested": {"x": torch.ones(2), "y": [1]}, "number": 3}
@@ -191,41 +157,6 @@ def test_state_that_is_not_flattened(checkpoint: Path, planner: Any) -> None:
     target = {"tensor": torch.zeros(3), "nested": None, "number": None}
     load_with(checkpoint, target, planner(flatten_state_dict=False, flatten_sharded_tensors=False))
     assert_same(target, state)
-
-
-def test_objects_of_a_state_that_is_not_flattened_reach_the_caller(checkpoint: Path) -> None:
-    state = {"tensor": torch.ones(3), "number": 3}
-    save_with(checkpoint, state, SavePlanner(flatten_state_dict=False))
-    target = {"tensor": torch.zeros(3), "number": None}
-    load_with(checkpoint, target, LoadPlanner(flatten_state_dict=False))
-    assert_same(target, state)
-
-
-@pytest.fixture
-def keys_as_before_torch_2_4() -> Iterator[None]:
-    _version._derived_version = "2_3"
-    yield
-    _version._derived_version = None
-
-
-@pytest.mark.parametrize("partial", [True, False])
-@pytest.mark.parametrize("load_planner", [LoadPlanner, DefaultLoadPlanner])
-@pytest.mark.parametrize("ours", [True, False])
-def test_checkpoint_from_before_torch_2_4(
-    checkpoint: Path, ours: bool, load_planner: Any, partial: bool, keys_as_before_torch_2_4: None
-) -> None:
-    # Containers without tensors were one object then.
-    state = {"model": {"w": torch.ones(3)}, "optimizer": {"groups": [{"lr": 0.1}], "step": 3}}
-    if ours:
-        save_with(checkpoint, state, SavePlanner())
-    else:
-        dcp.save(state, storage_writer=FileSystemWriter(checkpoint))
-    assert set(StorageReader(checkpoint).read_metadata().state_dict_metadata) == {"model.w", "optimizer"}
-    _version._derived_version = None
-    target = {"model": {"w": torch.zeros(3)}, "optimizer": {"groups": [{"lr": 0.0}], "step": 0}}
-    load_with(checkpoint, target, load_planner(allow_partial_load=partial))
-    assert_same(target, state)
-    assert _version._derived_version is None
 
 
 # --- Hooks for saving
@@ -518,54 +449,6 @@ def test_error_in_a_hook_is_what_the_caller_sees(checkpoint: Path) -> None:
 
 
 # --- Plans kept from save to save
-
-
-_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dtype": ({"a": torch.ones(4)}, {"a": torch.ones(4, dtype=torch.int32)}),
-    "shape": ({"a": torch.ones(4)}, {"a": torch.ones(2, 2)}),
-    "kind": ({"a": torch.ones(4)}, {"a": 1}),
-    "kind back": ({"a": 1}, {"a": torch.ones(4)}),
-    "more keys": ({"a": 1}, {"a": 1, "b": torch.ones(1)}),
-    "fewer keys": ({"a": 1, "b": torch.ones(1)}, {"b": torch.ones(1)}),
-    "other keys": ({"a": torch.ones(4)}, {"b": torch.ones(4)}),
-    "order of keys": ({"a": torch.ones(4), "b": torch.zeros(4)}, {"b": torch.ones(4), "a": torch.zeros(4)}),
-    "path of a key": ({"x.y": torch.ones(4)}, {"x": {"y": torch.ones(4)}}),
-    "list or dictionary": ({"x": [torch.ones(4)]}, {"x": {"0": torch.ones(4)}}),
-    "layout in memory": ({"a": torch.ones(2, 2)}, {"a": torch.arange(4.0).view(2, 2).t()}),
-}
-
-
-@pytest.mark.parametrize("name", _CHANGES)
-def test_changed_state_gets_a_new_plan(checkpoint: Path, name: str) -> None:
-    planner = SavePlanner()
-    for state in (*_CHANGES[name], *_CHANGES[name]):
-        save_with(checkpoint, state, planner)
-        assert_same(load_blank(checkpoint, state), state)
-        loaded = blank(state)
-        dcp.load(loaded, storage_reader=FileSystemReader(checkpoint))
-        assert_same(loaded, state)
-
-
-def test_planners_do_not_share_plans(tmp_path: Path) -> None:
-    states = [{"a": torch.ones(3)}, {"b": torch.ones(3), "c": 1}]
-    planners = [SavePlanner(), SavePlanner()]
-    for _ in range(2):
-        for number, (state, planner) in enumerate(zip(states, planners, strict=True)):
-            save_with(tmp_path / f"{number}", state, planner)
-            assert_same(load_blank(tmp_path / f"{number}", state), state)
-
-
-def test_kept_plan_survives_a_failed_save_and_another_writer(tmp_path: Path) -> None:
-    planner = SavePlanner()
-    state: dict[str, Any] = {"a": torch.ones(3), "b": {"c": 1}}
-    save_with(tmp_path / "first", state, planner)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointException):
-        save_with(tmp_path / "file" / "x", state, planner)
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "stock"), planner=planner)
-    save_with(tmp_path / "second", state, planner)
-    for name in ("first", "stock", "second"):
-        assert_same(load_blank(tmp_path / name, state), state)
 
 
 def test_stock_plan_caching_with_our_writer(tmp_path: Path) -> None:

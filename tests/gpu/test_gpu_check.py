@@ -61,13 +61,6 @@ def test_without_a_gpu_all_calls_end_and_tell_what_they_would_run(tmp_path: Path
     assert "===== machine: ok" in (tmp_path / "out" / "logs.txt").read_text()
 
 
-def test_options(tmp_path: Path) -> None:
-    status, _, text = run(tmp_path, "--only", "machine,nonsense")
-    assert status == 2 and "no step is named nonsense; there are machine, build" in text
-    status, _, text = run(tmp_path, "--call", "D")
-    assert status == 2 and "expected one of A, B, C, got D" in text
-
-
 def test_every_call_ends_within_nine_minutes(tmp_path: Path, scripts: None) -> None:
     from gpu_plan import BUDGET, CALLS, seconds_of
 
@@ -80,17 +73,6 @@ def test_every_call_ends_within_nine_minutes(tmp_path: Path, scripts: None) -> N
         assert all(step.name in plan for step in call.steps)
     _, _, names = run(tmp_path, "--list")
     assert [line[:2] for line in names.splitlines()] == ["A:", "B:", "C:"]
-
-
-def test_steps_get_what_others_leave_of_their_time(scripts: None) -> None:
-    from gpu_plan import Step, limit_now
-
-    one, beside, later = Step("one", "", 20, ()), Step("beside", "", 50, (), beside=True), Step("later", "", 30, ())
-    assert limit_now([one, beside], [later], left=80) == {"one": 20, "beside": 50}
-    assert limit_now([one, beside], [later], left=90) == {"one": 30, "beside": 60}
-    assert limit_now([one, beside], [later], left=500) == {"one": 40, "beside": 100}
-    assert limit_now([one, beside], [later], left=10) == {"one": 10, "beside": 10}
-    assert limit_now([Step("build", "", 20, (), has_all_time=True)], [later], left=500) == {"build": 500}
 
 
 # --- Steps and reports
@@ -131,35 +113,6 @@ def test_a_step_that_fails_or_hangs_is_told_with_what_it_had(tmp_path: Path, scr
     assert "===== fails: failed status 3: the / reason\nthe | reason\n===== measures: ok" in logs
 
 
-def test_a_step_for_which_no_time_is_left_is_skipped(tmp_path: Path, scripts: None) -> None:
-    from gpu_report import Report
-
-    found = run_steps(Report(tmp_path), step("late", "record(a=1)"), seconds=1)
-    assert found == {"late": ("skipped", "no time is left in this call")}
-
-
-def test_steps_beside_each_other_end_each_for_itself(tmp_path: Path, scripts: None) -> None:
-    from gpu_report import Report
-
-    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'there')!r}): time.sleep(0.01)"
-    come = f"open({str(tmp_path / 'there')!r}, 'w'); raise SystemExit(1)"
-    found = run_steps(Report(tmp_path), step("waits", wait), step("comes", come, beside=True))
-    assert found["waits"] == ("ok", "") and found["comes"][0] == "failed"
-
-
-def test_a_build_that_fails_ends_the_call_with_its_log(
-    tmp_path: Path, scripts: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from gpu_report import Report
-
-    build = step(
-        "build", "print('an error of the compiler'); raise SystemExit('no engine')", has_all_time=True, after=()
-    )
-    found = run_steps(Report(tmp_path), build, step("tests", "record(run=1)"))
-    assert found == {"build": ("failed", "status 1: no engine"), "tests": ("skipped", "build failed")}
-    assert "an error of the compiler" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("program", ["import os; os.abort()", "import time; time.sleep(1000)"])
 def test_batches_that_crash_or_hang_are_off_from_then_on(tmp_path: Path, scripts: None, program: str) -> None:
     from gpu_report import Report
@@ -176,49 +129,6 @@ def test_batches_that_crash_or_hang_are_off_from_then_on(tmp_path: Path, scripts
     assert later.figures()["batches"] == "0"
     run_steps(later, step("raw-batches", "record(raw_batches='ok')"), step("at last", tell))
     assert later.figures()["batches"] == "on" and "COPY_BATCHES" not in later.text()
-
-
-def test_a_call_adds_to_what_earlier_ones_left(tmp_path: Path, scripts: None) -> None:
-    from gpu_report import Report
-
-    run_steps(Report(tmp_path), step("one", "record(a=1, b=1)"), step("two", "raise SystemExit(1)"))
-    found = run_steps(Report(tmp_path, anew=False), step("two", "record(b=2)"))
-    assert found == {"one": ("ok", ""), "two": ("ok", "")}
-    assert report_in(tmp_path)["figures"] == {"a": 1, "b": 2}
-    assert "===== one: ok" in (tmp_path / "logs.txt").read_text()
-    assert Report(tmp_path).results == {} and report_in(tmp_path)["figures"] == {}
-
-
-def test_reports_and_logs_have_room_where_they_go(
-    tmp_path: Path, scripts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import gpu_report
-    from gpu_plan import CALLS
-
-    monkeypatch.setattr(gpu_report, "MOST_LOG_BYTES", 1 << 20)
-    report = gpu_report.Report(tmp_path)
-    for name in dict.fromkeys(step.name for call in CALLS for step in call.steps):
-        report.results[name] = gpu_report.Result(name, "", "failed", "a long reason " * 20)
-        report.log(name).write_text("a line of the log\n" * 5000)
-    lines = [{f"figure {number}": ["long"] * 100} for number in range(60)]
-    (tmp_path / "figures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write()
-    assert len((tmp_path / "report.md").read_text()) <= 11_001
-    assert "| pack-sizes | failed: a long" in report.text() and "- figure 59" in report.text()
-    assert (tmp_path / "logs.txt").stat().st_size < 1.1 * (1 << 20)
-    report.results = {"fine": gpu_report.Result("fine", "", "ok")}
-    report.log("fine").write_text("".join(f"line {number}\n" for number in range(1000)))
-    report.write()
-    assert (tmp_path / "logs.txt").read_text().split("\n")[1:-1] == [f"line {number}" for number in range(800, 1000)]
-
-
-def test_half_a_line_of_figures_is_left_out(tmp_path: Path, scripts: None) -> None:
-    from gpu_report import Report
-
-    report = Report(tmp_path)
-    (tmp_path / "figures.jsonl").write_text('{"whole": 1}\n{"half": ')
-    report.refresh()
-    assert report_in(tmp_path)["figures"] == {"whole": 1}
 
 
 MAIN = """
@@ -272,58 +182,7 @@ def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path, number: signal.S
     assert len(list(out.rglob("*"))) <= 8
 
 
-def test_a_failed_step_is_the_exit_status_and_stops_no_other(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
-    command = [sys.executable, "-c", MAIN.replace("time.sleep(1000)", "None"), "--work", tmp_path / "work"]
-    result = subprocess.run(command, env=environment(tmp_path, PYTHONPATH=paths), timeout=BOUND, capture_output=True)
-    assert result.returncode == 1
-    assert [found["status"] for found in report_in(tmp_path)["steps"]] == ["failed", "ok"]
-
-
 # --- What steps do
-
-
-def test_what_a_build_lacks_is_named(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_steps
-
-    assert gpu_steps.missing_tools() == []
-    versions = {"setuptools": "76.1", "pybind11": "3.0"}
-    monkeypatch.setattr(gpu_steps.importlib.metadata, "version", versions.__getitem__)
-    assert gpu_steps.missing_tools() == ["expected setuptools 77 or newer, got 76.1"]
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    assert gpu_steps.missing_tools()[-1].startswith("expected a C++ compiler, such as g++ 11 or newer, got none")
-
-
-def test_an_engine_without_cuda_or_kernel_is_refused(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_steps
-
-    monkeypatch.delenv("VESCALE_CKPT_NO_NVCC", raising=False)
-    good = {"runtime": "CUDA runtime 13.0", "kernel": True, "kernel_built": True, "reason": ""}
-    assert gpu_steps.wrong_with(good) == ""
-    assert "finds no CUDA: no driver" in gpu_steps.wrong_with(good | {"runtime": "", "reason": "no driver"})
-    assert "does not take" in gpu_steps.wrong_with(good | {"kernel": False})
-    assert "was not built" in gpu_steps.wrong_with(good | {"kernel": False, "kernel_built": False})
-    monkeypatch.setenv("VESCALE_CKPT_NO_NVCC", "1")
-    assert gpu_steps.wrong_with(good | {"kernel": False, "kernel_built": False}) == ""
-
-
-def test_the_toolkit_is_that_of_the_nvcc_at_hand(
-    tmp_path: Path, scripts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import gpu_machine
-
-    home = tmp_path / "toolkit"
-    for path in (home / "bin" / "nvcc", home / gpu_machine.HEADER):
-        path.parent.mkdir(parents=True)
-        path.touch(mode=0o755)
-    (tmp_path / "links" / "bin").mkdir(parents=True)
-    (tmp_path / "links" / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    for folder in (home, tmp_path / "links"):
-        monkeypatch.setenv("PATH", str(folder / "bin"))
-        assert gpu_machine.cuda_home() == str(home)
-    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    assert gpu_machine.cuda_home() == "/elsewhere" and gpu_machine.nvcc() == str(tmp_path / "links" / "bin" / "nvcc")
 
 
 def test_checks_of_the_runtime_alone_run_without_the_engine(tmp_path: Path) -> None:
@@ -357,18 +216,6 @@ def test_saves_are_measured(tmp_path: Path) -> None:
     assert figures.keys() >= wanted | {"save_of_host", "load_of_host", "growth_host_mib", "growth_handles"}
     assert figures.keys() >= {"copy_4k_of_peak", "stock_copy_4k_of_peak", "gate_launch_p99_cold_ratio"}
     assert figures["odd_equal"] == 1 and figures["small_load_device_gb_s"] > 0
-
-
-def test_step_times_are_measured(tmp_path: Path) -> None:
-    small = "--device=cpu --width=16 --layers=2 --rows=8 --steps=4 --every=2 --rounds=1"
-    run = run_python([sys.executable, "-m", "benchmarks.gpu_step_time", *small.split(), f"--dir={tmp_path}"], cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-    figures: dict[str, Any] = {}
-    for line in run.stdout.splitlines():
-        figures |= json.loads(line)
-    for name in ("ours", "ours_gate", "stock"):
-        assert isinstance(figures[f"step_time_{name}_slower_percent"], float)
-    assert figures["step_time_parameters"] > 0
 
 
 def test_every_test_section_and_check_that_steps_name_is_there(scripts: None) -> None:

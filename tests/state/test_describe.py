@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import gc
-import pickle
 import random
 import struct
-import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,13 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.cost import calls_of
-from harness.states import bits, random_tensor
-from hypothesis import given
-from hypothesis import strategies as st
+from harness.states import random_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,13 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._plan.plan_cache import what_changed
-from vescale_ckpt._state import inventory_rows
-from vescale_ckpt._state.describe import Describer, Description
-from vescale_ckpt._state.inventory_rows import make_items
-from vescale_ckpt._state.local_state import look
-from vescale_ckpt._state.tensor_table import tensor_table
+from vescale_ckpt._state.describe import Describer
 
 
 class Item(NamedTuple):
@@ -72,28 +60,6 @@ def items_of(inventory: bytes) -> list[Item]:
         Item(names[begin:end].decode("utf-8", "surrogatepass"), *rows[number])
         for number, begin, end in zip(numbers, begins, ends, strict=True)
     ]
-
-
-def sources_of(description: Description) -> list[tuple[int, tuple[int, ...]]]:
-    words, found, at = array("q", description.sources), [], 0
-    while at < len(words):
-        found.append((words[at], tuple(words[at + 2 : at + 2 + words[at + 1]])))
-        at += 2 + words[at + 1]
-    return found
-
-
-def boxes_in_memory(description: Description) -> list[torch.Tensor | None]:
-    """What the sources say each item's values are."""
-    found: list[torch.Tensor | None] = []
-    for item, (number, offset) in zip(items_of(description.inventory), sources_of(description), strict=True):
-        if number < 0:
-            found.append(None)
-            continue
-        tensor = description.tensors[number].detach()
-        for dim, (start, length) in enumerate(zip(offset, item.size, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        found.append(tensor)
-    return found
 
 
 @pytest.fixture
@@ -143,72 +109,6 @@ def everything(mesh: DeviceMesh) -> dict[str, Any]:
 # --- What is described
 
 
-def test_items_are_what_stock_planning_finds(mesh: DeviceMesh) -> None:
-    state = everything(mesh)
-    del state["strided"]  # of several pieces: stock knows the first
-    description, _ = Describer().describe(state)
-    found = items_of(description.inventory)
-    wanted = create_default_local_save_plan(state, True).items
-    assert [item.name for item in found] == [item.index.fqn for item in wanted] == description.names
-    kinds = [WriteItemType.BYTE_IO, WriteItemType.TENSOR, WriteItemType.SHARD]
-    assert [kinds[item.kind] for item in found] == [item.type for item in wanted]
-    for item, stock in zip(found, wanted, strict=True):
-        if stock.tensor_data is None:
-            assert item == (item.name, 0, 0, 0, 0, (), (), ())
-            continue
-        properties, chunk = stock.tensor_data.properties, stock.tensor_data.chunk
-        assert item.dtype == DTYPE_CODES[properties.dtype]
-        assert item.flags == properties.requires_grad
-        assert (item.shape, item.offset, item.size) == (stock.tensor_data.size, chunk.offsets, chunk.sizes)
-        assert item.bytes == chunk.sizes.numel() * properties.dtype.itemsize
-        assert stock.index == MetadataIndex(item.name, torch.Size(item.offset))
-
-
-def test_sources_lead_to_the_values(mesh: DeviceMesh) -> None:
-    state = everything(mesh)
-    description, _ = Describer().describe(state)
-    found = items_of(description.inventory)
-    for item, box in zip(found, boxes_in_memory(description), strict=True):
-        if box is not None:
-            assert tuple(box.shape) == item.size
-            assert DTYPE_CODES[box.dtype] == item.dtype
-    whole = dict(zip(description.names, boxes_in_memory(description), strict=True))
-    for key in ("plain", "parameter", "scalar", "transposed", "empty"):
-        box = whole[key]
-        assert box is not None
-        assert bits(box) == bits(state[key])
-    assert description.table == tensor_table(description.tensors)
-    assert description.ready == b"\1" * len(description.tensors)
-    assert description.objects == {"object": {"lr": 0.1}, "number": 7}
-    assert description.other == {}
-
-
-def test_a_strided_shard_of_several_pieces(mesh: DeviceMesh) -> None:
-    full = torch.arange(17 * 6).reshape(17, 6)
-    dtensor = distribute_tensor(full, mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None)
-    description, _ = Describer().describe({"strided": dtensor})
-    found = items_of(description.inventory)
-    assert description.names == ["strided", "strided"]
-    for item, box in zip(found, boxes_in_memory(description), strict=True):
-        assert box is not None
-        assert torch.equal(box, full[item.offset[0] : item.offset[0] + item.size[0]])
-    assert sum(item.size[0] for item in found) == dtensor.to_local().shape[0]
-
-
-def test_old_sharded_tensors(mesh: DeviceMesh) -> None:
-    value = old_sharded(rows=4)
-    description, _ = Describer().describe({"a": torch.ones(1), "old": value})
-    (wanted,) = create_default_local_save_plan({"old": value}, True).items
-    item = items_of(description.inventory)[1]
-    assert wanted.tensor_data is not None
-    assert item[:4] == ("old", 2, DTYPE_CODES[torch.float32], 0)
-    assert (item.shape, item.offset, item.size) == ((32, 2), (12, 0), (4, 2))
-    assert item.offset == wanted.tensor_data.chunk.offsets
-    box = boxes_in_memory(description)[1]
-    assert box is not None
-    assert bits(box) == bits(value.local_shards()[0].tensor)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> None:
     class Checkpointable:
@@ -248,28 +148,6 @@ def test_a_collective_under_way_is_described_and_not_waited_for(mesh: DeviceMesh
     assert type(description.tensors[0]) is AsyncCollectiveTensor
     assert items_of(description.inventory)[0].size == (4, 2)
     assert description.ready == b"\0"
-
-
-def test_names_are_any_text() -> None:
-    names = ["", "é", "\udc80", "a\0b", "日本"]
-    description, _ = Describer().describe({name: number for number, name in enumerate(names)})
-    assert [item.name for item in items_of(description.inventory)] == names == description.names
-
-
-def test_sizes_of_objects_are_weights_that_change_nothing() -> None:
-    describer = Describer()
-    first, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 100, "gone": 5}, node=3)
-    assert not same
-    assert [item.bytes for item in items_of(first.inventory)] == [100, 4, 0]
-    assert struct.unpack_from("q", first.inventory, 40) == (3,)
-    second, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 200, "c": 7}, node=3)
-    assert same
-    assert second.inventory is first.inventory
-    # Also where all is looked at again: a set is as much an object as a number.
-    third, same = describer.describe({"a": {1}, "b": torch.ones(1), "c": 2}, {"a": 300}, node=3)
-    assert same
-    assert third.inventory is first.inventory
-    assert third.objects == {"a": {1}, "c": 2}
 
 
 def from_local(mesh: DeviceMesh, local: torch.Tensor, *placements: Any) -> DTensor:
@@ -429,77 +307,6 @@ def test_what_is_kept_never_shows(mesh: DeviceMesh) -> None:
     assert 180 < sames < 420
 
 
-def test_another_node_is_a_change(mesh: DeviceMesh) -> None:
-    describer = Describer()
-    old, _ = describer.describe({"a": 1}, node=1)
-    new, same = describer.describe({"a": 1}, node=2)
-    assert not same
-    assert new.inventory != old.inventory
-    assert what_changed(old.inventory, new.inventory) == "nothing that planning depends on"
-
-
-def test_nothing_changes_with_new_tensors_of_the_same_traits(mesh: DeviceMesh) -> None:
-    describer = Describer()
-    first, _ = describer.describe(everything(mesh))
-    state = everything(init_device_mesh("cpu", (4, 2)))
-    state["transposed"] = state["transposed"].contiguous()  # strides are no trait
-    second, same = describer.describe(state)
-    assert same
-    assert second.inventory is first.inventory
-    assert second.names is first.names
-    assert second.table == tensor_table(second.tensors) != first.table
-    assert second.tensors[0] is state["plain"]
-    fresh, _ = Describer().describe(state)
-    assert (fresh.inventory, fresh.sources, fresh.table) == (second.inventory, second.sources, second.table)
-
-
-def test_readiness_is_looked_at_each_time() -> None:
-    describer = Describer()
-    tensor = torch.ones(8)
-    assert describer.describe({"a": tensor})[0].ready == b"\1"
-    tensor.untyped_storage().resize_(0)
-    description, same = describer.describe({"a": tensor})
-    assert same
-    assert description.ready == b"\0"
-
-
-def test_many_differences_are_counted() -> None:
-    describer = Describer()
-    old, _ = describer.describe({f"a{number}": 1 for number in range(10)})
-    new, _ = describer.describe({f"a{number}": 1 for number in range(3)})
-    assert what_changed(old.inventory, new.inventory, most=2) == "'a3' is gone; 'a4' is gone; and 5 more"
-
-
-def test_a_describer_keeps_no_tensor_and_pickles_empty() -> None:
-    describer = Describer()
-    state = {"a": torch.ones(3)}
-    for _ in range(2):
-        description, _ = describer.describe(state)
-    alive = weakref.ref(state["a"])
-    del state, description
-    gc.collect()
-    assert alive() is None
-    copy = pickle.loads(pickle.dumps(describer))
-    assert not copy.describe({"a": torch.ones(3)})[1]
-
-
-@given(st.lists(st.sampled_from(["tensor", "parameter", "view", "meta", "object"]), max_size=12), st.booleans())
-def test_tensors_and_objects_are_described_alike_in_one_call_and_one_by_one(kinds: list[str], weighted: bool) -> None:
-    made: dict[str, Callable[[], Any]] = {
-        "tensor": lambda: torch.ones(2, 3),
-        "parameter": lambda: torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
-        "view": lambda: torch.arange(40)[3::2],
-        "meta": lambda: torch.empty(4, 0, device="meta"),
-        "object": lambda: "text",
-    }
-    values = {f"{number}.ü": made[kind]() for number, kind in enumerate(kinds)}
-    state, _, _ = look(list(values), list(values.values()), 3, None)
-    object_bytes = {key: 7 * number + 1 for number, key in enumerate(values)} if weighted else {}
-    expected = inventory_rows._Making(state, object_bytes).made()
-    assert make_items(state, object_bytes) == expected
-    assert inventory_rows._of_tensors(state, object_bytes) == expected
-
-
 # --- Cost
 
 
@@ -518,8 +325,3 @@ def test_what_ten_thousand_dtensors_cost(mesh: DeviceMesh) -> None:
     describer.describe(state)
     assert calls_of(lambda: Describer().describe(state)) < 16 * len(state)
     assert calls_of(lambda: describer.describe(state)) < 100
-
-
-def test_subclasses_of_dictionaries_are_states_too() -> None:
-    state = collections.OrderedDict(a=torch.ones(1), b=2)
-    assert Describer().describe(state)[0].names == ["a", "b"]

@@ -27,14 +27,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, SaveStats, UntrustedCheckpointError
-from vescale_ckpt._checkpoint.native import commit_metadata, delta_table
+from vescale_ckpt._checkpoint.native import commit_metadata
 from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._storage.file_system import FileSystem
-from vescale_ckpt._storage.paths import data_path
 from vescale_ckpt._write import delta_base
-from vescale_ckpt._write.host_batches import write_table
 
 State = dict[str, Any]
 EVERY = int(os.environ.get("VESCALE_CKPT_TEST_KILL_EVERY", "2"))  # 1: before each change of a directory
@@ -264,40 +261,6 @@ def test_every_change_is_seen(tmp_path: Path, seed: int, monkeypatch: pytest.Mon
             state["8192"].copy_(torch.zeros(8192) if step % 8 == 3 else torch.ones(8192))
     for path in tmp_path.iterdir():
         assert vescale_ckpt.verify(path).ok
-
-
-def test_hashes_differ_for_any_bit_and_agree_with_the_definition() -> None:
-    key = os.urandom(_C.HASH_KEY_BYTES)
-    options = engine_options(2, "auto")
-    tensor = random_tensor((2500,), torch.float64)
-
-    def hashes(tensor: torch.Tensor) -> list[tuple[bytes, int]]:
-        return _C.hash_tensors(write_table([tensor]), key, options)
-
-    [(blocks, crc)] = hashes(tensor)
-    data = bytes(tensor.view(torch.uint8).tolist())
-    assert crc == _C.crc32(data)
-    data += bytes(-len(data) % 8192)
-    words = memoryview(data).cast("Q")
-    half = len(key) // 2
-    expected = b""
-    for begin in range(0, len(words), 1024):
-        for of_half in (memoryview(key[:half]).cast("Q"), memoryview(key[half:]).cast("Q")):
-            pairs = range(0, 1024, 2)
-            terms = (
-                (words[begin + i] + of_half[i]) % 2**64 * ((words[begin + i + 1] + of_half[i + 1]) % 2**64)
-                for i in pairs
-            )
-            expected += (sum(terms) % 2**128).to_bytes(16, "little")
-    assert blocks == expected
-    flat = tensor.view(torch.uint8)
-    for at in (0, 8191, 8192, len(flat) - 1):
-        flat[at] ^= 1
-        assert hashes(tensor)[0][0] != blocks
-        flat[at] ^= 1
-    assert hashes(tensor) == [(blocks, crc)]
-    strided = tensor.view(50, 50).t()
-    assert hashes(strided) == hashes(strided.contiguous())
 
 
 def test_a_tensor_that_changes_unseen_between_hash_and_write_is_an_error(tmp_path: Path) -> None:
@@ -569,13 +532,6 @@ def test_names_of_other_forms_stay_refused(tmp_path: Path, name: str) -> None:
     assert not vescale_ckpt.verify(path).ok
 
 
-def test_names_become_paths_and_keys() -> None:
-    assert data_path("/run/step-3", "../step-0/x.distcp") == "/run/step-3/../step-0/x.distcp"
-    assert data_path("/run/step-3", "x.distcp") == "/run/step-3/x.distcp"
-    for root in ("s3://bucket/run/step-3", "s3://bucket/run/step-3/"):
-        assert data_path(root, "../step-0/x.distcp") == "s3://bucket/run/step-0/x.distcp"
-
-
 def test_a_name_beside_must_be_a_file_with_the_very_record(tmp_path: Path) -> None:
     path, other = tmp_path / "a", tmp_path / "b"
     saved(path, {"x": torch.ones(4000)}, path)
@@ -593,19 +549,6 @@ def test_a_name_beside_must_be_a_file_with_the_very_record(tmp_path: Path) -> No
     rewrite_metadata(path, metadata)
     with pytest.raises(CheckpointError):
         vescale_ckpt.load(path)
-
-
-def test_a_table_finds_its_rows_and_notices_when_it_is_cut() -> None:
-    rows = [delta_table.Row(bytes([at]) * 16, 0, at, 2, 3) for at in (7, 1, 200, 3)]
-    table = delta_table.DeltaTable.of(bytes(16), ["x"], rows)
-    assert [table.find(row.id) for row in rows] == rows and list(table.rows()) == sorted(rows)
-    assert all(table.find(bytes([at]) * 16) is None for at in (0, 2, 8, 255))
-    assert delta_table.DeltaTable(bytes(16), [], b"").find(bytes(16)) is None
-    content = table.pack(bytes(16))
-    assert delta_table.DeltaTable.unpack(content) == table
-    for cut in range(0, len(content), 7):
-        with pytest.raises(ValueError):
-            delta_table.DeltaTable.unpack(content[:cut])
 
 
 # --- Several ranks

@@ -26,7 +26,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, Stager, StorageWriter
 from vescale_ckpt._engine import _C, device_streams
 from vescale_ckpt._state import tensor_table as tensor_table_module
-from vescale_ckpt._state.tensor_table import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
+from vescale_ckpt._state.tensor_table import NOT_READY, ON_HOST, ready_tensors, tensor_table
 from vescale_ckpt._write import snapshot
 
 MiB = 1 << 20
@@ -107,23 +107,6 @@ def change_all(values: dict[str, Any]) -> None:
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
     monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
-
-
-def test_each_tensor_is_told_where_it_may_be_used(pretended: Pretended) -> None:
-    values = [value for value in state(1).values() if isinstance(value, torch.Tensor)]
-    flags = ready_tensors(values, tensor_table(values))
-    for number, (tensor, flag) in enumerate(zip(values, flags, strict=True)):
-        wanted = ON_DEVICE + number % 2 if tensor.numel() > 100 else ON_HOST
-        assert flag == (NOT_READY if tensor.is_conj() else wanted)
-
-
-def test_memory_that_is_not_there_is_not_copied(pretended: Pretended) -> None:
-    freed, short = torch.ones(500), torch.ones(500)
-    freed.untyped_storage().resize_(0)
-    short.untyped_storage().resize_(1000)
-    negated = torch.ones(500, dtype=torch.cfloat).conj().imag
-    values = [freed, short, negated, torch.ones(500)]
-    assert list(ready_tensors(values, tensor_table(values))) == [NOT_READY] * 3 + [ON_DEVICE + 1]
 
 
 def test_without_cuda_of_our_own_nothing_is_ready_there(
@@ -287,28 +270,6 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
     assert set(devices) == {-1, 0, 1}
     assert producers == [(0, 100), (1, 101)]
     del staged
-
-
-def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: list[int] = []
-    monkeypatch.setattr(_C, "prepare_devices", lambda devices, pack_bytes: locked.extend(sorted(devices)))
-    vescale_ckpt.prepare({"a": torch.ones(3)})
-    assert locked == []
-    vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})
-    assert locked == [1]
-    vescale_ckpt.prepare({"a": torch.ones(400), "b": torch.ones(300)})
-    assert locked == [1, 0, 1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_cannot_be_used_says_why() -> None:
-    tensor = torch.ones(300)
-    row = array("q", [0, tensor.data_ptr(), 1, 300, 1])
-    with pytest.raises(_C.EngineError, match="CUDA"):
-        _C.Snapshot(row, 1 << 30, 1, array("q", [0]), [(0, 0)])
-    with pytest.raises(_C.EngineError, match="device"):
-        _C.Snapshot(row, 1 << 30, 1, array("q", [0]))
-    assert no_snapshot_is_left()
 
 
 def test_a_state_on_the_host_leaves_cuda_alone(checkpoint: Path) -> None:

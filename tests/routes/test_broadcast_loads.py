@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from array import array
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._checkpoint.record_reader import Record
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
 from vescale_ckpt._ranks.node import ranks_of_this_node
@@ -180,24 +178,6 @@ def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
     assert others == [first] * 3 and "checksum mismatch" in first[0]
 
 
-def _one_cannot_plan(directory: Path) -> str:
-    """An error of one rank between DCP's planning and our exchange."""
-    full = _full()
-    _save(directory, full, "us")
-    fails = mock.patch("vescale_ckpt._read.by_items.ItemLoad._packed", side_effect=MemoryError("no room for its plan"))
-    with (
-        fails if dist.get_rank() == 1 else contextlib.nullcontext(),
-        pytest.raises(dcp.api.CheckpointException) as caught,
-    ):
-        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
-    return str(caught.value)
-
-
-def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None:
-    for text in run_ranks(2, _one_cannot_plan, checkpoint):
-        assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
-
-
 def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
     full = _full()
     _save(directory, full, "us")
@@ -263,21 +243,6 @@ def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -
 def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
     own = int(by == "us")
     assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
-
-
-def _many_objects(directory: Path) -> int:
-    """How many records were made to read 60 objects."""
-    objects = {f"object{i}": i for i in range(60)}
-    vescale_ckpt.save(directory, dict(objects))
-    state: dict[str, Any] = dict.fromkeys(objects)
-    with mock.patch("vescale_ckpt._read.packed.Record", wraps=Record) as made:
-        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
-    assert state == objects
-    return made.call_count
-
-
-def test_objects_are_looked_up_once(checkpoint: Path) -> None:
-    assert run_ranks(2, _many_objects, checkpoint) == [60, 60]
 
 
 def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> None:
@@ -410,15 +375,6 @@ def _counted(directory: Path, by: str) -> tuple[int, ...]:
 def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
     first, *others = run_ranks(4, _counted, checkpoint, by)
     assert first == coordinator and others == [(0, 0, 0, 0)] * 3
-
-
-def _large_index(directory: Path) -> tuple[int, ...]:
-    with mock.patch("vescale_ckpt._checkpoint.open_checkpoint._MOST_INDEX_BYTES", 100):
-        return _counted(directory, "us")
-
-
-def test_of_a_large_index_each_rank_reads_what_it_needs(checkpoint: Path) -> None:
-    assert run_ranks(2, _large_index, checkpoint) == [(0, 1, 0, 0)] * 2
 
 
 def _different_disks(directory: Path) -> list[str]:

@@ -16,10 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
 from harness.states import MiB, assert_same, numbers
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -95,91 +93,6 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
     assert max(result[0] for result in results) <= 0.3 * stored, "all take part"
 
 
-# --- Layouts
-
-
-def _layouts(directory: Path, nodes: list[int]) -> None:
-    _live_on_nodes(nodes)
-    full = {
-        "uneven": numbers(7, 5, 3, dtype=torch.bfloat16),
-        "empty": numbers(2, 9, dtype=torch.int64),
-        "scalar": numbers(1, dtype=torch.complex64).view(()),
-        "nothing": torch.empty(0, 4),
-        "flags": numbers(1000) % 3 == 0,
-    }
-    hsdp = (2, 2)
-
-    def state(zeros: bool, *ways: tuple[tuple[int, ...], list[Placement]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for name, tensor in full.items():
-            value = torch.zeros_like(tensor) if zeros else tensor.clone()
-            for number, (mesh, placements) in enumerate(ways):
-                fits = all(not isinstance(way, Shard) or way.dim < tensor.dim() for way in placements)
-                made[f"{name}{number}"] = _sharded(value, *placements, mesh=mesh) if fits else value.clone()
-        return made
-
-    saved = state(False, ((4,), [Shard(0)]), (hsdp, [Replicate(), Shard(0)]), ((4,), [Replicate()]))
-    vescale_ckpt.save(directory, {**saved, "object": "kept"})
-    for ways in (
-        (((4,), [Shard(1)]), (hsdp, [Shard(0), Replicate()]), (hsdp, [Replicate(), Shard(1)])),
-        (((4,), [Replicate()]), ((4,), [Shard(0)]), (hsdp, [Shard(1), Shard(0)])),
-        (((4,), [Shard(0)]), (hsdp, [Replicate(), Shard(0)]), ((4,), [Shard(1)])),
-    ):
-        loaded = state(True, *ways)
-        _load(directory, {**loaded, "object": None})
-        for name, value in loaded.items():
-            _assert_filled(value, full[name[:-1]])
-    _strided_and_cast(directory, full["uneven"])
-    _partly(directory, full)
-
-
-def _strided_and_cast(directory: Path, uneven: torch.Tensor) -> None:
-    memory = torch.zeros(3, 5, 14)
-    memory[:, :, 1::2] = -1
-    target = memory.permute(2, 1, 0)[::2]  # float32, where bfloat16 is stored: copied by torch
-    _load(directory, {"uneven0": target}, allow_cast=True)
-    assert torch.equal(target, uneven.float()) and bool((memory[:, :, 1::2] == -1).all())
-    strided = torch.zeros(3, 5, 14, dtype=torch.bfloat16).permute(2, 1, 0)[::2]
-    _load(directory, {"uneven0": strided})
-    assert torch.equal(strided, uneven)
-
-
-def _partly(directory: Path, full: dict[str, torch.Tensor]) -> None:
-    """Ranks want different things; some want nothing."""
-    rank = dist.get_rank()
-    names = [["uneven0", "flags1"], [], ["flags1", "empty2"], ["uneven0"]][rank]
-    state = {name: torch.zeros_like(full[name[:-1]]) for name in names}
-    _load(directory, state)
-    for name, value in state.items():
-        assert_same(value, full[name[:-1]])
-    group, _ = dist.new_subgroups(2)
-    state = {"flags0": torch.zeros_like(full["flags"])}
-    _load(directory, state, process_group=group)
-    assert_same(state["flags0"], full["flags"])
-
-
-@pytest.mark.parametrize("nodes", [[1, 2, 3, 4], [1, 2, 1, 2]])
-def test_any_layout_arrives(checkpoint: Path, nodes: list[int]) -> None:
-    run_ranks(4, _layouts, checkpoint, nodes)
-
-
-def _part_by_part(directory: Path, nodes: list[int]) -> list[int]:
-    """Plans of few tables at a time."""
-    with (
-        mock.patch.object(routes, "_MOST_GATHERED_BYTES", 500),
-        mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned,
-    ):
-        _layouts(directory, nodes)
-    return [sum(map(len, call.args[0])) for call in planned.call_args_list]
-
-
-def test_plans_are_made_part_by_part(checkpoint: Path) -> None:
-    planned, *_ = run_ranks(4, _part_by_part, checkpoint, [1, 2, 1, 2])
-    loads_of_all = 3  # of different forms, and smaller ones
-    assert len(planned) > 5 * loads_of_all
-    assert max(planned) < sum(planned) / loads_of_all / 2, "no part has everything"
-
-
 # --- Memory
 
 
@@ -206,23 +119,6 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
 def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
     for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
         assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
-
-
-def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
-    full = {"large": numbers(1024, 4096), "small": numbers(256, 1024)}
-    dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
-    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    with mock.patch.object(rounds, "NodeBuffer", wraps=NodeBuffer) as memory:
-        shared = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.shared_bytes
-    assert_same(state, full)
-    return sum(memory.call_args.args[0]), shared == full["small"].nbytes
-
-
-def test_records_that_are_checked_as_a_whole_keep_to_the_memory(checkpoint: Path) -> None:
-    taken, only_small = zip(*run_ranks(2, _whole_records_with_little_memory, checkpoint), strict=True)
-    assert MiB <= sum(taken) <= 4 * MiB, "one has read the small one for both"
-    assert all(only_small)
 
 
 # --- Planning once, standing down

@@ -1,0 +1,175 @@
+"""Saves that fail on one rank, in every phase, and the saves after them; ranks that die; and that nothing grows."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import faults
+from harness.ranks import RankDiedError, run_ranks
+from harness.states import assert_same
+from test_planning import BOUND, WAYS, load, replicated, save
+from torch.distributed.checkpoint.api import CheckpointException
+
+import vescale_ckpt
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    LoadPlanner,
+    PerRank,
+    SavePlanner,
+    StorageReader,
+)
+from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt._write.native_save import NativeSave
+
+ERRORS = (CheckpointError, CheckpointException)
+
+
+class _Bomb:
+    """Explodes when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("a bomb")
+
+
+class _BadState:
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroDivisionError("no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _broken(state: dict[str, Any], phase: str) -> None:
+    if phase == "flatten":
+        state["nested.text"] = 1  # a key twice
+    elif phase == "pickle":
+        state[f"of rank {dist.get_rank()}"] = _Bomb()
+    elif phase == "describe":
+        state["scalar"] = torch.empty(3, dtype=torch.float32).to_sparse()
+    elif phase == "freed":
+        state["table"].untyped_storage().resize_(0)
+    elif phase == "per rank":
+        state["rng"] = PerRank(_BadState())
+    elif phase == "write":
+        faults.inject("write", errno.EIO, times=1000)
+    elif phase == "rename":
+        faults.inject("rename", errno.EIO, times=1000)
+
+
+PHASES = ["flatten", "pickle", "describe", "freed", "per rank", "write"]
+
+
+def _fail(way: str, directory: str, phase: str, broken: int) -> None:
+    planner = SavePlanner()
+    path = f"{directory}/c"
+
+    def state_of(k: int) -> dict[str, Any]:
+        return {**replicated(k), f"of rank {dist.get_rank()}": {1, k}}
+
+    for k in range(2):
+        save(way, path, state_of(k), planner)
+    state = state_of(2)
+    if dist.get_rank() == broken:
+        _broken(state, phase)
+    with pytest.raises(ERRORS) as caught:
+        save(way, path, state, planner)
+    faults.clear()
+    assert f"rank {broken}" in str(caught.value) or list(caught.value.failures) == [broken]  # type: ignore[union-attr]
+    del caught  # its traceback holds the writer, which holds its lock
+    old = state_of(1)
+    assert_same(load(path, old), old)
+    for k in (3, 4):
+        state = state_of(k)
+        save(way, path, state, planner)
+        assert_same(load(path, state), state)
+    left = {name for name in os.listdir(path) if name.endswith(".distcp")}
+    assert len(left) == 2, left
+
+
+@pytest.mark.parametrize(("way", "broken"), [("dcp", 1), ("ours", 0)])
+@pytest.mark.parametrize("phase", PHASES)
+def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, way: str, phase: str, broken: int) -> None:
+    run_ranks(2, _fail, way, str(tmp_path), phase, broken, timeout=BOUND)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str) -> None:
+    run_ranks(2, _fail, way, str(tmp_path), "rename", 0, timeout=BOUND)
+
+
+def _die(directory: str, phase: str, who: int) -> None:
+    path = f"{directory}/c"
+    planner = SavePlanner()
+    old = replicated(1)
+    vescale_ckpt.save(path, old, planner=planner)
+    if dist.get_rank() == who:
+
+        def die(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), 9)
+
+        if phase == "agree":
+            Exchange.agree = die  # type: ignore[method-assign]
+        elif phase == "write":
+            NativeSave.open = die  # type: ignore[method-assign]
+        elif phase == "written":
+            original = NativeSave.finish
+
+            def write_and_die(*args: Any) -> Any:
+                original(*args)
+                die()
+
+            NativeSave.finish = write_and_die  # type: ignore[method-assign]
+        elif phase == "commit":
+            NativeSave.commit = die  # type: ignore[method-assign]
+    with pytest.raises(CheckpointTimeoutError) as caught:
+        vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
+    assert caught.value.late_ranks == [who], caught.value
+    assert_same(_load_alone(path, old), old)
+
+
+def _load_alone(path: str, state: dict[str, Any]) -> dict[str, Any]:
+    from harness.states import blank
+
+    target: dict[str, Any] = blank(state)
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
+    return target
+
+
+@pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("write", 2), ("written", 1), ("commit", 0)])
+def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who: int) -> None:
+    answers = run_ranks(3, _die, str(tmp_path), phase, who, timeout=BOUND, check=False)
+    assert isinstance(answers.pop(who), RankDiedError)
+    assert answers == [None, None]
+
+
+def _leaks(way: str, directory: str) -> None:
+    planner, load_planner = SavePlanner(), LoadPlanner()
+    counts = []
+    for k in range(10):
+        state = replicated(k % 3)
+        if k % 5 == 4:
+            if dist.get_rank():
+                state["bomb"] = _Bomb()
+            with pytest.raises(ERRORS):
+                save(way, f"{directory}/c", state, planner)
+        else:
+            save(way, f"{directory}/c", state, planner)
+            dcp.load(replicated(0), storage_reader=StorageReader(f"{directory}/c"), planner=load_planner)
+        del state
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert counts[-1][0] <= counts[3][0] + 1 and counts[-1][1] <= counts[3][1], counts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_grows_from_save_to_save(tmp_path: Path, way: str) -> None:
+    run_ranks(2, _leaks, way, str(tmp_path), timeout=BOUND)

@@ -1,0 +1,291 @@
+"""Planners that are used again: in two groups, in many forms, with other memory, writers and collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness.ranks import run_ranks
+from harness.states import assert_same
+from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, replicated, save
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import vescale_ckpt
+from vescale_ckpt import (
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+
+
+def _groups_with_one_coordinator(way: str, directory: str) -> None:
+    """Rank 0 coordinates two groups with one planner. The plan of one group for a form of the state must not meet
+    the parts that the other group was given for the same form."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    planner = SavePlanner()
+
+    def step(k: int, group: int, forms: int) -> None:
+        if dist.get_rank(groups[group]) >= 0:
+            state: dict[str, Any] = {"table": torch.arange(1_500_000.0).view(1500, 1000) + k}
+            if forms == 1 and dist.get_rank(groups[group]) == 1:
+                state["more"] = torch.arange(3_000_000.0).view(3000, 1000) + k
+            save(way, f"{directory}/{k}", state, planner, groups[group])
+            assert_same(load(f"{directory}/{k}", state, groups[group]), state)
+        dist.barrier()
+
+    for k, (group, form) in enumerate([(0, 0), (1, 1), (1, 0), (0, 0), (1, 0), (0, 0)]):
+        step(k, group, form)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_groups_with_one_coordinator(tmp_path: Path, way: str) -> None:
+    run_ranks(3, _groups_with_one_coordinator, way, str(tmp_path), timeout=BOUND)
+
+
+def _many_forms(way: str, directory: str) -> None:
+    """More plans than are kept, of fewer forms on each rank: ranks must not name plans that the coordinator forgot."""
+    planner = SavePlanner()
+    rank = dist.get_rank()
+    forms = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 0), (0, 0)]
+    for k, form in enumerate(forms):
+        state = {"shared": torch.full((7,), float(k))}
+        if rank:
+            state[f"of {rank}"] = torch.full((3 + form[rank - 1],), float(k))
+        save(way, f"{directory}/{k % 2}", state, planner)
+        assert_same(load(f"{directory}/{k % 2}", state), state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_plans_than_are_kept(tmp_path: Path, way: str) -> None:
+    run_ranks(3, _many_forms, way, str(tmp_path), timeout=BOUND)
+
+
+def _alone_and_together(directory: str) -> None:
+    planner = SavePlanner()
+    rank = dist.get_rank()
+    for k in range(6):
+        state = replicated(k)
+        options: dict[str, Any] = {}
+        path = f"{directory}/{k}"
+        if k % 3 == 1:
+            options["use_collectives"] = False
+        elif k % 3 == 2:
+            options["no_dist"] = True
+            path += f" of {rank}"
+        dcp.save(state, storage_writer=StorageWriter(path), planner=planner, **options)
+        if k % 3 != 1:
+            assert_same(load(path, state), state)
+        else:
+            assert sorted(name for name in os.listdir(path) if name == f"__{rank}.metadata")
+            target = load(path, state)
+            assert_same(target, state)
+
+
+def test_one_planner_with_and_without_collectives(tmp_path: Path) -> None:
+    run_ranks(2, _alone_and_together, str(tmp_path), timeout=BOUND)
+
+
+def _writers(directory: str) -> None:
+    planner = SavePlanner()
+    options: list[dict[str, Any]] = [
+        {}, {"single_file_per_rank": False}, {}, {"checksums": False}, {"direct_io": False}, {"thread_count": 1},
+    ]  # fmt: skip
+    for k, option in enumerate(options):
+        state = replicated(k)
+        dcp.save(state, storage_writer=StorageWriter(f"{directory}/{k}", **option), planner=planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+        assert_same(load_by_stock(f"{directory}/{k}", state), state)
+    state = replicated(9)
+    dcp.save(state, storage_writer=FileSystemWriter(f"{directory}/stock"), planner=planner)
+    assert_same(load(f"{directory}/stock", state), state)
+    assert_same(load_by_stock(f"{directory}/stock", state), state)
+    dcp.save(state, storage_writer=StorageWriter(f"{directory}/ours"), planner=DefaultSavePlanner())
+    for planner_of_load in (DefaultLoadPlanner(), LoadPlanner()):
+        for reader in (StorageReader(f"{directory}/ours"), FileSystemReader(f"{directory}/ours")):
+            target = replicated(0)
+            dcp.load(target, storage_reader=reader, planner=planner_of_load)
+            assert_same(target, state)
+
+
+def test_one_planner_with_every_writer(tmp_path: Path) -> None:
+    run_ranks(2, _writers, str(tmp_path), timeout=BOUND)
+
+
+def _memory_changes(way: str, directory: str) -> None:
+    """What a plan does not know: where and how tensors lie."""
+    planner = SavePlanner()
+    shape = (40, 30)
+    values = torch.arange(1200.0).view(shape)
+    complex_values = torch.complex(values, -values)
+    forms: list[Callable[[], torch.Tensor]] = [
+        lambda: complex_values.clone(),
+        lambda: complex_values.t().contiguous().t(),
+        lambda: complex_values.conj(),
+        lambda: torch.zeros(shape, dtype=torch.complex64),
+        lambda: complex_values[:1].expand(shape),
+        lambda: torch.cat([complex_values, complex_values])[::2],
+    ]
+    tied = torch.ones(5)
+    for k, form in enumerate(forms * 2):
+        tensor = form()
+        if k >= len(forms) and dist.get_rank() == 0:  # replicas that lie differently on each rank
+            tensor = tensor.clone()
+        tied += 1
+        imaginary = complex_values.conj().imag if k % 2 else complex_values.imag
+        state = {"a": tensor, "tied": tied, "tied too": tied, "imaginary": imaginary}
+        save(way, f"{directory}/{k % 2}", state, planner)
+        target = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+        dcp.load(target, storage_reader=StorageReader(f"{directory}/{k % 2}"), planner=LoadPlanner())
+        for key, value in state.items():
+            assert torch.equal(target[key], value), (k, key)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> None:
+    run_ranks(2, _memory_changes, way, str(tmp_path), timeout=BOUND)
+
+
+def _resized(directory: str) -> None:
+    planner = SavePlanner()
+    tensor = torch.arange(1000.0)
+    for k, length in enumerate((1000, 900, 1000, 0, 1000)):
+        tensor.resize_(length)
+        tensor.copy_(torch.arange(float(length)) + k)
+        state = {"a": tensor}
+        save("ours", f"{directory}/{k}", state, planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+
+
+def test_a_tensor_that_is_resized_in_place(tmp_path: Path) -> None:
+    run_ranks(2, _resized, str(tmp_path), timeout=BOUND)
+
+
+class _ItemsOnly(SavePlanner):
+    """Asks for DCP's items, on the ranks that use it."""
+
+    def create_local_plan(self) -> Any:
+        return super().create_local_plan()
+
+
+def _mixed(way: str, directory: str, asks: int) -> None:
+    planner = _ItemsOnly() if dist.get_rank() == asks else SavePlanner()
+    for k in range(3):
+        state = replicated(k)
+        state[f"of {dist.get_rank()}"] = torch.full((4,), float(k))
+        save(way, f"{directory}/{k}", state, planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+        assert_same(load_by_stock(f"{directory}/{k}", state), state)
+
+
+@pytest.mark.parametrize(("way", "asks"), [("dcp", 0), ("ours", 1)])
+def test_a_subclass_on_one_rank(tmp_path: Path, way: str, asks: int) -> None:
+    run_ranks(2, _mixed, way, str(tmp_path), asks, timeout=BOUND)
+
+
+# --- placement="local"
+
+
+def _nodes(directory: str, first_node: int) -> None:
+    """Each rank is on a node of its own with a disk of its own."""
+    rank = dist.get_rank()
+    os.environ["VESCALE_CKPT_NODE"] = str(abs(first_node - rank))
+    home = os.getcwd()
+    os.makedirs(f"{directory}/{rank}")
+    os.chdir(f"{directory}/{rank}")
+    try:
+        planner = SavePlanner(placement="local")
+        for k in range(3):
+            state = replicated(k)
+            state[f"of {rank}"] = torch.full((3,), float(k))
+            vescale_ckpt.save("c", state, planner=planner)
+            assert_same(load("c", state), state)
+            assert_same(load_by_stock("c", state), state)
+    finally:
+        os.chdir(home)
+
+
+@pytest.mark.parametrize("first_node", [0, 7])
+def test_every_node_has_all_of_its_own_on_its_own_disk(tmp_path: Path, first_node: int) -> None:
+    run_ranks(2, _nodes, str(tmp_path), first_node, timeout=BOUND)
+
+
+# --- Load planners
+
+
+def _load_planner_again(directory: str) -> None:
+    planner = LoadPlanner()
+    states = []
+    for k in range(3):
+        state = replicated(k)
+        if k == 2:
+            state["table"] = state["table"].int()
+        states.append(state)
+        save("ours", f"{directory}/{k}", state)
+    for k in (0, 1, 0, 2, 0, 1):
+        target = replicated(5)
+        target["table"] = torch.zeros(states[k]["table"].shape, dtype=states[k]["table"].dtype)
+        dcp.load(target, storage_reader=StorageReader(f"{directory}/{k}"), planner=planner)
+        assert_same(target, states[k])
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(replicated(5), storage_reader=StorageReader(f"{directory}/2"), planner=planner)
+    assert "dtype" in everything_in(caught.value)
+    # Overwritten between loads, and other memory, other layout
+    for k in (1, 2, 3):
+        state = replicated(k)
+        save("ours", f"{directory}/0", state)
+        target = replicated(7)
+        target["table"] = torch.zeros(1000, 1500).t() if k == 2 else torch.zeros(1500, 2000)[:, ::2]
+        dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+        assert torch.equal(target["table"], state["table"])
+        target["table"] = state["table"]
+        assert_same(target, state)
+    planner.allow_cast = True
+    target = replicated(5)
+    target["table"] = target["table"].double()
+    dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+    assert torch.equal(target["table"], replicated(3)["table"].double())
+    partial = LoadPlanner(allow_partial_load=True)
+    for _ in range(2):
+        target = {"step": 0, "new": torch.full((2,), 4.0), "missing": 3, "scalar": torch.zeros(())}
+        dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=partial)
+        assert target["step"] == 3 and target["missing"] == 3 and torch.equal(target["new"], torch.full((2,), 4.0))
+        assert target["scalar"] == 3.0
+    with pytest.raises(CheckpointException) as caught:
+        mine = {"step": 0, **({"absent": 1} if dist.get_rank() else {})}
+        dcp.load(mine, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+    assert "1 key missing" in everything_in(caught.value)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"step": torch.ones(2)}, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+    assert "an object" in everything_in(caught.value)
+    meta = {"table": torch.empty(1500, 1000, device="meta")}
+    dcp.load(meta, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+
+
+def test_a_load_planner_is_used_again(tmp_path: Path) -> None:
+    run_ranks(2, _load_planner_again, str(tmp_path), timeout=BOUND)
+
+
+# --- Leaks
+
+
+def _another_memory_after_dcp(directory: str) -> None:
+    """What `dcp.save` left in a planner must not be what `vescale_ckpt.save` writes with it."""
+    planner = SavePlanner()
+    for k in range(4):
+        state = {"a": torch.complex(torch.ones(9), torch.ones(9) * k).conj(), "b": torch.ones(2) * k}
+        save(WAYS[k % 2], f"{directory}/{k}", state, planner)
+        loaded = load(f"{directory}/{k}", {key: value.resolve_conj() for key, value in state.items()})
+        assert torch.equal(loaded["a"], state["a"]) and torch.equal(loaded["b"], state["b"])
+
+
+def test_one_planner_in_both_ways(tmp_path: Path) -> None:
+    run_ranks(2, _another_memory_after_dcp, str(tmp_path), timeout=BOUND)

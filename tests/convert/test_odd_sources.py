@@ -1,0 +1,100 @@
+"""Conversions of sources that lie, are damaged, or do not lie in their files as those of torch and numpy do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vescale_ckpt import CheckpointError, convert, safetensors
+
+
+def test_conversions_take_for_a_model_what_loads_do(tmp_path: Path) -> None:
+    made = tmp_path / "made.safetensors"
+    part = tmp_path / "part"
+    part.mkdir()
+    safetensors.save_file({"a": torch.ones(2)}, part / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="did not finish"):
+        convert(part, made, format="safetensors")
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    whole = torch.arange(12.0).view(3, 4)
+    for number, box in enumerate(whole.split([1, 3], 1)):
+        texts = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, number]}})}
+        name = boxes / f"shard-0000{number + 1}-model-00001-of-00001.safetensors"
+        safetensors.save_file({"a": box.contiguous()}, name, texts)
+    convert(boxes, made, format="safetensors")
+    assert safetensors.load_file(made)["a"].equal(whole)
+    os.unlink(boxes / "shard-00001-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="not hold all"):
+        convert(boxes, made, format="safetensors", overwrite=True)
+    assert safetensors.load_file(made)["a"].equal(whole)
+
+
+def _zip_again(source: Path, target: Path, method: int, changed: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, changed.get(name.partition("/")[2], old.read(name)))
+
+
+def test_files_of_torch_that_do_not_lie_as_here(tmp_path: Path) -> None:
+    made = tmp_path / "made.safetensors"
+    torch.save({"a": torch.arange(6.0)}, tmp_path / "a.pt")
+    _zip_again(tmp_path / "a.pt", tmp_path / "big.pt", zipfile.ZIP_STORED, {"byteorder": b"big"})
+    with pytest.raises(CheckpointError, match="big-endian"):
+        convert(tmp_path / "big.pt", made, format="safetensors")
+    _zip_again(tmp_path / "a.pt", tmp_path / "small.pt", zipfile.ZIP_DEFLATED, {})
+    with pytest.raises(CheckpointError, match="compressed"):
+        convert(tmp_path / "small.pt", made, format="safetensors")
+    assert not made.exists()
+
+
+def _npy(shape: tuple[int, ...], data: bytes, dtype: str = "<f4") -> bytes:
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return text.getvalue() + data
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.npy": _npy((-2, -3), bytes(24))}, "no array has shape"),
+        ({"a.npy": _npy((1 << 70, 0), b"")}, "no array has shape"),
+        ({"a.npy": _npy((1 << 40, 1 << 40, 0), b"")}, "no array has shape"),
+        ({"a.npy": _npy((2,), bytes(4), ">u2"), "torch_dtypes.json": b'{"a": "bfloat16"}'}, "which >u2 cannot be"),
+        ({"a.npy": _npy((2,), bytes(8), "<i4"), "torch_dtypes.json": b'{"a": "float32"}'}, "which int32 cannot be"),
+        ({"a%2Fb.npy": _npy((1,), bytes(4)), "a%2fb.npy": _npy((1,), b"1234")}, "two arrays"),
+    ],
+)
+def test_folders_of_arrays_that_lie(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    (tmp_path / "npy").mkdir()
+    for name, content in files.items():
+        (tmp_path / "npy" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "npy", tmp_path / "made", format="safetensors")
+    assert not (tmp_path / "made").exists()
+
+
+def test_any_damage_of_an_archive_is_told_as_such(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    np.savez_compressed(tmp_path / "a.npz", a=np.arange(500, dtype=np.float32), b=np.ones((3, 4)))
+    sound = (tmp_path / "a.npz").read_bytes()
+    convert(tmp_path / "a.npz", tmp_path / "whole.safetensors", format="safetensors")
+    expected = safetensors.load_file(tmp_path / "whole.safetensors")
+    for _ in range(50):
+        damaged = bytearray(sound)
+        for _ in range(rng.choice([1, 1, 8])):
+            damaged[rng.randrange(len(sound))] = rng.randrange(256)
+        (tmp_path / "b.npz").write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            convert(tmp_path / "b.npz", tmp_path / "b.safetensors", format="safetensors", overwrite=True)
+            found = safetensors.load_file(tmp_path / "b.safetensors")
+            assert all(value.equal(expected.get(name, value)) for name, value in found.items())
