@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from ..errors import CheckpointError, CorruptCheckpointError
 
 #: What zipfile, numpy and decompressors raise for damage. RuntimeError, which `damage_named` adds, means encryption.
-_DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, zlib.error, lzma.LZMAError, ValueError)
+_DAMAGE = (
+    zipfile.BadZipFile,
+    EOFError,
+    struct.error,
+    NotImplementedError,
+    zlib.error,
+    lzma.LZMAError,
+    ValueError,
+    OverflowError,
+)
 _LOCAL = struct.Struct("<4s22xHH")
 _CHUNK_BYTES = 4 << 20  # read at a time
 
