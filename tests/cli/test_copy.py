@@ -22,7 +22,6 @@ from vescale_ckpt import cli
 from vescale_ckpt._convert import pipeline
 from vescale_ckpt._convert.transfer import Transfer
 from vescale_ckpt._engine import _C
-from vescale_ckpt._storage.resumable import ResumableFolder
 
 STATE = {"model": {str(number): torch.arange(600_000.0) + number for number in range(4)}, "step": 7}
 SMALLEST = str(3 << 20)
@@ -96,13 +95,19 @@ def test_a_killed_copy_leaves_no_destination_and_the_next_goes_on(
     _, status = os.waitpid(before, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert not dst.exists() and len(list(tmp_path.iterdir())) == 1
-    (left,) = tmp_path.iterdir()
-    journal = (left / ".copy.journal").read_text().split()
     status, found, _ = run(capsys, sources / name, dst)
     assert status == 0 and equal(sources / name, dst, ("__3_0123abcd.distcp",))
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
     if name == "hf":
-        assert found["resumed_files"] == 3 and journal  # config.json and two shards
+        assert found["resumed_files"] == 3  # config.json and two shards
+
+
+def test_repair_removes_what_a_killed_copy_left(sources: Path, tmp_path: Path, capsys: Any) -> None:
+    os.waitpid(fork(lambda: _copy_killed_at(12, sources / "ours", tmp_path / "copy")), 0)
+    (left,) = tmp_path.iterdir()
+    (left / "notes.txt").write_text("of the user")
+    assert cli.main(["repair", str(tmp_path)]) == 0 and left.name in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def _copy_killed_at(take: int, source: Path, dst: Path) -> None:
@@ -119,15 +124,17 @@ def _copy_killed_at(take: int, source: Path, dst: Path) -> None:
 
 
 def test_ctrl_c_leaves_what_is_complete(sources: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    notes = ResumableFolder.note
+    transfers = Transfer.copy
 
-    def noted(self: ResumableFolder, entry: Any) -> None:
-        notes(self, entry)
-        if entry[0].startswith("model-00002"):
+    def copied(self: Any, path: str, name: str, *more: Any) -> Any:
+        made = transfers(self, path, name, *more)
+        if name.startswith("model-00002"):
             raise KeyboardInterrupt
+        return made
 
-    monkeypatch.setattr(ResumableFolder, "note", noted)
-    status, _, err = run(capsys, sources / "hf", tmp_path / "copy")
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "copy", copied)
+        status, _, err = run(capsys, sources / "hf", tmp_path / "copy")
     assert status == 130 and "goes on" in err and not (tmp_path / "copy").exists()
     status, found, _ = run(capsys, sources / "hf", tmp_path / "copy")
     assert status == 0 and found["resumed_files"] == 3 and equal(sources / "hf", tmp_path / "copy")
@@ -147,8 +154,6 @@ def test_what_was_damaged_since_the_kill_is_copied_again(sources: Path, tmp_path
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    with open(left / ".copy.journal", "a") as journal:
-        journal.write('["cut')
     status, found, _ = run(capsys, sources / "hf", dst)
     assert status == 0 and found["resumed_files"] == 2 and equal(sources / "hf", dst)
 
@@ -198,7 +203,7 @@ def test_a_save_into_the_source_is_noticed(tmp_path: Path, capsys: Any, monkeypa
     source, transfers = tmp_path / "source", Transfer.copy
     vescale_ckpt.save(source, {"x": torch.ones(3)})
 
-    def copied(self: Any, path: str, *more: Any) -> tuple[int, int]:
+    def copied(self: Any, path: str, *more: Any) -> Any:
         result = transfers(self, path, *more)
         if path.endswith(".distcp"):
             vescale_ckpt.save(source, {"x": torch.zeros(3)})

@@ -137,6 +137,17 @@ def test_a_copy_goes_on_where_one_died(url: str, tmp_path: Path) -> None:
     assert_holds(url, state())
 
 
+def test_a_copy_sends_only_files_that_differ(url: str, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "one", state(), extra_files={"a": b"1", "b": b"2"})
+    (data,) = (tmp_path / "one").glob("*.distcp")
+    for name, content in ((data.name, data.read_bytes()), ("a", b"1"), ("b", b"3")):
+        stores.write(url, name, content)
+    report = copy(tmp_path / "one", url)
+    assert report.resumed_files == 2 and report.resumed_bytes == data.stat().st_size + 1
+    assert stores.read(url, "b") == b"2"
+    assert_holds(url, state())
+
+
 def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "model", state(), format="safetensors", max_shard_size="1MB")
     copy(tmp_path / "model", url)

@@ -43,7 +43,7 @@ def loads(path: Path, step: int) -> bool:
 def test_a_copy_is_self_contained(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "elsewhere" / "copy"
     report = copy(run / "step-2", copied)
-    assert report.files == 3 and not vescale_ckpt.inspect(copied).referred_files
+    assert report.files == 4 and not vescale_ckpt.inspect(copied).referred_files
     shutil.rmtree(run)
     assert loads(copied, 2) and vescale_ckpt.verify(copied).ok and not vescale_ckpt.verify(copied).harmless
     assert same(vescale_ckpt.load(copied), lora(2)), "nested as it was saved"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .._checkpoint.native import delta_table, metadata_file
 from .._checkpoint.native.delta_table import DeltaTable
 from .._checkpoint.native.file_names import (
     DELTA_NAME,
+    INDEX_NAME,
     MARK_NAME,
     METADATA_NAME,
     is_metadata_file,
@@ -18,7 +19,6 @@ from .._checkpoint.native.file_names import (
 from .._checkpoint.open_checkpoint import open_parts
 from .._checkpoint.safetensors.headers import INDEX_SUFFIX, SUFFIX
 from .._checkpoint.safetensors.model_names import is_temporary_index, token_of
-from .._engine import _C
 from .._engine.torch_private import DEFAULT_SUFFIX
 from .._storage.open_storage import is_file, storage_at
 from .._storage.paths import data_path, in_sibling
@@ -26,13 +26,40 @@ from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CorruptCheckpointError
 
 
+class CopiedFiles:
+    """The files that a copy of the checkpoint in a folder takes. Raises as `files_of_checkpoint` does."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._versions = _metadata_files(source)  # before they are read
+        of_checkpoint = files_of_checkpoint(source)
+        names, self.left_out = names_to_copy(source, of_checkpoint)
+        self._made = _self_contained(source, of_checkpoint)  # in place of files of the source
+        if self._made:
+            names = [name for name in names if name not in (INDEX_NAME, DELTA_NAME)]
+        self._last = [name for name in names if completes(name)]
+        #: The paths of all others, by their names in the copy.
+        self.paths = {name_in_copy(name): data_path(source, name) for name in names if not completes(name)}
+        self.of_checkpoint = set(map(name_in_copy, of_checkpoint))
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the copy."""
+        return {*self.paths, *self._last, *self._made}
+
+    def last(self) -> dict[str, bytes]:
+        """The contents of the files that make the others a checkpoint, by name, in the order to write them. Raises
+        `CheckpointError` if the source was saved to since it was listed."""
+        storage = storage_at(self.source)
+        found = {name: storage.read(name) for name in self._last if name not in self._made} | self._made
+        if _metadata_files(self.source) != self._versions:
+            raise CheckpointError(f"{self.source} was saved to while it was copied", path=self.source)
+        return found
+
+
 def completes(name: str) -> bool:
     """Whether a file of that name makes the others a checkpoint, and is written last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
-
-
-def exists(path: str) -> CheckpointError:
-    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
 
 
 def files_of_checkpoint(path: str) -> set[str]:
@@ -45,7 +72,7 @@ def files_of_checkpoint(path: str) -> set[str]:
     return named
 
 
-def metadata_files(path: str) -> dict[str, tuple[int, ...]]:
+def _metadata_files(path: str) -> dict[str, tuple[int, ...]]:
     """The files that say which others are the checkpoint, with what tells their versions apart."""
     storage = storage_at(path)
     found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
@@ -53,7 +80,7 @@ def metadata_files(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
-    """The files to copy, `.metadata` last, and the names that are left out."""
+    """The files to copy, and the names that are left out."""
     other, left_out = set(), []
     for name in storage_at(path).names():
         if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
@@ -68,44 +95,29 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
         file = data_path(path, name)
         if not is_file(file):
             raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
-    return sorted(of_checkpoint | other, key=lambda name: (completes(name), name)), sorted(left_out)
-
-
-# --- A delta save, which names files of other checkpoints
+    return sorted(of_checkpoint | other), sorted(left_out)
 
 
 def name_in_copy(name: str) -> str:
-    """The name that a data file gets in a copy."""
+    """The name that a data file gets in a copy: a delta save names files of other checkpoints."""
     found = in_sibling(name)
     return name if found is None else found.file
 
 
-@dataclass(frozen=True)
-class SelfContained:
-    """Metadata that names the files of a copy, of a checkpoint that names files of others."""
-
-    metadata: bytes
-    delta: bytes
-
-    @classmethod
-    def of(cls, source: str, of_checkpoint: set[str]) -> SelfContained | None:
-        """None for a checkpoint that names its own files only."""
-        if not any(map(in_sibling, of_checkpoint)):
-            return None
-        if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
-            raise CheckpointError(f"{source} names files of equal names in several folders: convert it", path=source)
-        metadata = metadata_file.read_metadata(source)
-        for info in {id(info): info for info in metadata.storage_data.values()}.values():
-            info.relative_path = name_in_copy(info.relative_path)
-        content = metadata_file.dumps(metadata)
-        try:
-            table = delta_table.read(source)
-        except CheckpointError:  # it cannot be a base, nor can the copy
-            table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
-        return cls(content, replace(table, files=[*map(name_in_copy, table.files)]).pack(content))
-
-    def written(self, folder: str) -> tuple[str, int, int]:
-        """Replaces the copied metadata. Returns name, length and CRC-32."""
-        storage_at(folder).write(DELTA_NAME, self.delta)
-        storage_at(folder).write(METADATA_NAME, self.metadata)
-        return METADATA_NAME, len(self.metadata), _C.crc32(self.metadata)
+def _self_contained(source: str, of_checkpoint: set[str]) -> dict[str, bytes]:
+    """The metadata of a copy that names its own files only, of a checkpoint that names files of others. Empty for one
+    that does not."""
+    if not any(map(in_sibling, of_checkpoint)):
+        return {}
+    if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
+        raise CheckpointError(f"{source} names files of equal names in several folders: convert it", path=source)
+    metadata = metadata_file.read_metadata(source)
+    for info in {id(info): info for info in metadata.storage_data.values()}.values():
+        info.relative_path = name_in_copy(info.relative_path)
+    content = metadata_file.dumps(metadata)
+    try:
+        table = delta_table.read(source)
+    except CheckpointError:  # it cannot be a base, nor can the copy
+        table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
+    delta = replace(table, files=[*map(name_in_copy, table.files)]).pack(content)
+    return {DELTA_NAME: delta, METADATA_NAME: content}

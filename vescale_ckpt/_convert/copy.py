@@ -1,29 +1,26 @@
-"""Copies one checkpoint of any format file by file, verified, for `vescale-ckpt copy`.
+"""Copies one checkpoint of any format file by file, verified, for `vescale-ckpt copy` and the uploads of a manager.
 
-What is read gets a CRC-32 on the way. What was written is then read back: each record is compared with the checksums
-that the checkpoint has, and each file that has bytes without checksums with the CRC-32 of what was read. Only then does
-the copy get its name. A copy that was killed leaves its folder, and the next one copies only the files that are missing
-there.
+What is read gets a CRC-32 on the way, and what was written is read back. A copy that was killed leaves what it has
+made, and the next one does not send a file again that is there with the size and the checksum of the source's.
+
+On a file system all files are made in a pending folder. There each record is compared with the checksums that the
+checkpoint has, and each file that has bytes without checksums with the CRC-32 of what was read. Only then does the copy
+get its name. An object store has no such folder: there files get their names at once, and those that make them a
+checkpoint are written last.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 
 from .. import settings
 from .._checkpoint.check_records import Progress
-from .._checkpoint.native.file_names import (
-    DELTA_NAME,
-    INDEX_NAME,
-    METADATA_NAME,
-    is_metadata_file,
-    metadata_name,
-)
-from .._checkpoint.native.named_files import check_replaceable
+from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.file_names import DELTA_NAME, INDEX_NAME, is_data_file, is_metadata_file, metadata_name
+from .._checkpoint.native.named_files import check_replaceable, named_files
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.headers import SUFFIX
 from .._checkpoint.verify import verify_checkpoint
@@ -31,22 +28,12 @@ from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
 from .._engine.torch_private import DEFAULT_SUFFIX
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
-from .._storage.paths import data_path
-from .._storage.pending import PendingFile
-from .._storage.resumable import JOURNAL_NAME, ResumableFolder
+from .._storage.pending import PendingFile, PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
-from .copied_files import (
-    SelfContained,
-    exists,
-    files_of_checkpoint,
-    metadata_files,
-    name_in_copy,
-    names_to_copy,
-)
-from .store_copy import StoreCopy
-from .transfer import CopyReport, Transfer
+from .copied_files import CopiedFiles, completes, files_of_checkpoint, names_to_copy
+from .transfer import CopyReport, Made, Transfer
 
 
 def copy(
@@ -78,8 +65,7 @@ def copy(
             lock = storage_at(source).share(metadata_name(None))
             if lock is not None:
                 held.callback(lock.release)
-            kind = _FolderCopy if storage_at(path).renames else StoreCopy
-            kind(source, path, overwrite, report, progress).run()
+            FolderCopy(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began
@@ -93,11 +79,11 @@ def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, prog
     transfer = Transfer(2 * stat_of(source).size, progress)
     storage_at(os.path.dirname(path)).make()
     with PendingFile(path) as pending:
-        length, crc = transfer.copy(source, pending.directory, pending.create)
-        _compare(source, pending.paths[0], [("", length, crc)], transfer, report)
+        made = transfer.copy(source, "", pending.directory, pending.create)
+        _compare(source, pending.paths[0], [made], transfer, report)
         _check_file_destination(source, path, overwrite)
         pending.commit()
-    report.files, report.bytes = 1, length
+    report.files, report.bytes = 1, made.length
 
 
 def _check_file_destination(source: str, path: str, overwrite: bool) -> None:
@@ -107,82 +93,144 @@ def _check_file_destination(source: str, path: str, overwrite: bool) -> None:
     if not is_file(path):
         raise CheckpointError(f"{path} is no file, where one would be written", path=path)
     if not overwrite:
-        raise exists(path)
+        raise _exists(path)
 
 
-class _FolderCopy:
-    def __init__(self, source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
+class FolderCopy:
+    """A copy of the checkpoint in a folder.
+
+    Args:
+        bytes_per_second: most that it writes; 0: no limit.
+        read_back: whether files are read again and compared, before the copy counts. Without it, a data file that is
+            there with the right length counts as complete: uploads go on with that.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        path: str,
+        overwrite: bool,
+        report: CopyReport,
+        progress: Progress | None = None,
+        *,
+        bytes_per_second: int = 0,
+        read_back: bool = True,
+    ) -> None:
         self._source = source
         self._path = path
         self._overwrite = overwrite
         self._report = report
         self._progress = progress
-        self._metadata = metadata_files(source)  # before they are read
-        of_checkpoint = files_of_checkpoint(source)
-        self._names, report.left_out = names_to_copy(source, of_checkpoint)
-        self._made = SelfContained.of(source, of_checkpoint)  # in place of files of the source
-        if self._made is not None:
-            self._names = [name for name in self._names if name not in (INDEX_NAME, DELTA_NAME)]
+        self._bytes_per_second = bytes_per_second
+        self._read_back = read_back
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ends `run` soon, from any thread. What was copied stays for the next copy."""
+        self._cancelled = True
 
     def run(self) -> None:
-        report = self._report
-        self._check_destination()
-        sizes = {name: stat_of(data_path(self._source, name)).size for name in self._names}
-        transfer = Transfer(2 * sum(sizes.values()), self._progress)
-        folder = ResumableFolder(self._path)
-        try:
-            folder.make()
-            known = _complete_files(folder, transfer)
-            check_space(folder.directory, sum(size for name, size in sizes.items() if name_in_copy(name) not in known))
-            done = [self._copy(name, folder, known, transfer) for name in self._names]
-            if metadata_files(self._source) != self._metadata:
-                raise CheckpointError(f"{self._source} was saved to while it was copied", path=self._source)
-            if self._made is not None:
-                done = [self._made.written(folder.temporary) if entry[0] == METADATA_NAME else entry for entry in done]
-            self._remove_others(folder.temporary)
-            _compare(self._source, folder.temporary, done, transfer, report)
-            for name in {os.path.dirname(name_in_copy(name)) for name in self._names} - {""}:
-                storage_at(os.path.join(folder.temporary, name)).sync()
-            self._check_destination()
-            folder.commit()
-        except KeyboardInterrupt:
-            folder.leave()
-            raise
-        finally:
-            folder.discard()
-        report.files, report.bytes = len(done), sum(length for _, length, _ in done)
+        """Raises OSError, too."""
+        files = CopiedFiles(self._source)
+        self._report.left_out = files.left_out
+        sizes = {name: stat_of(path).size for name, path in files.paths.items()}
+        total = (1 + self._read_back) * sum(sizes.values())
+        transfer = Transfer(total, self._progress, self._bytes_per_second, self._check)
+        if storage_at(self._path).renames:
+            made = self._through_pending_folder(files, sizes, transfer)
+        else:
+            made = self._in_place(files, sizes, transfer)
+        self._report.files, self._report.bytes = len(made), sum(file.length for file in made)
 
-    def _copy(
-        self, name: str, folder: ResumableFolder, known: dict[str, _Complete], transfer: Transfer
-    ) -> tuple[str, int, int]:
-        """Returns the name in the copy, the length and the CRC-32."""
-        source, name = data_path(self._source, name), name_in_copy(name)
-        path = os.path.join(folder.temporary, name)
-        found = stat_of(source)
-        entry = known.get(name)
-        if entry is not None and (entry.bytes, entry.modified_ns) == (found.size, found.modified_ns):
-            self._report.resumed_files += 1
-            self._report.resumed_bytes += entry.bytes
-            return name, entry.bytes, entry.crc
+    def _check(self) -> None:
+        if self._cancelled:
+            raise CheckpointError(f"copying {self._source} to {self._path} was stopped", path=self._path)
+
+    def _through_pending_folder(self, files: CopiedFiles, sizes: dict[str, int], transfer: Transfer) -> list[Made]:
+        self._check_destination(files)
+        with PendingFolder(self._path, resumes=True) as folder:
+            try:
+                folder.make()
+                storage = storage_at(folder.temporary)
+                for name in storage.names():  # that a copy that died took of an earlier state of the source
+                    if name not in files.paths and is_file(os.path.join(folder.temporary, name)):
+                        storage.remove(name)
+                there = {name: _size(folder.temporary, name) for name in files.paths}
+                check_space(folder.directory, sum(size for name, size in sizes.items() if there[name] != size))
+                made = [self._copy(name, files, folder.temporary, transfer) for name in files.paths]
+                for name, content in files.last().items():
+                    storage.write(name, content)
+                    made.append(Made(name, len(content), _C.crc32(content)))
+                _compare(self._source, folder.temporary, made, transfer, self._report)
+                for inside in {os.path.dirname(name) for name in files.paths} - {""}:
+                    storage_at(os.path.join(folder.temporary, inside)).sync()
+                self._check_destination(files)
+                folder.commit()
+            except KeyboardInterrupt:
+                folder.committed()  # the next copy goes on with it
+                raise
+        return made
+
+    def _in_place(self, files: CopiedFiles, sizes: dict[str, int], transfer: Transfer) -> list[Made]:
+        storage = storage_at(self._path)
+        if not self._overwrite:
+            storage.check_exclusive_commits()
+        superseded = self._superseded(files)
+        made = [self._copy(name, files, self._path, transfer) for name in files.paths]
+        for file in made if self._read_back else ():
+            _read_back(os.path.join(self._path, file.name), file, transfer)
+        for name, content in files.last().items():
+            storage.commit(name, content, self._overwrite)
+            made.append(Made(name, len(content), _C.crc32(content)))
+        if superseded:
+            remove_leftovers(self._path, superseded)
+        return made
+
+    def _copy(self, name: str, files: CopiedFiles, folder: str, transfer: Transfer) -> Made:
+        """Makes one file, unless it is there."""
+        self._check()
+        source, path, storage = files.paths[name], os.path.join(folder, name), storage_at(folder)
+        size, there = stat_of(source).size, _size(folder, name)
+        if there == size:
+            if not self._read_back and is_data_file(name):  # no two saves give a file the same name
+                transfer.moved(size)
+                return self._resumed(Made(name, size, None))
+            made = Made(name, size, transfer.crc_of(source, size))
+            if transfer.crc_of(path, size) == made.crc:
+                storage.sync(name)  # its writer may have died before
+                return self._resumed(made)
+        if there is not None and folder != self._path:  # nobody reads what is pending
+            storage.remove(name)
         storage_at(os.path.dirname(path)).make()
-        storage_at(folder.temporary).remove(name)
+        return transfer.copy(source, name, folder, lambda make: make(path))
 
-        def create(make: Callable[[str], _C.FileWriter]) -> _C.FileWriter:
-            return make(path)
+    def _resumed(self, made: Made) -> Made:
+        self._report.resumed_files += 1
+        self._report.resumed_bytes += made.length
+        return made
 
-        length, crc = transfer.copy(source, folder.temporary, create)
-        if not is_metadata_file(name):  # copied each time: they say what the other files must be
-            folder.note([name, length, crc, found.modified_ns])
-        return name, length, crc
+    # --- What is there
 
-    def _remove_others(self, temporary: str) -> None:
-        """Removes what a copy that died took of an earlier state of the source."""
-        names = {JOURNAL_NAME, *map(name_in_copy, self._names), *([] if self._made is None else [DELTA_NAME])}
-        for name in storage_at(temporary).names():
-            if name not in names and is_file(os.path.join(temporary, name)):
-                storage_at(temporary).remove(name)
+    def _superseded(self, files: CopiedFiles) -> set[str]:
+        """The data files of the checkpoint that is in the place, and that this one replaces. Raises `CheckpointError`
+        if the copy must not be made."""
+        try:
+            there = set(storage_at(self._path).names())
+        except FileNotFoundError:
+            return set()
+        if not any(map(completes, there)) and any(map(completes, files.names)):
+            return set()
+        if not self._overwrite:
+            raise _exists(self._path)
+        if both := sorted(there & files.of_checkpoint):  # while they are written, the old checkpoint would be a mixture
+            raise CheckpointError(
+                f"{self._path} holds {both[0]} already, which the copy would write, and is not replaced: remove it "
+                "first",
+                path=self._path,
+            )
+        return named_files(self._path, None)
 
-    def _check_destination(self) -> None:
+    def _check_destination(self, files: CopiedFiles) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but
         not a folder with anything else in it."""
         path = self._path
@@ -195,52 +243,33 @@ class _FolderCopy:
         if not names:
             return
         if not self._overwrite:
-            raise exists(path)
+            raise _exists(path)
         check_replaceable(path)
         try:
             of_checkpoint = files_of_checkpoint(path)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
         replaced, others = names_to_copy(path, of_checkpoint)
-        expected = {*self._names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
+        expected = {*files.names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
         others = [name for name in others if is_folder(os.path.join(path, name))]
         others += [name for name in replaced if name not in expected and not is_metadata_file(name)]
         if others:
             raise CheckpointError(f"{path} holds {min(others)}, too, and is not replaced: remove it first", path=path)
 
 
+def _size(folder: str, name: str) -> int | None:
+    """The length of a file. None if there is none."""
+    path = os.path.join(folder, name)
+    return stat_of(path).size if is_file(path) else None
+
+
+def _exists(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
+
+
 def _check_not_same(source: str, path: str) -> None:
     if os.path.exists(path) and stat_of(source).identity[:2] == stat_of(path).identity[:2]:
         raise CheckpointError(f"{path} would be copied onto itself", path=path)
-
-
-# --- What was copied before
-
-
-@dataclass(frozen=True)
-class _Complete:
-    """A file that an earlier copy has completed."""
-
-    bytes: int
-    crc: int
-    modified_ns: int  #: of the source
-
-
-def _complete_files(folder: ResumableFolder, transfer: Transfer) -> dict[str, _Complete]:
-    """The files that are in the folder as the journal says: they are read, and compared with their checksums."""
-    found: dict[str, _Complete] = {}
-    for entry in folder.journal():
-        if isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str):
-            found[entry[0]] = _Complete(*entry[1:])
-    return {name: entry for name, entry in found.items() if _is_there(folder.temporary, name, entry, transfer)}
-
-
-def _is_there(temporary: str, name: str, entry: _Complete, transfer: Transfer) -> bool:
-    path = os.path.join(temporary, name)
-    try:
-        return stat_of(path).size == entry.bytes and transfer.crc_of(path, entry.bytes) == entry.crc
-    except (OSError, CheckpointError):
-        return False
 
 
 # --- What was written
@@ -249,7 +278,7 @@ def _is_there(temporary: str, name: str, entry: _Complete, transfer: Transfer) -
 def _compare(
     source: str,
     made: str,
-    files: Sequence[tuple[str, int, int]],
+    files: Sequence[Made],
     transfer: Transfer,
     report: CopyReport,
 ) -> None:
@@ -272,12 +301,14 @@ def _compare(
         )
     report.unverified_bytes = found.unverified_bytes
     covered = found.files and not (found.unverified_bytes or found.harmless)  # all data, by the checkpoint's checksums
-    for name, length, crc in files:
-        if covered and name.endswith((DEFAULT_SUFFIX, SUFFIX)):
-            continue
-        path = os.path.join(made, name) if name else made
-        if transfer.crc_of(path, length) != crc:
-            raise CorruptCheckpointError(f"{path} cannot be read back as it was written", key=None, file=path)
+    for file in files:
+        if not (covered and file.name.endswith((DEFAULT_SUFFIX, SUFFIX))):
+            _read_back(os.path.join(made, file.name) if file.name else made, file, transfer)
+
+
+def _read_back(path: str, made: Made, transfer: Transfer) -> None:
+    if transfer.crc_of(path, made.length) != made.crc:
+        raise CorruptCheckpointError(f"{path} cannot be read back as it was written", key=None, file=path)
 
 
 def _raise_damage(found: VerifyReport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,14 @@ class CopyReport:
     left_out: list[str] = field(default_factory=list)  #: names in the source that do not belong to the checkpoint
 
 
+class Made(NamedTuple):
+    """A file of a copy."""
+
+    name: str  #: in the folder of the copy; empty if the copy is one file
+    length: int
+    crc: int | None  #: CRC-32 of what was read; None if it was not
+
+
 class Transfer:
     """Copies files and reads them back, in bounded memory, and tells of its progress."""
 
@@ -57,10 +66,10 @@ class Transfer:
             self._progress(self.done, self.total)
 
     def copy(
-        self, source: str, directory: str, create: Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
-    ) -> tuple[int, int]:
-        """Copies a file durably and returns its length and CRC-32. `create` calls the function that it gets with the
-        path. Raises `CheckpointError` if the file changes meanwhile."""
+        self, source: str, name: str, directory: str, create: Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
+    ) -> Made:
+        """Copies a file durably. `create` calls the function that it gets with the path. Raises `CheckpointError` if
+        the file changes meanwhile."""
         before = stat_of(source)
         with named_errors(str, directory, before.size):
             writer = create(lambda path: _C.FileWriter.exactly(path, before.size, self._options, False))
@@ -73,7 +82,7 @@ class Transfer:
             writer.finish_bytes(b"", sync=True)
         if stat_of(source).identity != before.identity:
             raise CheckpointError(f"{source} was changed while it was copied", path=source)
-        return before.size, crc
+        return Made(name, before.size, crc)
 
     def crc_of(self, path: str, length: int) -> int:
         """The CRC-32 of a file."""

@@ -123,8 +123,11 @@ class FileSystem(Storage):
         if not holds_one or (self.path, status.st_dev, status.st_ino) not in _durable_names:
             _sync_name(self.path)
 
-    def sync(self) -> None:
-        _C.sync_directory(self.path)
+    def sync(self, name: str = "") -> None:
+        if name:
+            _C.write_head(self._at(name), b"", True)
+        else:
+            _C.sync_directory(self.path)
 
     def check_space(self, needed: int) -> None:
         check_space(self.path, needed)

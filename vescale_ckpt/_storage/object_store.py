@@ -336,7 +336,7 @@ class ObjectStore(Storage):
             path=self.path,
         )
 
-    def sync(self) -> None:
+    def sync(self, name: str = "") -> None:
         """An object is durable when it appears."""
 
     # --- Removals

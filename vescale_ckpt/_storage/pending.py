@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 _TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+(\.[0-9a-f]{8})?")  # the machine: csrc/io/commit.h
-_ASIDE = ".old"  # between a folder's own name and the temporary ending
+_ASIDE, _COPY = ".old", ".copy"  # between a folder's own name and the temporary ending
 _ATTEMPTS = 3  # to make a file that clean-ups of other processes remove before it is locked
 _serial = itertools.count()
 
@@ -144,9 +144,12 @@ class PendingFolder(Pending):
     leaves both folders; `put_back` repairs that. Folders of processes that died are removed when the next one is made.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, resumes: bool = False) -> None:
+        """`resumes`: takes over the folder that a process which died has begun for the same path, with what is in it.
+        Where the file system has no locks, none is taken over."""
         self.path = path.rstrip("/") or path
         super().__init__(os.path.dirname(self.path) or ".")
+        self._resumes = resumes
 
     @property
     def temporary(self) -> str:
@@ -161,15 +164,25 @@ class PendingFolder(Pending):
             found = self._orphans()
             orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in found)
             self.begin(self._make)
+            if self._resumes:
+                others = (path for path in temporary_ones(self.path + _COPY) if path != self.temporary)
+                orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in others)
 
     def _orphans(self) -> Iterator[str]:
         """The folders that other processes have made for this path; those that are alive keep theirs locked."""
         yield from temporary_ones(self.path)
+        if not self._resumes:
+            yield from temporary_ones(self.path + _COPY)
         if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
             yield from temporary_ones(self.path + _ASIDE)
 
     def _make(self) -> tuple[str, None]:
-        temporary = temporary_name(self.path)
+        temporary = temporary_name(self.path + _COPY if self._resumes else self.path)
+        for found in temporary_ones(self.path + _COPY) if self._resumes else ():
+            with contextlib.suppress(OSError, _C.EngineError), locks.abandoned(found, orphans.NEVER) as is_free:
+                if is_free:
+                    _C.rename_file(found, temporary)
+                    return temporary, None
         os.mkdir(temporary)
         return temporary, None
 
@@ -262,8 +275,19 @@ def temporary_name(path: str) -> str:
 
 def final_name(name: str) -> str | None:
     """The name that a file or folder would have got that is named as `temporary_name` does. None for other names."""
+    own = _own_name(name)
+    return None if own is None else own.removesuffix(_ASIDE).removesuffix(_COPY)
+
+
+def is_begun_copy(name: str) -> bool:
+    """Whether a folder is named as one that resumes."""
+    return (_own_name(name) or "").endswith(_COPY)
+
+
+def _own_name(name: str) -> str | None:
+    """What stands before a temporary ending. None if there is none."""
     found = _TEMPORARY.search(name)
-    return name[: found.start()].removesuffix(_ASIDE) if found is not None and found.end() == len(name) else None
+    return name[: found.start()] if found is not None and found.end() == len(name) else None
 
 
 def temporary_ones(path: str) -> Iterator[str]:

@@ -146,8 +146,8 @@ class Storage(ABC):
         storage: asked before anything is sent."""
 
     @abstractmethod
-    def sync(self) -> None:
-        """Makes the names in the folder durable."""
+    def sync(self, name: str = "") -> None:
+        """Makes the names in the folder durable; with a name, the content of that file."""
 
     # --- Removals
 

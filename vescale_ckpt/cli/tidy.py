@@ -18,8 +18,7 @@ from .._inspect.info import inspect
 from .._storage import orphans
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
 from .._storage.orphans import Orphan
-from .._storage.pending import final_name
-from .._storage.resumable import is_unfinished
+from .._storage.pending import final_name, is_begun_copy
 from ..errors import CheckpointError
 from ..manager import step_directories
 from ..manager.clean_up import to_remove
@@ -109,7 +108,7 @@ def _left_by_conversions(root: str) -> Iterator[Orphan]:
         if final is None:
             continue
         if is_folder(path):
-            if is_unfinished(path) or all(map(_is_of_checkpoint, storage_at(path).names())):
+            if is_begun_copy(name) or all(map(_is_of_checkpoint, storage_at(path).names())):
                 yield Orphan([path], path, orphans.NEVER, are_folders=True)
         elif is_file(path) and format_of(final) is not None:
             yield Orphan([path], path, orphans.SMALL_FILE_GRACE)

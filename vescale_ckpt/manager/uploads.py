@@ -16,7 +16,9 @@ from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.metadata_file import metadata_mark
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._collective import at_exit
-from .._convert.store_copy import upload
+from .._convert.copy import FolderCopy
+from .._convert.transfer import CopyReport
+from .._engine.errors import named_system_errors
 from .._engine.live_objects import LiveObjects
 from .._observe.texts import size
 from .._storage.open_storage import storage_at
@@ -143,11 +145,13 @@ class Uploads:
         source, url = path_of(self.local, step), path_of(self.remote, step)
         began = time.monotonic()
         lock = storage_at(source).share(METADATA_NAME)
-        run, cancel = upload(source, url, self.bytes_per_second)
+        report = CopyReport(url)
+        copy = FolderCopy(source, url, True, report, bytes_per_second=self.bytes_per_second, read_back=False)
         with self._changed:
-            self._cancel = cancel
+            self._cancel = copy.cancel
         try:
-            report = run()
+            with named_system_errors(url):
+                copy.run()
         finally:
             with self._changed:
                 self._cancel = None
