@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,15 +65,46 @@ class Checkpoint:
     format: str  #: as `convert` names it
     path: str
     root: str  #: the directory that names of files are relative to
-    save_id: str = ""  #: of the save that wrote it; empty where the format has none
-    writer: str = ""  #: the software that wrote it, as far as its files tell
-    tensors: Mapping[str, TensorInfo]
-    objects: Mapping[str, Chunk] = MappingProxyType({})  #: values that are no tensors
-    aliases: Mapping[str, str] = MappingProxyType({})  #: other names of stored tensors
-    paths: Mapping[str, Path] = MappingProxyType({})  #: in the nested state, by name; none for names of the top level
-    structure: Structure | None = None  #: what paths do not contain; None: unknown
     is_of_one_rank: bool = False  #: whether others have saved the rest of its tensors, each for itself
-    malformed: Sequence[CheckpointError] = ()  #: one for each key whose location makes no sense; it has no chunks
+
+    @cached_property
+    def save_id(self) -> str:
+        """The id of the save that wrote it; empty where the format has none."""
+        return ""
+
+    @cached_property
+    def writer(self) -> str:
+        """The software that wrote it, as far as its files tell."""
+        return ""
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        raise NotImplementedError
+
+    @cached_property
+    def objects(self) -> Mapping[str, Chunk]:
+        """Values that are no tensors."""
+        return {}
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of stored tensors."""
+        return {}
+
+    @cached_property
+    def paths(self) -> Mapping[str, Path]:
+        """Paths in the nested state, by name; none for names of the top level."""
+        return {}
+
+    @cached_property
+    def structure(self) -> Structure | None:
+        """What paths do not contain; None: unknown."""
+        return None
+
+    @cached_property
+    def malformed(self) -> Sequence[CheckpointError]:
+        """An error for each key whose location makes no sense: it has no chunks."""
+        return ()
 
     def check_malformed(self, key: str | None = None) -> None:
         """Raises the error of a malformed key; with None, of the first one."""

@@ -16,8 +16,7 @@ from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
 from .native.file_names import INDEX_NAME, is_metadata_file
-from .native.native_checkpoint import NativeCheckpoint
-from .no_checkpoint import explained
+from .native.native_checkpoint import NativeCheckpoint, explained
 from .safetensors import safetensors_checkpoint
 from .safetensors.headers import SUFFIXES, HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint

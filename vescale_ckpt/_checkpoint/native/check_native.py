@@ -13,10 +13,9 @@ from ..._storage.paths import check_relative, data_path
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
 from ..check_records import Progress, add_error, check_records, check_tables, file_ends
-from ..no_checkpoint import explained
 from . import metadata_file
 from .file_names import index_name, metadata_name
-from .native_checkpoint import NativeCheckpoint
+from .native_checkpoint import NativeCheckpoint, explained
 
 
 def check_native(directory: str, report: VerifyReport, progress: Progress | None) -> None:

@@ -20,6 +20,7 @@ from ..._storage.pending import final_name, temporary_ones
 from ..._storage.storage import LOCK_NAME
 from ...errors import CheckpointError
 from . import file_names, metadata_file
+from .native_checkpoint import NativeCheckpoint
 from .step_order import ORDER_NAME
 
 logger = logging.getLogger(__name__)
@@ -118,12 +119,8 @@ class ExtraFiles:
         if not metadata_file.has_metadata(self._path, self._metadata_rank):
             return []
         try:
-            index = metadata_file.read_index(self._path, self._metadata_rank)
-            if index is not None:
-                return extra_files.names_in(index.keys())
-            metadata = metadata_file.read_metadata(self._path, self._metadata_rank)
-            return extra_files.names_in(metadata.state_dict_metadata)
-        except (CheckpointError, _C.EngineError):
+            return extra_files.names_in(NativeCheckpoint.by_index(self._path, self._metadata_rank).keys())
+        except CheckpointError:
             return []  # no load can read it, either
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posixpath
 from collections.abc import Iterator
 
 from ..._engine import _C
@@ -19,9 +18,10 @@ from ..._storage.open_storage import storage_at
 from ..._storage.paths import folder_above, in_sibling
 from ..._storage.storage import Storage
 from ...errors import CheckpointError
-from . import file_names, metadata_file
+from . import file_names
 from .file_names import DELTA_NAME, MARK_NAME
 from .metadata_file import has_metadata
+from .native_checkpoint import NativeCheckpoint
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
@@ -29,7 +29,7 @@ def named_files(directory: str, rank: int | None) -> set[str]:
     if not has_metadata(directory, rank):
         return set()
     try:
-        return _named_files(directory, rank)
+        return NativeCheckpoint.by_index(directory, rank).named_files()
     except CheckpointError:
         return set()
 
@@ -38,7 +38,7 @@ def named_by_any(directory: str) -> set[str]:
     """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
     for name in filter(file_names.is_metadata_file, storage_at(directory).names()):
-        named |= _named_files(directory, file_names.rank_of_metadata(name))
+        named |= NativeCheckpoint.by_index(directory, file_names.rank_of_metadata(name)).named_files()
     return named
 
 
@@ -51,7 +51,7 @@ def named_beside(directory: str) -> set[str]:
     for folder in folders:
         path = os.path.join(above, folder)
         if folder != own and has_metadata(path, None):
-            found = map(in_sibling, _named_files(path, None))
+            found = map(in_sibling, NativeCheckpoint.by_index(path, None).named_files())
             named |= {file.file for file in found if file is not None and file.folder == own}
     if set(storage_at(above).folders()) != set(folders):
         raise CheckpointError(f"folders in {above} were renamed while they were looked at", path=above)
@@ -102,14 +102,3 @@ def check_replaceable(path: str) -> None:
                 "running that may",
                 path=path,
             )
-
-
-def _named_files(directory: str, rank: int | None) -> set[str]:
-    index = metadata_file.read_index(directory, rank)
-    if index is not None:
-        with contextlib.suppress(_C.EngineError):  # damaged
-            return {posixpath.normpath(path) for path in index.files}
-    storage = metadata_file.read_metadata(directory, rank).storage_data
-    values = storage.values() if isinstance(storage, dict) else ()
-    paths = (getattr(info, "relative_path", None) for info in values)
-    return {posixpath.normpath(path) for path in paths if isinstance(path, str)}

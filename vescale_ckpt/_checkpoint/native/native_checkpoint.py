@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ..._engine import _C
 from ..._engine.dtypes import dtype_code
@@ -21,18 +21,19 @@ from ..._engine.options import direct_io_setting, engine_options
 from ..._engine.rows import int_table
 from ..._state import objects
 from ..._state.structure import Path, Structure, structure_of
+from ..._storage import file_kinds
 from ..._storage.open_storage import read_twice, says_nothing, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, fill_parts
-from ..no_checkpoint import explained
 from ..record_reader import ReadOptions, RecordReader
+from ..safetensors import model_names
 from ..seen_files import SeenFiles
-from . import metadata_file
+from . import metadata_file, step_order
 from .file_names import checked_location, crc_of, index_name, metadata_name
-from .transformed_records import read_transformed
+from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
 
@@ -110,15 +111,15 @@ class NativeCheckpoint(LoadableCheckpoint):
     def described_in(self) -> str:
         return os.path.join(self.path, metadata_name(self.rank))
 
-    @property
-    def save_id(self) -> str:  # type: ignore[override]
+    @cached_property
+    def save_id(self) -> str:
         if self.index is not None:
             return self.index.save_id
         told = getattr(self.metadata.storage_meta, "save_id", None)
         return told if isinstance(told, str) else ""
 
-    @property
-    def writer(self) -> str:  # type: ignore[override]
+    @cached_property
+    def writer(self) -> str:
         length = metadata_file.TRAILER_BYTES
         with named_system_errors(self.path):
             _, end = storage_at(self.path).read_range(metadata_name(self.rank), -length, length)
@@ -127,29 +128,39 @@ class NativeCheckpoint(LoadableCheckpoint):
         version = getattr(self.metadata, "version", None)
         return f"torch.distributed.checkpoint {version}" if isinstance(version, str) else "torch.distributed.checkpoint"
 
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
         return self._listing.tensors
 
-    @property
-    def objects(self) -> dict[str, Chunk]:  # type: ignore[override]
+    @cached_property
+    def objects(self) -> dict[str, Chunk]:
         return self._listing.objects
 
-    @property
-    def malformed(self) -> list[CheckpointError]:  # type: ignore[override]
+    @cached_property
+    def malformed(self) -> list[CheckpointError]:
         return self._listing.malformed
+
+    def named_files(self) -> set[str]:
+        """All files that index or metadata name, also for keys that are malformed or missing."""
+        if self.index is not None:
+            with suppress(_C.EngineError):  # damaged
+                return {posixpath.normpath(path) for path in self.index.files}
+        storage = self.metadata.storage_data
+        values = storage.values() if isinstance(storage, dict) else ()
+        paths = (getattr(info, "relative_path", None) for info in values)
+        return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
 
     @cached_property
     def _listing(self) -> _Listing:
         return _Listing(self.metadata, self.described_in)
 
-    @property
-    def paths(self) -> dict[str, Path]:  # type: ignore[override]
+    @cached_property
+    def paths(self) -> dict[str, Path]:
         paths = self.metadata.planner_data
         return dict(paths) if isinstance(paths, dict) else {}
 
-    @property
-    def structure(self) -> Structure | None:  # type: ignore[override]
+    @cached_property
+    def structure(self) -> Structure | None:
         return structure_of(self.metadata)
 
     # --- Reading
@@ -165,14 +176,14 @@ class NativeCheckpoint(LoadableCheckpoint):
             for record, data in reader.objects(plain, {})
         }
         reader.finish()
-        transformed = _Transformed()
+        transformed = TransformedReads()
         for name in stored.keys() - found.keys():
             transformed.add_object(name)
         transformed.read(self)
         return {name: found[name] if name in found else transformed.objects[name] for name in stored}
 
     def read(self, reads: Sequence[Read]) -> None:
-        verified, unverified, transformed = list[Part](), list[Part](), _Transformed()
+        verified, unverified, transformed = list[Part](), list[Part](), TransformedReads()
         for part in self.parts(reads):
             if part.chunk.is_transformed:
                 transformed.add_tensor(part)
@@ -270,42 +281,33 @@ class _Listing:
         return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
 
 
-class _Transformed:
-    """Reads chunks and objects that stock DCP stored through a stream transform: the planner of its own reader."""
+# --- Where there is none
 
-    def __init__(self) -> None:
-        self._items: list[ReadItem] = []
-        self._targets: list[torch.Tensor] = []
-        self.objects: dict[str, Any] = {}
 
-    def add_tensor(self, part: Part) -> None:
-        if not part.is_whole:
-            raise CheckpointError(
-                f"{part.key}: a part of it is wanted, but it was stored through a stream transform (compression): "
-                "load the checkpoint and save it again",
-                key=part.key,
-            )
-        stored = MetadataIndex(part.key, torch.Size(part.chunk.offsets))
-        own, origin = MetadataIndex(part.key, None, len(self._targets)), torch.Size([0] * len(part.chunk.sizes))
-        sizes = torch.Size(part.chunk.sizes)
-        self._items.append(ReadItem(LoadItemType.TENSOR, own, origin, stored, origin, sizes))
-        self._targets.append(part.target)
+@contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Adds to an error raised within it, that a directory has no metadata, what the directory holds, if known."""
+    try:
+        yield
+    except CheckpointError as error:
+        if getattr(error, "errno", None) != errno.ENOENT or not error.message.endswith(metadata_file.NO_CHECKPOINT):
+            raise
+        if (why := _what_it_holds(directory)) is None:
+            raise
+        text = error.message.removesuffix(metadata_file.NO_CHECKPOINT) + why
+        raise CheckpointError(text, path=directory, errno=errno.ENOENT) from None
 
-    def add_object(self, key: str) -> None:
-        index, none = MetadataIndex(key), torch.Size([0])
-        self._items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, torch.Size([1])))
 
-    def read(self, checkpoint: NativeCheckpoint) -> None:
-        if self._items:
-            read_transformed(checkpoint, self._items, self)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        number = read_item.dest_index.index
-        assert number is not None
-        return self._targets[number]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.storage_index.fqn
-        self.objects[key] = objects.load(value.getvalue(), weights_only=True, key=key)
+def _what_it_holds(directory: str) -> str | None:
+    if model_names.holds_unfinished_export(directory):
+        return "it holds an export that did not finish"
+    if advice := file_kinds.advice_for_directory(directory):
+        return f"not a checkpoint; {advice}"
+    try:
+        last = step_order.SavedOrder(directory).last
+    except OSError:
+        return None
+    if last is None:
+        return None
+    path = step_order.path_of(directory, last)
+    return f"it holds the checkpoints of a CheckpointManager, of which {path} was saved last: give the path of one"

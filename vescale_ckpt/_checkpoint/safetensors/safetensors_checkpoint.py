@@ -59,7 +59,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         return self.headers.files
 
     @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+    def tensors(self) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}
         chunks: dict[str, list[Chunk]] = {}
         for name, code, shape, chunk in _chunks(self.headers):
