@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from job import Job, Progress
 from minilm import load_pretrained
-from table import measure_candidates, print_table
+from table import table_of_candidates
 from torch import Tensor
 from whole_state import first_difference, load_whole
 
@@ -141,9 +141,9 @@ def main() -> None:
             check(True, f"published MiniLM weights map one to one, {parameters / 1e6:.1f} M parameters")
         kill_and_resume(directory, ours, stock, ["--tiny"] if args.tiny else [])
         check_interchange(ours, stock)
-        figures = measure_candidates(directory, stock, args.rounds)
+        table = table_of_candidates(directory, stock, args.rounds)
         check(True, "every measured load gave back every bit")
-        print_table(figures, sum(file.stat().st_size for file in stock.iterdir()) / 2**20)
+        print(f"\n{table}")
 
 
 if __name__ == "__main__":

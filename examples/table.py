@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import select
-import statistics
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from measure import Figures
+from vescale_ckpt._bench.samples import Steps, alternate, summarize, table
+from vescale_ckpt._bench.usage import Usage
 
 MEASURE = Path(__file__).resolve().parent / "measure.py"
-CANDIDATES = {"ours": "vescale_ckpt", "stock-1": "stock DCP, 1 thread", "stock-4": "stock DCP, 4 threads"}
-"""Names that measure.py knows, and the labels of their rows."""
+CANDIDATES = {"vescale_ckpt": "ours", "stock DCP, 1 thread": "stock-1", "stock DCP, 4 threads": "stock-4"}
+"""Labels of rows, and the names that measure.py knows."""
+BASELINE = "stock DCP, 4 threads"
 TIMEOUT = 120.0  # seconds for one round
 
 
@@ -23,20 +26,21 @@ class Measurer:
 
     def __init__(self, name: str, checkpoint: Path) -> None:
         self.name = name
+        self.rounds = itertools.count()
         command = [sys.executable, str(MEASURE), name, str(checkpoint)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def measure(self, directory: Path) -> Figures:
+    def measure(self, directory: Path) -> Steps:
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("the process was started without pipes")
         with suppress(BrokenPipeError):  # it is dead; that it does not answer is noticed below
-            self.process.stdin.write(f"{directory}\n")
+            self.process.stdin.write(f"{directory / f'{self.name}-{next(self.rounds)}'}\n")
             self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
         answer = self.process.stdout.readline() if ready else ""
         if not answer:
             raise SystemExit(f"FAILED: measuring '{self.name}' gave no answer; see the messages above")
-        return Figures(**json.loads(answer))
+        return {step: Usage(**usage) for step, usage in json.loads(answer).items()}
 
     def finish(self) -> None:
         """Let it end by itself: a candidate whose threads crash at exit has not passed."""
@@ -49,48 +53,21 @@ class Measurer:
         self.process.communicate()
 
 
-def measure_candidates(directory: Path, checkpoint: Path, rounds: int) -> dict[str, list[Figures]]:
+def table_of_candidates(directory: Path, checkpoint: Path, rounds: int) -> str:
     """All candidates in turn, round by round, so that a slow minute of the disk falls on all of them."""
-    figures: dict[str, list[Figures]] = {name: [] for name in CANDIDATES}
+    mib = sum(file.stat().st_size for file in checkpoint.iterdir()) / 2**20
     measurers: list[Measurer] = []
     try:
-        for name in CANDIDATES:
+        for name in CANDIDATES.values():
             measurers.append(Measurer(name, checkpoint))
-        for turn in range(rounds):
-            first = turn % len(measurers)
-            for measurer in measurers[first:] + measurers[:first]:
-                figures[measurer.name].append(measurer.measure(directory / f"{measurer.name}-{turn}"))
+        turns = {
+            label: partial(measurer.measure, directory) for label, measurer in zip(CANDIDATES, measurers, strict=True)
+        }
+        case = f"One process, {mib:.0f} MiB of state, durable saves, cold loads"
+        rows = summarize(alternate(case, turns, rounds), BASELINE)
         for measurer in measurers:
             measurer.finish()
     finally:
         for measurer in measurers:
             measurer.kill()
-    return figures
-
-
-def print_table(figures: dict[str, list[Figures]], state_mib: float) -> None:
-    def median(name: str, column: str) -> float:
-        return statistics.median(getattr(row, column) for row in figures[name])
-
-    def peak(name: str, column: str) -> float:
-        return max(getattr(row, column) for row in figures[name])
-
-    rounds = len(figures["ours"])
-    print(f"\nOne process, {state_mib:.0f} MiB of state, median of {rounds} alternated rounds, cold loads.")
-    print("Peak: growth of the resident set over the one that holds the state, the largest of all rounds.\n")
-    header = ("", "blocking s", "durable s", "load s", "peak save MiB", "peak load MiB")
-    print(f"{header[0]:<20}" + "".join(f"{title:>15}" for title in header[1:]))
-    for name, label in CANDIDATES.items():
-        times = (median(name, column) for column in ("blocking", "durable", "load"))
-        peaks = (peak(name, column) for column in ("peak_save", "peak_load"))
-        print(
-            f"{label:<20}"
-            + "".join(f"{seconds:>15.3f}" for seconds in times)
-            + "".join(f"{mib:>15.0f}" for mib in peaks)
-        )
-
-    def speedup(column: str) -> float:
-        best = min(median(name, column) for name in CANDIDATES if name != "ours")
-        return best / median("ours", column)
-
-    print(f"\nTo the better stock row: saves {speedup('durable'):.2f}x, loads {speedup('load'):.2f}x as fast.")
+    return table(rows, BASELINE)

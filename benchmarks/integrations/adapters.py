@@ -5,14 +5,15 @@ python benchmarks/integrations/adapters.py DIRECTORY
 
 import shutil
 import sys
-import time
-from statistics import median
+from functools import partial
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vescale_ckpt
+from vescale_ckpt._bench.samples import Steps, alternate, summarize, table
+from vescale_ckpt._bench.usage import measure
 from vescale_ckpt.integrations.peft import Adapter
 
 ROUNDS = 7
@@ -31,15 +32,14 @@ def main(directory: str) -> None:
         "adapter": {"model": Adapter(model), "optimizer": optimizer},
         "with its base": {"model": model, "optimizer": optimizer},
     }
-    seconds: dict[str, list[float]] = {}
-    for round_number in range(ROUNDS + 1):
-        for name, state in states.items():
-            began = time.perf_counter()
-            vescale_ckpt.save(f"{directory}/{name}", state)
-            if round_number:  # the first one warms up
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-    for name, times in seconds.items():
-        print(f"{name:15} {vescale_ckpt.inspect(f'{directory}/{name}').bytes / 1e6:.1f} MB, {median(times):.3f} s")
+
+    def turn(name: str) -> Steps:
+        return {"save": measure(lambda: vescale_ckpt.save(f"{directory}/{name}", states[name]))}
+
+    samples = alternate("LoRA", {name: partial(turn, name) for name in states}, ROUNDS, warmup=1)
+    print(table(summarize(samples, "with its base"), "with its base"))
+    for name in states:
+        print(f"{name:15} {vescale_ckpt.inspect(f'{directory}/{name}').bytes / 1e6:.1f} MB")
     shutil.rmtree(directory)
 
 

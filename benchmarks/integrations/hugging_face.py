@@ -3,22 +3,25 @@
     accelerate launch benchmarks/integrations/hugging_face.py DIRECTORY
     torchrun --nproc_per_node 2 tests/integrations/without_gpu.py benchmarks/integrations/hugging_face.py DIRECTORY fsdp
 
-The ways take turns in one run; the page cache is warm in loads. Prints medians of each, and of the ratios of a round.
+The ways take turns in one run; the page cache is warm in loads.
 """
 
 import contextlib
 import shutil
 import sys
-import time
 from collections.abc import Callable
-from statistics import median
+from functools import partial
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from rank_turns import print_turns, seconds
 from torch import nn
 
 import vescale_ckpt
+from vescale_ckpt._bench.samples import Steps
 from vescale_ckpt.integrations import dcp_defaults
 from vescale_ckpt.integrations.accelerate import state_of
 
@@ -53,23 +56,12 @@ def main(directory: str, *_: str) -> None:
         "inside dcp_defaults": in_own_way(f"{directory}/ours", ours=True),
         "state_of": (save, load),
     }
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for _round in range(ROUNDS + 1):
-        for way, calls in ways.items():
-            for what, call in zip(("save", "load"), calls, strict=True):
-                accelerator.wait_for_everyone()
-                began = time.perf_counter()
-                call()
-                accelerator.wait_for_everyone()
-                if _round:  # the first one warms up
-                    seconds.setdefault((what, way), []).append(time.perf_counter() - began)
+
+    def turn(way: str) -> Steps:
+        return dict(zip(("save", "load"), map(seconds, ways[way]), strict=True))
+
+    print_turns("Accelerate with FSDP2", {way: partial(turn, way) for way in ways}, ROUNDS, "save_state")
     if accelerator.is_main_process:
-        for (what, way), times in seconds.items():
-            ratios = [stock / own for stock, own in zip(seconds[what, "save_state"], times, strict=True)]
-            print(
-                f"{what} {way:20} {median(times):.3f} s, {median(ratios):.2f} x as fast as save_state's own "
-                f"({min(ratios):.2f} to {max(ratios):.2f})"
-            )
         shutil.rmtree(directory)
     dist.barrier()
 

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node=2 benchmarks/integrations/time_lightning.py FOLDER [--rounds 5] [--width 1024]
 
-Prints the median seconds of each, and the median of the ratios within the rounds. Loads find the files in the page
-cache. `blocked` is how long an asynchronous save keeps training waiting.
+Loads find the files in the page cache. `blocked` is how long an asynchronous save keeps training waiting.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
-from statistics import median
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from rank_turns import print_turns, seconds
 from torch.distributed.fsdp import fully_shard
 
+from vescale_ckpt._bench.samples import Steps
 from vescale_ckpt.integrations.lightning import ModelParallel
 
 
@@ -55,14 +55,6 @@ def trained(strategy: pl.strategies.Strategy, width: int) -> pl.Trainer:
     return trainer
 
 
-def seconds(action: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
@@ -77,30 +69,22 @@ def main() -> None:
         "ours": trained(ModelParallel(**size), options.width),
         "ours, asynchronous": trained(ModelParallel(async_checkpoint=True, **size), options.width),
     }
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
-    for number in range(options.rounds + 1):
-        for name, trainer in trainers.items():
-            path = os.path.join(options.folder, f"{name}-{number}")
-            strategy = trainer.strategy
-            found = {"save": seconds(lambda trainer=trainer, path=path: trainer.save_checkpoint(path))}
-            if strategy is trainers["ours, asynchronous"].strategy:
-                found["blocked"] = found["save"]
-                found["save"] += seconds(strategy.wait_for_save)
-            found["load"] = seconds(lambda strategy=strategy, path=path: strategy.load_checkpoint(path))
-            if number > 0:  # the first one warms up
-                for what, took in found.items():
-                    times[name].setdefault(what, []).append(took)
+
+    def turn(name: str) -> Steps:
+        path, trainer = os.path.join(options.folder, name), trainers[name]
+        found = {"save": seconds(lambda: trainer.save_checkpoint(path))}
+        if name == "ours, asynchronous":
+            found["blocked"] = found["save"]
+            found["save"] += seconds(trainer.strategy.wait_for_save)
+        found["load"] = seconds(lambda: trainer.strategy.load_checkpoint(path))
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(options.folder)
-    if dist.get_rank() == 0:
-        count = sum(p.numel() for p in trainers["ours"].lightning_module.parameters())
-        print(f"{3 * 4 * count / 1e6:.0f} MB, {dist.get_world_size()} ranks, {options.rounds} rounds")
-        for name, found in times.items():
-            for what, took in found.items():
-                stock = times["stock"]["save" if what == "blocked" else what]
-                ratio = median(s / t for s, t in zip(stock, took, strict=True))
-                print(f"{name:20} {what:8} {median(took):8.3f} s   stock takes {ratio:.2f} times as long")
+            shutil.rmtree(path)
+        return found
+
+    count = sum(parameter.numel() for parameter in trainers["ours"].lightning_module.parameters())
+    case = f"{3 * 4 * count / 1e6:.0f} MB, {dist.get_world_size()} ranks"
+    print_turns(case, {name: partial(turn, name) for name in trainers}, options.rounds, "stock")
     dist.barrier()
     time.sleep(0.3)
     dist.destroy_process_group()

@@ -12,23 +12,17 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations"))
 import torch.distributed as dist
 import torchtitan_job
+from rank_turns import print_turns, seconds
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.config import ConfigManager
 
-
-def seconds(action: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - began
+from vescale_ckpt._bench.samples import Steps
 
 
 def main() -> None:
@@ -36,20 +30,18 @@ def main() -> None:
     torchtitan_job.prepare(folder, layers=6)
     manager = ConfigManager().parse_args().build().checkpointer
     kinds = {"stock": CheckpointManager, "ours": type(manager)}
-    times: dict[tuple[str, str], list[float]] = {}
-    for number in range(rounds + 1):
-        for name, kind in kinds.items():
-            path = os.path.join(folder, f"{name}-{number}")
-            state = manager._flattened_model_states_sd()
-            save = seconds(lambda: kind.dcp_save(manager, state, path, AsyncMode.DISABLED))  # noqa: B023
-            load = seconds(lambda: kind.dcp_load(manager, state, path, False, False))  # noqa: B023
-            if number > 0:  # the first one warms up
-                times.setdefault((name, "save"), []).append(save)
-                times.setdefault((name, "load"), []).append(load)
+
+    def turn(name: str) -> Steps:
+        path, state, kind = os.path.join(folder, name), manager._flattened_model_states_sd(), kinds[name]
+        save = seconds(lambda: kind.dcp_save(manager, state, path, AsyncMode.DISABLED))
+        load = seconds(lambda: kind.dcp_load(manager, state, path, False, False))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+        return {"save": save, "load": load}
+
+    print_turns("Llama 3's debug model with AdamW", {name: partial(turn, name) for name in kinds}, rounds, "stock")
     if dist.get_rank() == 0:
-        for (name, what), took in times.items():
-            ratio = median(s / t for s, t in zip(times["stock", what], took, strict=True))
-            print(f"{name:6} {what} {median(took):8.3f} s   stock takes {ratio:.2f} times as long")
         shutil.rmtree(folder)
     dist.barrier()
     manager.close()
