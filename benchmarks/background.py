@@ -26,8 +26,8 @@ import vescale_ckpt
 from benchmarks import candidates, command, states
 from benchmarks.command import Alternate
 from vescale_ckpt._bench import random_states, saves_and_loads
+from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
 from vescale_ckpt._bench.random_states import State
-from vescale_ckpt._bench.samples import CEILING, STOCK, Sample, Steps, Turn
 from vescale_ckpt._bench.saves_and_loads import Candidate
 from vescale_ckpt._bench.usage import settle, synchronize
 

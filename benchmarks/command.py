@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Turn, alternate, summarize, table
 from vescale_ckpt._bench.page_cache import MEMORY_FILE_SYSTEMS, file_system_of
 from vescale_ckpt._bench.room import working_folder
-from vescale_ckpt._bench.samples import STOCK, Sample, Turn, alternate, summarize, table
 from vescale_ckpt.errors import CheckpointError
 
 
 class Alternate(Protocol):
-    """Runs candidates by turns, as many rounds as the command line says. `more` are options of `samples.alternate`."""
+    """Runs candidates by turns, as many rounds as the command line says. `more` are options of `by_turns.alternate`."""
 
     def __call__(self, case: str, candidates: Mapping[str, Turn], **more: Any) -> Iterator[Sample]: ...
 

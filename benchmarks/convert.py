@@ -22,8 +22,8 @@ import vescale_ckpt
 from benchmarks import command, states
 from benchmarks.command import Alternate
 from vescale_ckpt._bench import page_cache
+from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
 from vescale_ckpt._bench.raw_file import RawFile
-from vescale_ckpt._bench.samples import CEILING, STOCK, Sample, Steps, Turn
 from vescale_ckpt._bench.saves_and_loads import WrongContentsError, sync
 from vescale_ckpt._bench.usage import measure, settle
 

@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from benchmarks import command
 from benchmarks.command import Alternate
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
 from vescale_ckpt._bench.room import check_room
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps
 from vescale_ckpt._bench.saves_and_loads import WrongContentsError
 from vescale_ckpt._bench.usage import Usage, measure, settle
 

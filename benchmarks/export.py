@@ -27,7 +27,7 @@ from benchmarks import command, states
 from benchmarks.command import Alternate
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
 from vescale_ckpt._bench import random_states
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
 from vescale_ckpt._bench.saves_and_loads import WrongContentsError
 from vescale_ckpt._bench.usage import measure, settle
 

@@ -25,9 +25,9 @@ from benchmarks.figures import record
 from benchmarks.gpu_rounds import GiB, measured, peak, timed
 from vescale_ckpt import settings
 from vescale_ckpt._bench import page_cache
+from vescale_ckpt._bench.by_turns import STOCK, Row, Steps, Turn
 from vescale_ckpt._bench.raw_file import RawFile
 from vescale_ckpt._bench.room import working_folder
-from vescale_ckpt._bench.samples import STOCK, Row, Steps, Turn
 from vescale_ckpt._bench.saves_and_loads import Disk, SavesAndLoads
 
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_rounds import GiB, KiB, MiB, measured, peak, timed
 from vescale_ckpt import safetensors
-from vescale_ckpt._bench.samples import Row, Steps
+from vescale_ckpt._bench.by_turns import Row, Steps
 
 
 def loads(device: str, directory: str, rounds: int, size: int) -> None:

@@ -26,9 +26,9 @@ from benchmarks import command, states
 from benchmarks.command import Alternate
 from vescale_ckpt import settings
 from vescale_ckpt._bench import saves_and_loads
+from vescale_ckpt._bench.by_turns import CEILING, GiB, Sample
 from vescale_ckpt._bench.random_states import State
 from vescale_ckpt._bench.room import BenchmarkError
-from vescale_ckpt._bench.samples import CEILING, GiB, Sample
 from vescale_ckpt._bench.saves_and_loads import Candidate, SavesAndLoads
 from vescale_ckpt._bench.usage import tidy
 

@@ -10,9 +10,9 @@ from benchmarks import command, states
 from benchmarks.candidates import REGISTRY
 from benchmarks.command import Alternate
 from vescale_ckpt._bench import page_cache
+from vescale_ckpt._bench.by_turns import CEILING, GiB, Sample
 from vescale_ckpt._bench.random_states import bytes_in
 from vescale_ckpt._bench.room import check_room
-from vescale_ckpt._bench.samples import CEILING, GiB, Sample
 from vescale_ckpt._bench.saves_and_loads import Disk, SavesAndLoads
 
 DESCRIPTION = """\

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from vescale_ckpt._bench.samples import Steps, alternate, summarize, table
+from vescale_ckpt._bench.by_turns import Steps, alternate, summarize, table
 from vescale_ckpt._bench.usage import Usage
 
 MEASURE = Path(__file__).resolve().parent / "measure.py"

@@ -19,8 +19,8 @@ from benchmarks.loading.cases import Case, Held
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, timed, together
 from benchmarks.storage import MB, StorageLimit
 from vescale_ckpt._bench import page_cache, random_states
+from vescale_ckpt._bench.by_turns import STOCK, Steps
 from vescale_ckpt._bench.random_states import Shapes, State
-from vescale_ckpt._bench.samples import STOCK, Steps
 from vescale_ckpt._bench.saves_and_loads import WrongContentsError
 from vescale_ckpt._bench.usage import settle
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.planning import stock
-from vescale_ckpt._bench.samples import aligned
+from vescale_ckpt._bench.by_turns import aligned
 from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import gather, planned

@@ -12,7 +12,7 @@ from benchmarks import command
 from benchmarks.command import Alternate, listed, one_of, positive
 from benchmarks.planning import balance, coordinator, local, reading, steady
 from benchmarks.planning.simulated_rank import in_new_process
-from vescale_ckpt._bench.samples import Sample
+from vescale_ckpt._bench.by_turns import Sample
 from vescale_ckpt.simulate.parallelism import Parallelism
 
 DESCRIPTION = """\

@@ -11,7 +11,7 @@ import torch
 from benchmarks.command import Alternate
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._engine.rows import Inventory
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState

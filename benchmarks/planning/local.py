@@ -21,7 +21,7 @@ import vescale_ckpt
 from benchmarks.command import Alternate
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._bench.saves_and_loads import stock_save_planner
 from vescale_ckpt._engine import _C
 from vescale_ckpt.simulate.models import MODELS, with_adam

@@ -17,7 +17,7 @@ from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState

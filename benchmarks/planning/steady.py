@@ -16,7 +16,7 @@ import vescale_ckpt
 from benchmarks.command import Alternate
 from benchmarks.planning.local import State, dtensors
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
-from vescale_ckpt._bench.samples import STOCK, Sample, Steps
+from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
 from vescale_ckpt._bench.saves_and_loads import WrongContentsError, stock_save_planner
 
 Candidate = tuple[Callable[[State, Path], object], Callable[[State, Path], object] | None]  # a save, a load

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.samples import STOCK, Steps, Turn
+from vescale_ckpt._bench.by_turns import STOCK, Steps, Turn
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory

@@ -14,7 +14,7 @@ from benchmarks import __main__ as command
 from benchmarks import background, export, loading
 from benchmarks.planning import cases as planning
 from vescale_ckpt._bench import usage
-from vescale_ckpt._bench.samples import CEILING, STOCK
+from vescale_ckpt._bench.by_turns import CEILING, STOCK
 from vescale_ckpt.simulate.parallelism import Parallelism
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storage import UnavailableError, storage_limit
+from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, alternate, summarize, table
 from vescale_ckpt._bench.page_cache import StillResidentError
-from vescale_ckpt._bench.samples import CEILING, STOCK, Sample, Steps, alternate, summarize, table
 from vescale_ckpt._bench.usage import Usage
 
 

@@ -15,8 +15,8 @@ import torch
 import vescale_ckpt
 from vescale_ckpt import cli
 from vescale_ckpt._bench import measure_disk, saves_and_loads
+from vescale_ckpt._bench.by_turns import Sample, summarize
 from vescale_ckpt._bench.page_cache import drop, resident_fraction
-from vescale_ckpt._bench.samples import Sample, summarize
 from vescale_ckpt._bench.usage import Usage
 
 

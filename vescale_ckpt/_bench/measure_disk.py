@@ -15,10 +15,10 @@ from urllib.parse import unquote, urlsplit
 from .. import settings
 from ..settings import SETTINGS, MiB
 from . import page_cache, saves_and_loads
+from .by_turns import Row, Sample, Steps, alternate, ratios, summarize
 from .page_cache import RESIDENT_LIMIT, StillResidentError, file_system_of
 from .random_states import ITEM_BYTES, Shapes
 from .room import check_room, working_folder
-from .samples import Row, Sample, Steps, alternate, ratios, summarize
 from .saves_and_loads import Candidate, Disk, SavesAndLoads
 from .usage import available_memory
 
