@@ -15,7 +15,7 @@ from harness.ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._checkpoint.checkpoint import Checkpoint
-from vescale_ckpt._convert import streamed_file
+from vescale_ckpt._convert import safetensors_files
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -81,18 +81,17 @@ def test_a_model_is_that_of_a_local_conversion(url: str, source: Path, tmp_path:
 
 
 def test_shards_without_an_index_are_no_model(url: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = streamed_file._write_object
-    count = 0
+    begin, count = safetensors_files.begin, 0
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         if count == 2:
             raise CheckpointError("the store is down")
-        written(*arguments)
+        return begin(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed_file, "_write_object", fails)
+        patch.setattr(safetensors_files, "begin", fails)
         with pytest.raises(CheckpointError, match="down"):
             vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB")
     assert names(url + "/model") == set()
@@ -107,7 +106,7 @@ def test_shards_without_an_index_are_no_model(url: str, source: Path, monkeypatc
 def test_a_source_that_changes_between_the_two_reads_is_an_error(
     url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer, passes = streamed_file.transfer, 0
+    transfer, passes = safetensors_files.transfer, 0
 
     class Changed(Checkpoint):
         def __init__(self, inner: Checkpoint) -> None:
@@ -123,7 +122,7 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
         passes += 1
         transfer(segments, inner if passes == 1 else Changed(inner), *others)
 
-    monkeypatch.setattr(streamed_file, "transfer", second_is_another)
+    monkeypatch.setattr(safetensors_files, "transfer", second_is_another)
     with pytest.raises(CheckpointError, match="has changed"):
         vescale_ckpt.convert(source, url + "/one.safetensors", format="safetensors")
     assert names(url) == set()

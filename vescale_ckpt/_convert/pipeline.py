@@ -43,16 +43,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class FormatBytes:
-    """Bytes of a file between tensors (headers, padding), whose content is known after the tensors before them."""
+class HeadBytes:
+    """Bytes of a file before its tensors."""
 
-    number: int  #: which of the file's runs of format bytes this belongs to
-    begin: int
-    end: int
     file_offset: int
+    bytes: int
+
+    stored_bytes = 0
 
 
-Segment = Piece | FormatBytes
+Segment = Piece | HeadBytes
 
 
 @dataclass
@@ -61,7 +61,7 @@ class PlacedSegment:
 
     segment: Segment
     at: int  #: in the buffer
-    target: torch.Tensor  #: of the output's dtype; of bytes for format bytes
+    target: torch.Tensor  #: of the output's dtype; of bytes for a head
     stored: torch.Tensor  #: of the stored dtype; the same tensor as `target` if nothing is converted
 
 
@@ -79,7 +79,7 @@ class File(Protocol):
     """Receives the batches, in order."""
 
     def prepare(self, batch: Batch) -> None:
-        """Computes checksums and fills in the format bytes. The batch's tensors are already converted."""
+        """Computes checksums and fills in the head. The batch's tensors are already converted."""
 
     def write(self, batch: Batch) -> None: ...
 
@@ -166,9 +166,7 @@ def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
     for segment in segments:
         if batch is not None:
             at = _offset_behind(segment, end, batch)
-            size = segment.bytes if isinstance(segment, Piece) else segment.end - segment.begin
-            stored = segment.stored_bytes if isinstance(segment, Piece) else 0
-            if at + size + beside + stored + _ALIGNMENT > buffers.bytes:
+            if at + segment.bytes + beside + segment.stored_bytes + _ALIGNMENT > buffers.bytes:
                 yield batch
                 batch = None
         if batch is None:
@@ -183,7 +181,6 @@ def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
 def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
     if segment.file_offset >= 0:
         return segment.file_offset - batch.file_offset
-    assert isinstance(segment, Piece)
     if segment.bytes >= _LARGE:
         return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
@@ -191,8 +188,8 @@ def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
 
 def _add(batch: Batch, segment: Segment, at: int, beside: int) -> tuple[int, int]:
     """Places a segment. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
-    if isinstance(segment, FormatBytes):
-        end = at + segment.end - segment.begin
+    if isinstance(segment, HeadBytes):
+        end = at + segment.bytes
         target = batch.buffer[at:end]
         batch.segments.append(PlacedSegment(segment, at, target, target))
         return end, beside

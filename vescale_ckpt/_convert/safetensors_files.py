@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
+from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.safetensors.header_texts import STORABLE, with_ties
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
@@ -14,12 +13,13 @@ from .._engine.dtypes import DTYPE_CODES
 from .._engine.errors import named_errors
 from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
-from .pipeline import Piece
+from ..errors import CheckpointError
+from .pipeline import PAGE, Batch, Buffers, HeadBytes, Piece, Segment, memory_of, pieces_of, transfer
 from .plan import Output
-from .streamed_file import Files, Layout, OutputFile, laid_out
+from .streamed_file import Create, Files, OutputFile, Write, begin
 
 
-class SafetensorsLayout(Layout):
+class _Layout:
     """The file that `vescale_ckpt.safetensors.save_file` writes. Raises ValueError for tensors that the format cannot
     hold."""
 
@@ -36,13 +36,12 @@ class SafetensorsLayout(Layout):
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
         self.length = self._layout.file_bytes
-        ordered = [outputs[number] for number in self._layout.order()]
-        ends = accumulate((output.bytes for output in ordered), initial=self._layout.data_begin)
-        self.bodies = list(zip(ordered, ends, strict=False))
+        self._ordered = [outputs[number] for number in self._layout.order()]
         self._blocks: list[int] = []
         self._of: Output | None = None  # the output that the last block belongs to
 
     def add_checksum(self, piece: Piece, address: int) -> None:
+        """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
         row = (address, piece.bytes, piece.file_offset)
         found = memoryview(_C.crc32_of_cells(int_table(row))).cast("q").tolist()
         crcs, lengths = found[::2], found[1::2]
@@ -51,23 +50,86 @@ class SafetensorsLayout(Layout):
         self._blocks += crcs
         self._of = piece.output if piece.bytes else None
 
-    def format_bytes(self, number: int) -> bytes:
-        return bytes(self._layout.data_begin)  # zeros: `head` is written over them at the end
+    def segments(self, most_bytes: int) -> Iterator[Segment]:
+        """The head and all tensors, which follow each other without gaps."""
+        at = self._layout.data_begin
+        for start in range(0, at, most_bytes):
+            yield HeadBytes(start, min(most_bytes, at - start))
+        for output in self._ordered:
+            yield from pieces_of(output, most_bytes, at)
+            at += output.bytes
 
     def head(self) -> bytes:
+        """The first bytes of the file, after `add_checksum` of all pieces."""
         return self._layout.head(self._blocks)
+
+
+def _written(outputs: Sequence[Output]) -> Write:
+    """The content of one file, in bounded memory. An object is sent in order, and its head holds checksums of the
+    tensors: these are read twice."""
+
+    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
+        head = b""
+        if not storage_at(directory).renames:
+            summed, written = _Layout(outputs), buffers.written
+            buffers.written = None
+            transfer(summed.segments(buffers.most_bytes), source, _Pages(summed, None, b""), buffers)
+            buffers.written, head = written, summed.head()
+        layout = _Layout(outputs)
+        with named_errors(str, directory, layout.length):
+            writer = begin(directory, create, layout.length)
+            transfer(layout.segments(buffers.most_bytes), source, _Pages(layout, writer, head), buffers)
+            if head and head != layout.head():
+                raise CheckpointError(f"what becomes {directory} has changed while it was converted", path=directory)
+            writer.finish_bytes(b"" if head else layout.head(), sync=True)
+
+    return write
+
+
+class _Pages:
+    """Takes the checksums of batches, and writes them in whole pages: the rest of a batch with the next one.
+
+    `writer`: None: nothing is written. `head`: empty: zeros, over which the head is written at the end.
+    """
+
+    def __init__(self, layout: _Layout, writer: _C.FileWriter | None, head: bytes) -> None:
+        self._layout = layout
+        self._writer = writer
+        self._head = head
+        self._rest = b""  # bytes after the last whole page
+
+    def prepare(self, batch: Batch) -> None:
+        for placed in batch.segments:
+            segment = placed.segment
+            if isinstance(segment, Piece):
+                self._layout.add_checksum(segment, placed.target.data_ptr())
+            else:
+                content = self._head[segment.file_offset : segment.file_offset + segment.bytes]
+                memory_of(placed.target)[:] = content.ljust(segment.bytes, b"\0")
+
+    def write(self, batch: Batch) -> None:
+        if self._writer is None:
+            return
+        image = memory_of(batch.buffer)
+        image[: len(self._rest)] = self._rest
+        last = batch.segments[-1] if batch.segments else None
+        end = 0 if last is None else last.at + last.target.nbytes
+        whole = end if batch.last else end // PAGE * PAGE
+        self._rest = bytes(image[whole:end])
+        if whole:
+            self._writer.write_bytes(batch.buffer.data_ptr(), whole, batch.file_offset)
 
 
 def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
     """One file, or a folder of shards and their index."""
     if not in_folder:
-        return Files.one(outputs, laid_out(partial(SafetensorsLayout, outputs)))
+        return Files.one(outputs, _written(outputs))
     shards = _shards(outputs, most_bytes)
     for shard in shards:
-        SafetensorsLayout(shard)  # raises before writing
+        _Layout(shard)  # raises before writing
     names = file_names(len(shards))
     files = [
-        OutputFile(name, sum(output.bytes for output in shard), laid_out(partial(SafetensorsLayout, shard)))
+        OutputFile(name, sum(output.bytes for output in shard), _written(shard))
         for name, shard in zip(names, shards, strict=True)
     ]
     if len(files) == 1:

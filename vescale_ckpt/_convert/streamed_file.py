@@ -1,10 +1,10 @@
-"""Writes one file from begin to end: what a library writes to a stream, or tensors at the offsets of a layout."""
+"""Writes the files of a conversion under their names, and what a library writes to a stream into one."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -16,8 +16,7 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._storage.open_storage import storage_at
 from .._storage.pending import PendingFile
-from ..errors import CheckpointError
-from .pipeline import PAGE, Batch, Buffers, FormatBytes, Piece, Segment, memory_of, pieces_of, transfer
+from .pipeline import Buffers, memory_of
 from .plan import Output
 
 #: Calls the function that it gets with the path of a file to create.
@@ -29,25 +28,6 @@ Write = Callable[[str, Create, Checkpoint, Buffers], None]
 Save = Callable[[IO[bytes], Checkpoint], None]
 
 _LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
-
-
-class Layout:
-    """Describes a file for its format, a base class."""
-
-    bodies: Sequence[tuple[Output, int]]  #: all tensors, and the offsets of their first bytes, in rising order
-    length: int  #: bytes of the file
-
-    def add_checksum(self, piece: Piece, address: int) -> None:
-        """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
-
-    def format_bytes(self, number: int) -> bytes:
-        """The bytes before the body `number`; after the last body, those at the end. Called after `add_checksum` of
-        all pieces before them."""
-        raise NotImplementedError
-
-    def head(self) -> bytes:
-        """The first bytes of the file, called last. They replace those that `format_bytes` gave."""
-        return b""
 
 
 @dataclass(frozen=True)
@@ -100,7 +80,7 @@ def streamed(outputs: Sequence[Output], save: Save) -> Write:
 
     def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
         with named_errors(str, directory, estimate):
-            stream = _Stream(_begin(directory, create, estimate), buffers)
+            stream = _Stream(begin(directory, create, estimate), buffers)
             try:
                 save(cast(IO[bytes], stream), source)
             finally:
@@ -167,129 +147,8 @@ def read_whole(output: Output, source: Checkpoint) -> torch.Tensor:
     return stored.to(output.dtype)
 
 
-def _begin(directory: str, create: Create, length: int) -> _C.FileWriter:
+def begin(directory: str, create: Create, length: int) -> _C.FileWriter:
+    """Begins a file of `length` bytes. Raises `StorageFullError`."""
     storage_at(directory).check_space(length)
     options = engine_options(None, direct_io_setting("auto"))
     return create(lambda name: _C.FileWriter.exactly(name, length, options, False))
-
-
-# --- Files by their layout
-
-
-def laid_out(layout: Callable[[], Layout]) -> Write:
-    """The content is that of a layout, in bounded memory."""
-
-    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
-        if not storage_at(directory).renames:
-            _write_object(directory, create, layout, source, buffers)
-        else:
-            _write(directory, create, layout(), source, buffers)
-
-    return write
-
-
-def _write_object(url: str, create: Create, layout: Callable[[], Layout], source: Checkpoint, buffers: Buffers) -> None:
-    """An object is sent in order. Where its head holds checksums of the tensors, these are read twice."""
-    summed = layout()
-    written, buffers.written = buffers.written, None
-    transfer(_segments(summed, buffers.most_bytes), source, _Summed(summed), buffers)
-    buffers.written = written
-    sent = _HeadFirst(layout(), summed.head())
-
-    def check() -> None:
-        if not sent.is_unchanged():
-            raise CheckpointError(f"what becomes {url} has changed while it was converted", path=url)
-
-    _write(url, create, sent, source, buffers, check)
-
-
-def _write(
-    directory: str,
-    create: Create,
-    layout: Layout,
-    source: Checkpoint,
-    buffers: Buffers,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """`check` is called before the file is complete, and may raise."""
-    with named_errors(str, directory, layout.length):
-        writer = _begin(directory, create, layout.length)
-        transfer(_segments(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
-        check()
-        writer.finish_bytes(layout.head(), sync=True)
-
-
-def _segments(layout: Layout, most_bytes: int) -> Iterator[Segment]:
-    at = 0
-    for number, (output, offset) in enumerate(layout.bodies):
-        yield from _format_bytes(number, at, offset, most_bytes)
-        yield from pieces_of(output, most_bytes, offset)
-        at = offset + output.bytes
-    yield from _format_bytes(len(layout.bodies), at, layout.length, most_bytes)
-
-
-def _format_bytes(number: int, begin: int, end: int, most_bytes: int) -> Iterator[FormatBytes]:
-    for start in range(begin, end, most_bytes):
-        yield FormatBytes(number, start - begin, min(end, start + most_bytes) - begin, start)
-
-
-class _HeadFirst(Layout):
-    """A layout whose head is known before the rest is written."""
-
-    def __init__(self, layout: Layout, head: bytes) -> None:
-        self._layout = layout
-        self._head = head
-        self.bodies, self.length = layout.bodies, layout.length
-
-    def add_checksum(self, piece: Piece, address: int) -> None:
-        self._layout.add_checksum(piece, address)
-
-    def format_bytes(self, number: int) -> bytes:
-        content = self._layout.format_bytes(number)
-        return self._head + content[len(self._head) :] if number == 0 else content
-
-    def is_unchanged(self) -> bool:
-        """Whether the head is that of the tensors that were written. Called after all of them."""
-        return self._layout.head() == self._head
-
-
-class _Summed:
-    """Takes the checksums of all pieces, and writes nothing."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def prepare(self, batch: Batch) -> None:
-        for placed in batch.segments:
-            if isinstance(placed.segment, Piece):
-                self._layout.add_checksum(placed.segment, placed.target.data_ptr())
-
-    def write(self, batch: Batch) -> None: ...
-
-
-class _Streamed:
-    """Writes batches in whole pages. The rest of a batch is written with the next one."""
-
-    def __init__(self, layout: Layout, writer: _C.FileWriter) -> None:
-        self._layout = layout
-        self._writer = writer
-        self._rest = b""  # bytes after the last whole page
-
-    def prepare(self, batch: Batch) -> None:
-        for placed in batch.segments:
-            segment = placed.segment
-            if isinstance(segment, Piece):
-                self._layout.add_checksum(segment, placed.target.data_ptr())
-            else:
-                content = self._layout.format_bytes(segment.number)[segment.begin : segment.end]
-                memory_of(placed.target)[:] = content
-
-    def write(self, batch: Batch) -> None:
-        image = memory_of(batch.buffer)
-        image[: len(self._rest)] = self._rest
-        last = batch.segments[-1] if batch.segments else None
-        end = 0 if last is None else last.at + last.target.nbytes
-        whole = end if batch.last else end // PAGE * PAGE
-        self._rest = bytes(image[whole:end])
-        if whole:
-            self._writer.write_bytes(batch.buffer.data_ptr(), whole, batch.file_offset)
