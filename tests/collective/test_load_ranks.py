@@ -27,7 +27,7 @@ from vescale_ckpt import (
     MissingKeysError,
     PerRank,
 )
-from vescale_ckpt._read import packed
+from vescale_ckpt._load import packed
 from vescale_ckpt._state.application import saved_form
 
 FOREVER = 30.0

@@ -23,8 +23,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
 from vescale_ckpt._checkpoint import numpy_checkpoint, torch_checkpoint
 from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
-from vescale_ckpt._read import packed
-from vescale_ckpt._read.load import Load
+from vescale_ckpt._load import packed
+from vescale_ckpt._load.rank_load import Load
 from vescale_ckpt._state import objects
 
 

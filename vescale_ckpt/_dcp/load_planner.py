@@ -20,9 +20,9 @@ from .._checkpoint.checkpoint import not_all_there
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._load.by_items import ItemTargets
+from .._load.match import check_all_there, mismatch, mismatches_on_index, wanted_elements
 from .._plan.read_plan import PackedReads
-from .._read.by_items import ItemTargets
-from .._read.match import check_all_there, mismatch, mismatches_on_index, wanted_elements
 from .._state import objects
 from .._state.chunks import carry_protocol, chunks_to_read, read_items, shard_at, tells_chunks
 from .._state.describe import Describer, Description

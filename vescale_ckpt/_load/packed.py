@@ -17,7 +17,7 @@ from .._routes.begin import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .load import Load
+from .rank_load import Load
 
 _LEAST_OVERLAP = 1.5
 

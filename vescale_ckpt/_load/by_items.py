@@ -29,9 +29,9 @@ from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .load import Load, overlaps_itself
 from .match import check_fits, wanted_elements
 from .packed import begin_reading, fill_packed
+from .rank_load import Load, overlaps_itself
 
 
 @dataclass(frozen=True)
