@@ -22,6 +22,7 @@ _NAMES = {
     "_state.random_state": ("RandomState",),
     "_storage.object_clients": ("register_store",),
     "_write.optimizer_gate": ("Gate",),
+    "_write.safetensors_layout": ("Safetensors",),
     "api": ("load", "prepare", "save"),
     "_convert.run": ("ConvertReport", "convert"),
     "errors": (

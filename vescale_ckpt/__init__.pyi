@@ -20,6 +20,7 @@ from ._state.per_rank import PerRank as PerRank
 from ._state.random_state import RandomState as RandomState
 from ._storage.object_clients import register_store as register_store
 from ._write.optimizer_gate import Gate as Gate
+from ._write.safetensors_layout import Safetensors as Safetensors
 from .api import load as load
 from .api import prepare as prepare
 from .api import save as save

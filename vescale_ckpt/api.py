@@ -14,20 +14,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
 from . import settings
-from ._checkpoint.safetensors.folder import file_numbers, shard_bytes
 from ._collective.agree_plan import CollectivePlan
 from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
-from ._collective.export_local import LocalExport
-from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
 from ._collective.load import CollectiveLoad
-from ._collective.save import CollectiveSave
-from ._collective.save_native import CollectiveNativeSave
-from ._collective.steps import Steps
-from ._collective.store_export import CollectiveStoreExport
+from ._collective.save import Save
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
-from ._dcp.storage_writer import check_format
+from ._dcp.storage_writer import chosen_format
 from ._engine import _C
 from ._engine.errors import named_errors
 from ._engine.gc import gc_paused
@@ -35,6 +29,7 @@ from ._engine.rows import words
 from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
+from ._ranks.steps import Steps
 from ._ranks.store_thread import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form, trained_tensors
 from ._state.key_selection import Rename, Selection
@@ -42,7 +37,11 @@ from ._state.tensor_table import device_number
 from ._storage.open_storage import checkpoint_path, storage_at
 from ._write import snapshot_budget
 from ._write.frozen import FrozenContents, FrozenTensors
+from ._write.layout import Layout, SaveOptions
+from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate
+from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
+from ._write.store_layout import StoreLayout
 from .errors import CheckpointTimeoutError, SaveInProgressError
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
@@ -59,14 +58,14 @@ def save(
     state: Mapping[str, Any],
     *,
     async_checkpoint: bool = False,
-    format: str = "dcp",
+    format: str | Safetensors = "dcp",
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
     gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
@@ -137,16 +136,14 @@ def save(
             f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
             "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
         )
-    check_format(format, metadata, fqn_to_index_mapping)
-    shard_bytes(max_shard_size)
-    file_numbers(fqn_to_index_mapping)
-    if extra_files is not None and format != "dcp":
+    safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
+    if safetensors is not None and extra_files is not None:
         raise ValueError(
-            f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
-            "into its folder before the save, as save_pretrained does with config.json"
+            "extra_files: a model in format='safetensors' has no place for files that are committed with it. Write "
+            "them into its folder before the save, as save_pretrained does with config.json"
         )
-    if base is not None and format != "dcp":
-        raise ValueError(f"base: a model in format={format!r} cannot name the files of another")
+    if safetensors is not None and base is not None:
+        raise ValueError("base: a model in format='safetensors' cannot name the files of another")
     if frozen is not None and base is None:
         raise ValueError("frozen: only a save with base= can leave tensors unread")
     older = None if base is None else checkpoint_path(checked_path("base", base))
@@ -179,17 +176,19 @@ def save(
         if base is not None and planner.placement == "local":
             raise ValueError("base: with placement='local' each node has a checkpoint of its own, and no base for all")
         timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
-        kind: type[CollectiveSave] = CollectiveNativeSave
-        if format == "safetensors":
-            if planner.placement == "local":
-                kind = LocalExport
-            else:
-                kind = CollectiveExport if storage_at(directory).shares_files else CollectiveStoreExport
-            if kind is LocalExport and fqn_to_index_mapping is not None:
-                raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
-        options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
-        options["fqn_to_index_mapping"] = fqn_to_index_mapping
-        save = kind(exchange, planner, directory, timeline, extra_files, older, unchanged, **options)
+        if safetensors is not None and planner.placement == "local":
+            raise ValueError(
+                "format='safetensors': its files are those of all ranks, and placement='local' is for ranks that share "
+                "no folder. Save with format='dcp', and convert the checkpoint of a node (vescale_ckpt.convert)"
+            )
+
+        def layout() -> Layout:
+            options = SaveOptions(directory, exchange.rank, overwrite=overwrite)
+            if safetensors is None:
+                return NativeLayout(options, extra_files, older, unchanged)
+            return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
+
+        save = Save(exchange, planner, directory, layout, timeline)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)

@@ -29,7 +29,7 @@ from vescale_ckpt import (
     StorageReader,
 )
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._write.native_save import NativeSave
+from vescale_ckpt._write.native_layout import NativeLayout
 
 ERRORS = (CheckpointError, CheckpointException)
 
@@ -119,17 +119,17 @@ def _die(directory: str, phase: str, who: int) -> None:
         if phase == "agree":
             Exchange.agree = die  # type: ignore[method-assign]
         elif phase == "write":
-            NativeSave.open = die  # type: ignore[method-assign]
+            NativeLayout.open = die  # type: ignore[method-assign]
         elif phase == "written":
-            original = NativeSave.finish
+            original = NativeLayout.finish
 
             def write_and_die(*args: Any) -> Any:
                 original(*args)
                 die()
 
-            NativeSave.finish = write_and_die  # type: ignore[method-assign]
+            NativeLayout.finish = write_and_die  # type: ignore[method-assign]
         elif phase == "commit":
-            NativeSave.commit = die  # type: ignore[method-assign]
+            NativeLayout.commit = die  # type: ignore[method-assign]
     with pytest.raises(CheckpointTimeoutError) as caught:
         vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 import vescale_ckpt
 from vescale_ckpt import CheckpointTimeoutError, SavePlanner, StorageFullError
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._write.native_save import NativeSave
+from vescale_ckpt._write.native_layout import NativeLayout
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
@@ -35,7 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "items": {"planner": PlansItems()},
     "local": {"planner": SavePlanner(placement="local")},
     "safetensors": {"format": "safetensors"},
-    "local safetensors": {"format": "safetensors", "planner": SavePlanner(placement="local")},
 }
 
 
@@ -132,7 +131,7 @@ def _full_disk(directory: Path) -> None:
     """Every other error of a commit keeps its kind."""
     path = directory / "c"
     full = StorageFullError(str(path), 2, 1)
-    with mock.patch.object(NativeSave, "commit", side_effect=full), pytest.raises(StorageFullError):
+    with mock.patch.object(NativeLayout, "commit", side_effect=full), pytest.raises(StorageFullError):
         vescale_ckpt.save(path, _state(1))
     vescale_ckpt.save(path, _state(1))
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner
-from vescale_ckpt._collective import export_save, joined_write
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._routes import node_buffer
+from vescale_ckpt._write import joined_write, safetensors_layout
 
 NEVER = 1 << 60
 SEND = _C.SharedWriter.send
@@ -37,8 +37,8 @@ def joining(least_bytes: int = 1) -> Iterator[mock.Mock]:
     """Exports within it use small windows. The mock sees each `send` of a window: files, round, address."""
     send = mock.Mock(side_effect=SEND)
     with (
-        mock.patch.object(export_save, "LEAST_BYTES", least_bytes),
-        mock.patch.object(export_save, "WINDOW_BYTES", 128 << 10),
+        mock.patch.object(safetensors_layout, "LEAST_BYTES", least_bytes),
+        mock.patch.object(safetensors_layout, "WINDOW_BYTES", 128 << 10),
         mock.patch.object(joined_write, "WINDOW_BYTES", 128 << 10),
         mock.patch.object(_C.SharedWriter, "send", lambda *arguments: send(*arguments)),
     ):

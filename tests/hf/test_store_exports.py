@@ -31,12 +31,10 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
 from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors.model_names import INDEX_NAME, SINGLE_NAME, object_names
-from vescale_ckpt._collective import joined_write
-from vescale_ckpt._collective import store_export as collective_export
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import int_table, words
 from vescale_ckpt._storage import object_store, orphans
-from vescale_ckpt._write import store_export
+from vescale_ckpt._write import joined_write, store_layout
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -80,7 +78,7 @@ def download(url: str, folder: Path) -> State:
 def windows_of(bytes_: int) -> Iterator[None]:
     """For many rounds."""
     with (
-        mock.patch.object(collective_export, "WINDOW_BYTES", bytes_),
+        mock.patch.object(store_layout, "WINDOW_BYTES", bytes_),
         mock.patch.object(joined_write, "WINDOW_BYTES", bytes_),
     ):
         yield
@@ -138,7 +136,7 @@ def test_states_at_the_edges() -> None:
         save("memory://edges/objects", {"a": torch.ones(3), "step": 3})
     with pytest.raises(dcp.api.CheckpointException, match=r"vescale_ckpt\.save"):
         dcp.save(model(0), storage_writer=StorageWriter("memory://edges/dcp", format="safetensors"), no_dist=True)
-    with pytest.raises(CheckpointError, match="leave placement out"):
+    with pytest.raises(ValueError, match="for ranks that share no folder"):
         save("memory://edges/nodes", model(0), planner=SavePlanner(placement="local"))
     small = mock.patch.dict(os.environ, VESCALE_CKPT_SNAPSHOT_BYTES="1000000")
     with small, pytest.raises(CheckpointError, match="VESCALE_CKPT_SNAPSHOT_BYTES"):
@@ -195,14 +193,14 @@ def test_tensors_that_change_meanwhile_are_an_error(url: str) -> None:
 
 
 def test_of_two_jobs_that_race_one_commits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = store_export.commit_objects
+    commit = store_layout.commit_objects
 
     def after_another(*arguments: Any) -> None:
-        monkeypatch.setattr(store_export, "commit_objects", commit)
+        monkeypatch.setattr(store_layout, "commit_objects", commit)
         save(url, model(0), overwrite=False)
         commit(*arguments)
 
-    monkeypatch.setattr(store_export, "commit_objects", after_another)
+    monkeypatch.setattr(store_layout, "commit_objects", after_another)
     with pytest.raises(CheckpointError, match="another job committed it meanwhile"):
         save(url, model(1), overwrite=False)
     index = json.loads(stores.read(url, INDEX_NAME))["weight_map"]
@@ -292,7 +290,7 @@ def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
     state = {
         name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
     }
-    send, count = store_export.StoreExport.send, 0
+    send, count = store_layout.StoreLayout.send, 0
 
     def fails(files: Any, number: int, window: int) -> None:
         nonlocal count
@@ -312,7 +310,7 @@ def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
         elif dist.get_rank() == 1 and what == "sum":
             stack.enter_context(mock.patch.object(_C.SharedWriter, "sum", side_effect=MemoryError("none left")))
         elif dist.get_rank() == 1 and what in ("send", "send of nodes", "die"):
-            stack.enter_context(mock.patch.object(store_export.StoreExport, "send", fails))
+            stack.enter_context(mock.patch.object(store_layout.StoreLayout, "send", fails))
         elif dist.get_rank() == 1 and what == "change":
             local = state["a"].to_local()
             stack.enter_context(changing({"large": local}))

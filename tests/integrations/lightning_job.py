@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 
-from vescale_ckpt._collective.save import CollectiveSave
+from vescale_ckpt._collective.save import Save
 from vescale_ckpt.integrations import lightning as ours
 
 
@@ -25,7 +25,7 @@ def fsdp1_on_the_cpu(set_attribute=setattr) -> None:
 
 def fail_second_save() -> None:
     """Has the second asynchronous save fail on this rank alone."""
-    write, began = CollectiveSave._write_and_commit, []
+    write, began = Save._write_and_commit, []
 
     def failing(save) -> None:
         began.append(save)
@@ -33,7 +33,7 @@ def fail_second_save() -> None:
             save.steps.error = OSError("no disk on one rank")
         write(save)
 
-    CollectiveSave._write_and_commit = failing
+    Save._write_and_commit = failing
 
 
 class Model(pl.LightningModule):

@@ -35,7 +35,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MissingKeysError, SaveFailedError, UntrustedCheckpointError
-from vescale_ckpt._collective.save import CollectiveSave
+from vescale_ckpt._collective.save import Save
 from vescale_ckpt.integrations import lightning as ours
 
 pytestmark = pytest.mark.slow
@@ -187,16 +187,16 @@ class Held:
         self.go.set()
         self.fails_at = 0
         self.count = 0
-        write = CollectiveSave._write_and_commit
+        write = Save._write_and_commit
 
-        def held(save: CollectiveSave) -> None:
+        def held(save: Save) -> None:
             assert self.go.wait(60)
             self.count += 1
             if self.count == self.fails_at:
                 save.steps.error = OSError("no disk")
             write(save)
 
-        monkeypatch.setattr(CollectiveSave, "_write_and_commit", held)
+        monkeypatch.setattr(Save, "_write_and_commit", held)
 
 
 class Watcher(Callback):

@@ -42,7 +42,7 @@ from vescale_ckpt._checkpoint.native import commit_metadata, file_names
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.pending import new_token
-from vescale_ckpt._write.native_save import NativeSave
+from vescale_ckpt._write.native_layout import NativeLayout
 
 # --- What a save touches
 
@@ -473,13 +473,13 @@ def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
 
 def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[str] = []
-    finish = NativeSave.finish
+    finish = NativeLayout.finish
 
-    def cleaned(files: NativeSave, *counts: int) -> SaveStats:
+    def cleaned(files: NativeLayout, *counts: int) -> SaveStats:
         removed.extend(commit_metadata.remove_leftovers(str(checkpoint)))
         return finish(files, *counts)
 
-    monkeypatch.setattr(NativeSave, "finish", cleaned)
+    monkeypatch.setattr(NativeLayout, "finish", cleaned)
     save(checkpoint, state(1), single_file_per_rank=False)
     assert not removed and same(load(checkpoint, state(0)), state(1))
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Gate, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
 from vescale_ckpt._engine import _C
-from vescale_ckpt._write.native_save import NativeSave
+from vescale_ckpt._write.native_layout import NativeLayout
 
 BOUND = 60.0
 
@@ -260,7 +260,7 @@ def test_optimizers_that_are_made_for_graphs(checkpoint: Path) -> None:
 @contextmanager
 def changed_in_the_middle(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> Iterator[None]:
     """By another thread, as soon as this rank has written its tensors."""
-    write = NativeSave.write_table
+    write = NativeLayout.write_table
 
     def then_change(*arguments: Any) -> Any:
         placed = write(*arguments)
@@ -270,7 +270,7 @@ def changed_in_the_middle(monkeypatch: pytest.MonkeyPatch, change: Callable[[], 
         return placed
 
     with monkeypatch.context() as patched:
-        patched.setattr(NativeSave, "write_table", then_change)
+        patched.setattr(NativeLayout, "write_table", then_change)
         yield
 
 
@@ -314,12 +314,12 @@ def test_memory_that_goes_while_it_is_saved(checkpoint: Path, monkeypatch: pytes
 
 
 def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vescale_ckpt._write.export_save import ExportSave
+    from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 
     weight = torch.ones(1000)
     vescale_ckpt.save(tmp_path, {"weight": weight}, format="safetensors")
-    write = ExportSave.write_table
-    monkeypatch.setattr(ExportSave, "write_table", lambda *arguments: (write(*arguments), weight.add_(1))[0])
+    write = SafetensorsLayout.write_table
+    monkeypatch.setattr(SafetensorsLayout, "write_table", lambda *arguments: (write(*arguments), weight.add_(1))[0])
     with pytest.raises(CheckpointError, match="weight was changed"):
         vescale_ckpt.save(tmp_path, {"weight": weight}, format="safetensors")
     assert vescale_ckpt.load(tmp_path)["weight"].eq(1).all()

@@ -20,11 +20,11 @@ from .._ranks.shared_directory import (
     identity,
     separate_directories,
 )
+from .._ranks.steps import Steps
 from .._state.describe import Description
 from .._state.per_rank import counted
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
-from .steps import Steps
 
 #: A rank's local plan, and on the coordinator the plan of all ranks.
 Planned = tuple[PackedItems, GlobalSavePlan | None]

@@ -20,7 +20,7 @@ from ..errors import CheckpointTimeoutError, SaveFailedError
 from ..reports import SaveStats
 from . import at_exit
 from .handle import SaveHandle, settled
-from .save import CollectiveSave
+from .save import Save
 
 _SECONDS_TO_GIVE_UP = 10.0  # time to report an abandoned save to other ranks
 
@@ -36,7 +36,7 @@ class BackgroundQueue:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._last: SaveHandle | None = None
-        self._save: CollectiveSave | None = None  # while it is running
+        self._save: Save | None = None  # while it is running
         self._thread: threading.Thread | None = None  # of the last save; ends after all callbacks of its handle
         self._path = ""
         self._rank = 0
@@ -77,7 +77,7 @@ class BackgroundQueue:
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
         return SaveFailedError(rank, error, text)
 
-    def finish_in_background(self, save: CollectiveSave) -> SaveHandle:
+    def finish_in_background(self, save: Save) -> SaveHandle:
         """Finishes a staged save on a thread of its own, or now if the process is ending."""
         result: Future[SaveStats] = Future()
         if (plan := save.staged_plan) is not None:

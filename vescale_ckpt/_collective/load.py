@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import packed as packed_checkpoint
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._dcp.fill_planner import FillPlanner
-from .._dcp.lazy_metadata import LazyMetadata
 from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.gc import gc_paused

@@ -1,44 +1,40 @@
-"""`CollectiveSave` runs one save with all ranks, in any format: agree on a plan, write, commit."""
+"""`Save` runs one save with all ranks, in any layout: agree on a plan, write, commit."""
 
 from __future__ import annotations
 
-import logging
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .._checkpoint.native import extra_copies
+from .. import settings
 from .._dcp.save_planner import SavePlanner
-from .._dcp.storage_writer import StorageWriter
+from .._dcp.write_plan import write_plan
 from .._engine.errors import named_system_errors
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
-from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults
+from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
+from .._ranks.groups import check_alone_on_purpose
+from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import DirectoryMark
+from .._ranks.steps import Steps
 from .._state.application import saved_form
-from .._state.extra_files import with_files
 from .._state.per_rank import counted
 from .._storage.open_storage import storage_at
-from .._write.frozen import FrozenTensors
-from .._write.local_plan import write_packed
+from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
-from .steps import Steps
-
-logger = logging.getLogger(__name__)
 
 
-class CollectiveSave(ABC):
+class Save:
     """One save of this rank. All ranks take each step, or none.
 
     The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call. `release_state`
@@ -46,26 +42,12 @@ class CollectiveSave(ABC):
 
     Args:
         path: of the directory, absolute.
+        layout: makes the layout. An error of it is one of the first step.
         timeline: of this save. Its `doing` is equal on all ranks.
-        extra_files: contents by name, to be saved as files and in the checkpoint. Those of the rank that commits count.
-        base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
-        frozen: tensors that need not be read again, either. For a save with `base`.
-        options: those of `StorageWriter`.
     """
 
-    _kind: ClassVar[type[RankSave]]  # this rank's save in the format
-    _save: RankSave
-
     def __init__(
-        self,
-        exchange: Exchange,
-        planner: SavePlanner,
-        path: str,
-        timeline: Timeline,
-        extra_files: Mapping[str, bytes] | None = None,
-        base: str | None = None,
-        frozen: FrozenTensors | None = None,
-        **options: Any,
+        self, exchange: Exchange, planner: SavePlanner, path: str, layout: Callable[[], Layout], timeline: Timeline
     ) -> None:
         self.exchange = exchange
         self.planner = planner
@@ -74,46 +56,73 @@ class CollectiveSave(ABC):
         self.steps = Steps(exchange, timeline.doing)
         self.staged_plan: StagedPlan | None = None
         self.stats: SaveStats | None = None  # of this rank, set after writing
-        self._options = options
-        self._extra_files = extra_files
-        self._base = base
-        self._frozen = frozen
+        self._make_layout = layout
+        self._layout: Layout  # from the first step on
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # by this rank
 
+    @property
+    def _by_node(self) -> bool:
+        """Whether each node has a checkpoint of its own."""
+        return self.planner.placement == "local"
+
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
         """Plans with the other ranks what each will write. Returns False if the save is already complete: it was made
-        by plans of DCP's items, because the planner or a value of the state does not allow packed plans. `error`: why
-        this rank cannot take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
+        by plans of DCP's items, because a value of the state does not allow packed plans. `error`: why this rank cannot
+        take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
         with phase("plan"):
-            return self._begin(state, error, gated)
-
-    def _begin(self, state: Mapping[str, Any], error: BaseException | None, gated: bool) -> bool:
-        mark = self._directory_mark()
-        # From `doing` and the mark it detects ranks that are at different saves or in different directories.
-        plan = CollectivePlan(self.steps, self.planner, mark, on_devices=not gated)
-        self.steps.error = error
-        values = self.steps.take(self._prepare, state, plan, mark)
-        planned = plan.make()
-        self._plan_reused = plan.reused
+            # From `doing` and the mark it detects ranks that are at different saves or in different directories.
+            mark = DirectoryMark(self.path)
+            plan = CollectivePlan(self.steps, self.planner, mark, on_devices=not gated)
+            self.steps.error = error
+            values = self.steps.take(self._prepare, state, plan, mark)
+            planned = plan.make()
+            self._plan_reused = plan.reused
         if planned is None:
             assert values is not None
-            if self._base is not None:
-                logger.warning("%s: all is written, without the base: DCP planned the save", self.timeline.doing)
             self._save_by_items(values)
             return False
         self._items, self._of_all = planned
-        self._take_base()
+        try:
+            with phase("plan", "lay out the files"):
+                self._layout.place(self.steps, self._items, self._of_all)
+        except BaseException:
+            self._layout.end()
+            raise
         return True
+
+    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, mark: DirectoryMark) -> dict[str, Any]:
+        """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
+        settings.check()
+        check_alone_on_purpose()
+        exchange, layout = self.exchange, self._make_layout()
+        self._layout = layout
+        # One rank gives them to the plan; where each node has a checkpoint of its own, the plan takes one rank of each.
+        values = layout.values(saved_form(state), adds_files=exchange.is_coordinator or self._by_node)
+        if self._by_node:
+            storage_at(self.path).check_mounted(
+                "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out"
+            )
+        layout.begin(exchange.is_coordinator)
+        if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
+            with named_system_errors(self.path):
+                mark.leave()
+        plan.describe(values, self._storage_meta())
+        if plan.description is not None and (left_out := layout.left_out(plan.description)):
+            plan.leave_out(left_out)
+        return values
+
+    def _storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.path, save_id=self._layout.options.save_id)
 
     def stage(self, gate: Gate | None) -> None:
         """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
         assert self._items is not None
         with phase("snapshot"):
-            self.staged_plan = self.steps.take(StagedPlan, self._save, self._items, gate)
+            self.staged_plan = self.steps.take(StagedPlan, RankSave(self._layout), self._items, gate)
         self.timeline.progress = None if self.staged_plan is None else self.staged_plan.progress
 
     def release_state(self) -> None:
@@ -128,63 +137,62 @@ class CollectiveSave(ABC):
             try:
                 self._write_and_commit()
             finally:
-                self._save.end()
+                self._layout.end()
             return self._end()
 
-    # --- What depends on the format
-
-    @abstractmethod
-    def _message(self, results: PackedResults) -> bytes:
-        """What the coordinator needs from this rank after writing."""
-
-    @abstractmethod
-    def _commit_all(self, messages: list[bytes] | None) -> None:
-        """Commits. `messages`: on the coordinator, of all ranks; None on other ranks, and if a rank has an error."""
-
-    def _take_base(self) -> None:
-        """Decides with the other ranks which records of an older checkpoint may be named."""
-        assert self._base is None
-
-    def _directory_mark(self) -> DirectoryMark | None:
-        """The token that checks for one common directory. None if ranks need not write to one directory."""
-        return DirectoryMark(self.path)
-
-    def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
-        """Describes the state to `plan`. Returns the values to save if DCP has to plan them."""
-        plan.describe(values, self._writer.storage_meta())
-        return values
-
-    # --- Steps of all formats
-
-    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, mark: DirectoryMark | None) -> dict[str, Any]:
-        """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
-        exchange = self.exchange
-        self._writer = StorageWriter(self.path, **self._options)
-        given = extra_copies.checked(self._extra_files)
-        self._writer.options = replace(self._writer.options, extra_files=given)
-        self._writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
-        self._save = self._kind(self._writer.options)
-        # One rank gives them to the plan; where each node has a checkpoint of its own, the plan takes one rank of each.
-        mine = given if exchange.is_coordinator or self.planner.placement == "local" else {}
-        values = with_files(saved_form(state), mine)
-        if self.planner.placement == "local":
-            storage_at(self.path).check_mounted(
-                "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out"
-            )
-        self._save.begin()
-        if exchange.is_coordinator:
-            self._save.clean_up()  # no rank writes before the plan is made
-            if mark is not None and exchange.size > 1 and self.planner.placement != "local":
-                with named_system_errors(self.path):
-                    mark.leave()
-        return self._describe(plan, values)
-
     def _write_and_commit(self) -> None:
-        of_all = self.steps.gather(lambda: self._message(self._write()), "write")
+        layout, items = self._layout, self._items
+        if (
+            items is not None
+            and self.staged_plan is None
+            and layout.reads_in_finish
+            and not items.description.all_ready
+        ):
+            self.stage(None)  # until it is sent a tensor must be in host memory
+        layout.join_ranks(self.steps, self._is_in_one_table())
+        messages = self.steps.gather(self._write, "write")
         with self.exchange.commit_in_doubt(lambda: self._committed):
             with phase("commit"):
-                self._commit_all(of_all)
+                self._commit_all(messages)
             self._raise_or_sum_up()
+
+    def _is_in_one_table(self) -> bool:
+        if self.staged_plan is not None:
+            return self.staged_plan.in_one_table
+        return self._items is not None and self._items.description.all_ready
+
+    def _write(self) -> bytes:
+        """Writes this rank's part. Returns what the coordinator needs from it."""
+        if self.staged_plan is not None:
+            self.stats = self.staged_plan.write()
+        else:
+            assert self._items is not None
+            layout, items = self._layout, self._items
+            total = cache(lambda: sum(words(items.body_bytes())))  # rarely asked for
+            self.timeline.progress = lambda: (layout.progress(), total())
+            self.stats = RankSave(layout).write(items)
+        return self._layout.message()
+
+    def _commit_all(self, messages: list[bytes] | None) -> None:
+        """Commits on the coordinator, or on the first rank of each node. `messages`: of all ranks, on the coordinator;
+        None if a rank has an error."""
+        contents: list[tuple[bytes, ...]] | None = None
+        if messages is not None and self._of_all is not None:
+            contents = self.steps.take(self._layout.contents, self._of_all, messages, self._by_node)
+        mine = () if contents is None else contents[0]
+        if self._by_node:
+            of_ranks = None
+            if self.exchange.is_coordinator:
+                of_ranks = [pack(*content) for content in contents or [()] * self.exchange.size]
+            mine = tuple(unpack(self.exchange.scatter(of_ranks, self.steps.phase("metadata"))))
+        if mine:
+            self.steps.take(self._commit, self._layout.commit, *mine)
+
+    def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
+        self.exchange.may_commit()
+        step(*arguments)
+        self._committed = True
 
     def _raise_or_sum_up(self) -> None:
         """Raises on all ranks if one has an error. Else all learn what the job did."""
@@ -198,28 +206,11 @@ class CollectiveSave(ABC):
         self.timeline.end(self.stats)
         return self.stats
 
-    def _write(self) -> PackedResults:
-        if self.staged_plan is not None:
-            results, self.stats = self.staged_plan.write()
-        else:
-            assert self._items is not None
-            save, items = self._save, self._items
-            total = cache(lambda: sum(words(items.body_bytes())))  # rarely asked for
-            self.timeline.progress = lambda: (save.progress(), total())
-            results, self.stats = write_packed(save, items)
-        return results
-
-    def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
-        self.exchange.may_commit()
-        step(*arguments)
-        self._committed = True
-
     # --- A save of DCP's items, in the steps of `dcp.save`
 
     def _save_by_items(self, values: dict[str, Any]) -> None:
         """Saves in the steps of `dcp.save`, over this package's exchanges for their timeouts and errors."""
-        exchange, steps, writer, planner = self.exchange, self.steps, self._writer, self.planner
+        exchange, steps, layout, planner = self.exchange, self.steps, self._layout, self.planner
         mine: Any = None  # the coordinator's own plan, and then its results
         metadata: Metadata | None = None
 
@@ -230,34 +221,36 @@ class CollectiveSave(ABC):
 
         def plan() -> bytes:
             with counted(exchange.rank, exchange.size):
-                planner.set_up_planner(values, writer.storage_meta(), exchange.is_coordinator)
+                planner.set_up_planner(values, self._storage_meta(), exchange.is_coordinator)
                 planner.ranks = exchange.ranks
-                return packed(writer.prepare_local_plan(planner.create_local_plan()))
+                return packed(planner.create_local_plan())
 
         def plan_all(others: list[bytes]) -> list[bytes]:
             nonlocal mine, metadata
             plans, metadata = planner.create_global_plan([mine, *map(pickle.loads, others)])
-            mine, *answers = writer.prepare_global_plan(plans)
+            mine, *answers = layout.answers(plans)
             return [b"", *map(pickle.dumps, answers)]
 
         def write() -> bytes:
             local: SavePlan = pickle.loads(answer) if answer else mine
-            results = writer.write_data(planner.finish_plan(local), planner).wait()
-            self.stats = writer.last_stats
+            results, self.stats = write_plan(layout, planner.finish_plan(local), planner)
             return packed(results)
 
         def commit(others: list[bytes]) -> None:
             assert metadata is not None
-            self._commit(writer.finish, metadata, [mine, *map(pickle.loads, others)])
+            self._commit(layout.commit_results, metadata, [mine, *map(pickle.loads, others)])
 
-        plans = steps.gather(plan, "gather plans")
-        answers = steps.take(plan_all, plans[1:]) if plans is not None else None
-        steps.raise_together("plan")
-        answer = exchange.scatter(answers, steps.phase("scatter plans"))
-        results = steps.gather(write, "write")
-        with exchange.commit_in_doubt(lambda: self._committed):
-            if results is not None:
-                with phase("commit"):
-                    steps.take(commit, results[1:])
-            self._raise_or_sum_up()
+        try:
+            plans = steps.gather(plan, "gather plans")
+            answers = steps.take(plan_all, plans[1:]) if plans is not None else None
+            steps.raise_together("plan")
+            answer = exchange.scatter(answers, steps.phase("scatter plans"))
+            results = steps.gather(write, "write")
+            with exchange.commit_in_doubt(lambda: self._committed):
+                if results is not None:
+                    with phase("commit"):
+                        steps.take(commit, results[1:])
+                self._raise_or_sum_up()
+        finally:
+            layout.end()
         self._end()

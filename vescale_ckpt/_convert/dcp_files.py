@@ -11,15 +11,15 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
 from .._engine.dtypes import dtype_code
 from .._engine.errors import named_errors
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, in_first_file, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, words
 from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
 from .._state.structure import Path
 from .._write.host_batches import write_table
-from .._write.native_save import NativeSave
-from .._write.rank_save import RankSave, SaveOptions
+from .._write.layout import SaveOptions
+from .._write.native_layout import NativeLayout
 from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
 
@@ -42,10 +42,8 @@ class DcpRankFiles:
     """The data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
 
     def __init__(self, directory: str, rank: int, overwrite: bool) -> None:
-        self._save = NativeSave(SaveOptions(directory, rank, overwrite=overwrite))
-        self._save.begin()
-        if rank == 0:
-            self._save.clean_up()
+        self._files = NativeLayout(SaveOptions(directory, rank, overwrite=overwrite))
+        self._files.begin(is_coordinator=rank == 0)
 
     def write(
         self,
@@ -56,22 +54,26 @@ class DcpRankFiles:
         buffers: Buffers,
     ) -> bytes:
         """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
-        with self._save as save:
+        try:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
                 return pack(_C.pack_inventory([], [], 0), b"", b"", b"")
-            save.open(array("q", [piece.bytes for piece in pieces]))
-            written = _Written(save)
-            transfer(pieces, source, written, buffers)
-            placed = written.placed + save.write_contents(contents, list(values))
-            save.finish(len(pieces), len(values))
+            self._files.open(array("q", [piece.bytes for piece in pieces]))
+            transfer(pieces, source, _Written(self._files), buffers)
+            if contents:
+                self._files.write_records(contents, list(values), range(len(pieces), len(names)), of_tensors=False)
+            self._files.finish()
+        except BaseException:
+            self._files.discard()
+            raise
         rows = [_row(piece) for piece in pieces]
         rows += [packed_row(OBJECT, 0, False, len(content), ShardBox((), (), ()), ()) for content in contents]
         own = dict.fromkeys(names)
         inventory = _C.pack_inventory(names, rows, 0)
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
-        return pack(inventory, known, in_first_file(placed), save.name.encode())
+        locations, (file,) = self._files.located()
+        return pack(inventory, known, locations, file.encode())
 
     def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
         """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
@@ -81,24 +83,24 @@ class DcpRankFiles:
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.local_plan(rank), own) for rank, own in enumerate(locations)]
             files = [[name.decode()] if name else [] for name in names]
-            save_id = self._save.options.save_id
+            save_id = self._files.options.save_id
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
-        self._save.commit(content, index)
+        self._files.commit(content, index)
 
     def discard(self) -> None:
         """Removes the files that this rank has written."""
-        self._save.discard()
+        self._files.discard()
 
     def end(self) -> None:
-        self._save.end()
+        self._files.end()
 
 
 class _Written:
-    """Writes batches to a data file and collects their record locations."""
+    """Writes batches to a data file."""
 
-    def __init__(self, save: RankSave) -> None:
-        self._save = save
-        self.placed: list[int] = []
+    def __init__(self, files: NativeLayout) -> None:
+        self._files = files
+        self._rows = 0
 
     def prepare(self, batch: Batch) -> None: ...
 
@@ -106,8 +108,10 @@ class _Written:
         segments = batch.segments
         names = [placed.segment.output.name for placed in segments if isinstance(placed.segment, Piece)]
         if segments:
-            table, rows = write_table([placed.target for placed in segments]), range(len(segments))
-            self.placed += self._save.write_table(table, names.__getitem__, rows)
+            table = write_table([placed.target for placed in segments])
+            rows = range(self._rows, self._rows + len(segments))
+            self._files.write_table(table, names.__getitem__, rows)
+            self._rows = rows.stop
 
 
 def _row(piece: Piece) -> bytes:

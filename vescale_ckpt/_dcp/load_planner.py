@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._checkpoint.checkpoint import not_all_there
+from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
@@ -32,7 +33,6 @@ from .._state.shared_targets import replaced_targets
 from .._state.structure import Path
 from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
-from .lazy_metadata import LazyMetadata
 from .overrides import is_method_of
 
 _IS_META = attrgetter("is_meta")

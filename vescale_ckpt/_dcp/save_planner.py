@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from .._checkpoint.native.lazy_metadata import metadata_of_plan
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
@@ -34,7 +35,6 @@ from .._state.per_rank import this_rank, unwrapped
 from .._state.structure import Structure
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS, Placement, checked_flag
-from .lazy_metadata import metadata_of_plan
 from .overrides import is_method_of
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import metadata_name
+from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.open_checkpoint import mark, open_to_load, unpacked
 from .._checkpoint.record_reader import ReadOptions
@@ -41,7 +42,6 @@ from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
-from .lazy_metadata import LazyMetadata
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import item_targets
 

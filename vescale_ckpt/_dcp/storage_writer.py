@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .. import settings
-from .._checkpoint.safetensors.folder import file_numbers, shard_bytes
-from .._checkpoint.safetensors.header_texts import checked_metadata
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
@@ -26,29 +24,42 @@ from .._observe.timeline import Timeline
 from .._plan.save_plan import PackedResults
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
-from .._write.rank_save import SaveOptions, new_save_id
+from .._write.layout import Layout, SaveOptions, new_save_id
+from .._write.native_layout import NativeLayout
+from .._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .save_formats import ExportFormat, NativeFormat
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
+from .write_plan import write_plan
 
-FORMATS: dict[str, type[NativeFormat] | type[ExportFormat]] = {"dcp": NativeFormat, "safetensors": ExportFormat}
+FORMATS = ("dcp", "safetensors")
 
 
-def check_format(
-    format: str, metadata: Mapping[str, str] | None = None, fqn_to_index_mapping: Mapping[str, int] | None = None
-) -> None:
-    """Raises ValueError for an unknown format, and for options that are no mappings or that the format cannot take."""
+def chosen_format(
+    format: str | Safetensors,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str] | None,
+    fqn_to_index_mapping: Mapping[str, int] | None,
+) -> Safetensors | None:
+    """The files that `format` and the options beside it, from before `Safetensors` had them, ask for. None for DCP's
+    own. Raises ValueError for an unknown format, and for options that the format does not have."""
+    beside = metadata is not None or fqn_to_index_mapping is not None or max_shard_size != DEFAULT_SHARD_SIZE
+    if isinstance(format, Safetensors):
+        if beside:
+            raise ValueError("max_shard_size, metadata, fqn_to_index_mapping: format=Safetensors(...) has them")
+        return format
     if format not in FORMATS:
-        raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise ValueError(f"metadata: a mapping of texts is wanted, or None, not {type(metadata).__name__}")
-    if metadata is not None and format != "safetensors":
+        raise ValueError(f"format={format!r}: expected one of {', '.join(FORMATS)}, or a Safetensors")
+    made = Safetensors(max_shard_size, metadata, fqn_to_index_mapping)
+    if format == "safetensors":
+        return made
+    if metadata is not None:
         raise ValueError(f"metadata: only files of format='safetensors' have it, not {format!r}: put it into the state")
-    if fqn_to_index_mapping is not None and format != "safetensors":
+    if fqn_to_index_mapping is not None:
         raise ValueError(f"fqn_to_index_mapping: only models of format='safetensors' have such files, not {format!r}")
+    return None
 
 
 class StorageWriter(DcpStorageWriter, AsyncStager):
@@ -89,14 +100,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self,
         path: str | os.PathLike[str],
         *,
-        format: str = "dcp",
+        format: str | Safetensors = "dcp",
         thread_count: int | None = None,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         overwrite: bool = True,
         checksums: bool = True,
         direct_io: DirectIO = "auto",
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         metadata: Mapping[str, str] | None = None,
         fqn_to_index_mapping: Mapping[str, int] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -114,8 +125,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
                 "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
             )
-        check_format(format, metadata, fqn_to_index_mapping)
-        self.format = format
+        self._safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
+        self.format = "dcp" if self._safetensors is None else "safetensors"
         self.options = SaveOptions(
             path=checkpoint_path(checked_path("path", path)),
             thread_count=checked_count("thread_count", thread_count, most=MOST_THREADS),
@@ -123,14 +134,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             checksums=checked_flag("checksums", checksums),
             sync_files=checked_flag("sync_files", sync_files),
             overwrite=checked_flag("overwrite", overwrite),
-            single_file=checked_flag("single_file_per_rank", single_file_per_rank) or format != "dcp",
-            most_file_bytes=shard_bytes(max_shard_size),
-            file_numbers=file_numbers(fqn_to_index_mapping),
-            texts=checked_metadata({"format": "pt"} if metadata is None else dict(metadata)),
+            single_file=checked_flag("single_file_per_rank", single_file_per_rank) or self._safetensors is not None,
         )
         self.last_stats: SaveStats | None = None
         self._is_coordinator = True
-        self._save: NativeFormat | ExportFormat | None = None  # from `prepare_local_plan` to the end of that save
+        self._layout: Layout | None = None  # from `prepare_local_plan` to the end of that save
         self._timeline: Timeline | None = None  # from `set_up_storage_writer` to the end of that save
 
     # --- DCP's calls, in the order in which they come
@@ -181,20 +189,28 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP calls it on each rank, with the rank's local plan. Begins the save."""
         self._end()  # the save before this one
-        self._save = FORMATS[self.format](self.options)
+        safetensors = self._safetensors
+        self._layout = (
+            NativeLayout(self.options) if safetensors is None else SafetensorsLayout(self.options, safetensors)
+        )
         with self._in_phase("plan"):
-            return self._save.prepare_local_plan(plan)
+            self._layout.begin(self._is_coordinator)
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """DCP calls it on the coordinator, with the answers to all ranks, which may be changed."""
         with self._in_phase("plan"):
-            return self._this_save.prepare_global_plan(plans)
+            return self._this_layout.answers(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP calls it on each rank. The data is written and synced when this returns."""
         future: Future[list[WriteResult]] = Future()
         with gc_paused(), self._in_phase("write"):
-            results, self.last_stats = self._this_save.write_data(plan, planner)
+            try:
+                results, self.last_stats = write_plan(self._this_layout, plan, planner)
+            except BaseException:
+                self._end()
+                raise
         if (measured := self._timeline) is not None:
             if isinstance(results, PackedResults):
                 results.votes = measured.votes(self.last_stats.bytes)
@@ -211,7 +227,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         """DCP calls it on the coordinator, with the results of all ranks. Commits."""
         try:
             with self._in_phase("commit"):
-                self._this_save.commit_results(metadata, results)
+                self._this_layout.commit_results(metadata, results)
         finally:
             self._end()
         if (measured := self._timeline) is not None and self.last_stats is not None:
@@ -221,10 +237,10 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             measured.end(self.last_stats)
 
     @property
-    def _this_save(self) -> NativeFormat | ExportFormat:
-        if self._save is None:
+    def _this_layout(self) -> Layout:
+        if self._layout is None:
             raise CheckpointError("a save begins with StorageWriter.prepare_local_plan, which was not called")
-        return self._save
+        return self._layout
 
     @contextmanager
     def _in_phase(self, name: str) -> Iterator[None]:
@@ -236,12 +252,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             yield
 
     def _end(self) -> None:
-        if self._save is not None:
-            self._save.end()
-        self._save = None
+        if self._layout is not None:
+            self._layout.end()
+        self._layout = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_save": None, "_timeline": None}
+        return {**self.__dict__, "_layout": None, "_timeline": None}
 
     # --- `dcp.async_save` uses the writer as its stager
 

@@ -28,13 +28,5 @@ def words(table: bytes) -> memoryview:
     return memoryview(table).cast("q")
 
 
-def in_first_file(placed: Sequence[int]) -> bytes:
-    """A table of places in file 0. `placed`: offset, length and CRC-32 of each."""
-    places = array("q", bytes(len(placed) // 3 * LOCATION_ROW * 8))
-    for column in range(3):
-        places[column + 1 :: LOCATION_ROW] = array("q", placed[column::3])
-    return places.tobytes()
-
-
 def int_table(rows: Sequence[int] = ()) -> array[int]:
     return array("q", rows)

@@ -7,13 +7,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._checkpoint.native.delta_table import ID_BYTES, DeltaTable, Row
+from .._checkpoint.native.delta_table import ID_BYTES, DeltaTable, Row, rows_of_rank
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import LOCATION_ROW, int_table, words
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile
+from .delta_base import LEAST_RECORD_BYTES
 from .frozen import Content, FrozenTensors, table_rows
 
 Write = Callable[[Any, Callable[[int], str], Any], list[int]]
@@ -28,7 +29,7 @@ class Delta:
 
     def __init__(self, table: DeltaTable, frozen: FrozenTensors | None = None) -> None:
         self._frozen = frozen
-        self._seed = table.seed
+        self.seed = table.seed
         self._key = hashlib.shake_128(b"vescale_ckpt delta" + table.seed).digest(_C.HASH_KEY_BYTES)
         self._table = table
         self._ids: dict[int, bytes] = {}  # by row of the rank's part
@@ -43,7 +44,7 @@ class Delta:
             return {}
         sizes = words(items.body_bytes())
         placed = {}
-        for row, content in self._frozen.contents(items, self._seed).items():
+        for row, content in self._frozen.contents(items, self.seed).items():
             older = self._table.find(content.id)
             if older is not None and older.crc == content.crc:
                 self._ids[row] = content.id
@@ -72,7 +73,7 @@ class Delta:
             row, entry = rows[number], entries[number]
             id = self._ids[row] = _id_of(entry, blocks)
             if self._frozen is not None:
-                self._frozen.was_read(row, self._seed, Content(id, crc))
+                self._frozen.was_read(row, self.seed, Content(id, crc))
             older = self._table.find(id)
             if older is not None and older.crc == crc:
                 placed[3 * number : 3 * number + 3] = self._reuse(row, older, sizes[number])
@@ -111,10 +112,9 @@ class Delta:
             placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
         return placed
 
-    def locate(self, places: bytes, own_files: Sequence[str]) -> tuple[bytes, list[str]]:
-        """The table of places in file 0 with the right files, and the names of the files."""
-        located = array("q")
-        located.frombytes(places)
+    def locate(self, located: array[int], own_files: Sequence[str]) -> tuple[bytes, list[str]]:
+        """The table of places with the files of older records, and the names of the files. `located`: the table for
+        the rank's own files; it is changed."""
         names = list(own_files)
         numbers: dict[int, int] = {}
         for row, older in self._older.items():
@@ -127,6 +127,18 @@ class Delta:
     def ids(self) -> bytes:
         """The ids of all tensors of the rank's part, in its order."""
         return b"".join(self._ids[row] for row in range(len(self._ids)))
+
+
+def table_of_new_checkpoint(
+    seed: bytes, locations: Sequence[bytes], ids: Sequence[bytes], names: Sequence[Sequence[str]]
+) -> DeltaTable:
+    """The records of a checkpoint, for later saves. Of each rank: record locations, ids of its tensors, its files."""
+    files: dict[str, int] = {}
+    rows: dict[Row, None] = {}
+    for located, of_rank, own in zip(locations, ids, names, strict=True):
+        numbers = [files.setdefault(name, len(files)) for name in own]
+        rows.update(dict.fromkeys(rows_of_rank(words(located), of_rank, numbers, LEAST_RECORD_BYTES)))
+    return DeltaTable.of(seed, list(files), rows)
 
 
 def _id_of(entry: memoryview, blocks: bytes) -> bytes:

@@ -27,7 +27,7 @@ from .._state import objects
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
 from .device_notes import note_device
-from .rank_save import RankSave, SaveOptions
+from .layout import Layout, SaveOptions
 
 
 class _Batch(NamedTuple):
@@ -65,22 +65,22 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
     return table
 
 
-def write_rows(save: RankSave, items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[int]]]:
-    """Writes `rows` of a rank's part, in host memory or on devices. Yields some rows at a time, with offset, length and
-    CRC-32 of each. At most two batches are in memory. They share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs
-    more."""
+def write_rows(layout: Layout, items: PackedItems, rows: Sequence[int]) -> None:
+    """Writes `rows` of a rank's part, in host memory or on devices. At most two batches are in memory. They share
+    `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
 
-    def write(batch: _Batch) -> list[int]:
+    def write(batch: _Batch) -> None:
         if batch.archives:
-            return save.write_archives(list(batch.archives), list(map(items.key, batch.rows)), batch.rows)
+            layout.write_records(list(batch.archives), list(map(items.key, batch.rows)), batch.rows, of_tensors=True)
+            return
         try:
-            return save.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
+            layout.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
         finally:
             if isinstance(batch.memory, _C.Snapshot):
                 batch.memory.release()
 
-    for batch, placed in overlap(_batches(save.options, items, rows), write):
-        yield batch.rows, placed
+    for _ in overlap(_batches(layout.options, items, rows), write):
+        pass
 
 
 def _batches(options: SaveOptions, items: PackedItems, rows: Sequence[int]) -> Iterator[_Batch]:

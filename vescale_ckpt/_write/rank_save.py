@@ -1,73 +1,40 @@
-"""`RankSave` is one rank's part of a save, in any format: the rank checks the directory, writes, and commits."""
+"""`RankSave` writes what one rank holds in one save, into the files that a layout gives it."""
 
 from __future__ import annotations
 
+import io
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from .._engine.options import direct_io_setting, used_paths
-from .._engine.rows import in_first_file
-from .._plan.save_plan import PackedItems
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from .._engine import _C
+from .._engine.options import used_paths
+from .._engine.overlap import overlap
+from .._observe.timeline import phase
+from .._plan.save_plan import PackedItems, body_bytes
+from .._state import objects
+from .._state.watch import WatchedState
+from ..errors import CheckpointError
 from ..reports import SaveStats
-from ..settings import DirectIO
 from .device_notes import device_notes
+from .host_batches import ItemBatch, item_batches, write_rows, write_table
+from .layout import Layout
+
+Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`
 
 
-def new_save_id() -> str:
-    return uuid.uuid4().hex
+class RankSave:
+    """What one rank does in one save: `write`, or `write_items`, or the copy and the writing of a `StagedPlan`.
 
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """Where and how a rank writes one save."""
-
-    path: str  #: of the directory, absolute
-    rank: int = 0
-    thread_count: int | None = None  #: None: the setting
-    direct_io: DirectIO = field(default_factory=lambda: direct_io_setting("auto"))
-    checksums: bool = True
-    sync_files: bool = True
-    overwrite: bool = True
-    alone: bool = False  #: whether ranks save without collectives, each with metadata of its own
-    save_id: str = field(default_factory=new_save_id)
-    single_file: bool = True  #: in DCP's layout: False for one file for each tensor and object
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)  #: in DCP's layout: copies that the commit writes
-    most_file_bytes: int = 0  #: in safetensors: limit of the tensors in a file. A larger tensor is alone in its file
-    #: in safetensors: pairs of key and number of its file, in place of `most_file_bytes`
-    file_numbers: Sequence[tuple[str, int]] = ()
-    texts: Sequence[tuple[str, str]] = ()  #: in safetensors: pairs for the metadata of the headers
-
-
-class RankSave(ABC):
-    """One rank's part of one save. The order of calls:
-
-    - `begin` on each rank; then `clean_up` on the coordinator, before any rank writes;
-    - on each rank `open`, `write_table` and `write_contents` for one file after another, and `finish` after the last.
-      As a context around these calls, an error discards the files;
-    - a commit on the coordinator, after all ranks have written;
-    - `end` on each rank, also after a failure.
+    As a context around writing, it measures the time, and an error discards the files.
     """
 
-    name = ""  #: of the open file, if only this rank writes to it
-    #: whether the memory of tables is read in `finish`, too; else `write_table` has read it when it returns
-    reads_in_finish = False
-
-    def __init__(self, options: SaveOptions) -> None:
-        self.options = options
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self._started: float | None = None  # when the context was entered first
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Makes the directory. Raises `CheckpointError` if it must not be written to."""
-
-    @abstractmethod
-    def clean_up(self) -> None:
-        """Removes what saves that died have left: this save may need the space."""
 
     def __enter__(self) -> RankSave:
         self._started = self._started or time.perf_counter()
@@ -77,72 +44,97 @@ class RankSave(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self.discard()
+            self.layout.discard(error)
 
-    def unread(self, items: PackedItems) -> Mapping[int, Sequence[int]]:
-        """The rows of the rank's part that need not be written, nor read: offset, length and CRC-32 of the records that
-        hold them. Call it before anything is written."""
-        return {}
+    def write(self, items: PackedItems) -> SaveStats:
+        """Writes all items to one file. Tensors are written without a copy if the engine can read them directly."""
+        layout, tensors = self.layout, range(items.count_tensors())
+        with self, phase("write"):
+            if not items:
+                return self.finish(0, 0)
+            stored = layout.stored(items)
+            if items.description.all_ready and not stored:
+                table = items.write_table()
+                layout.open(_C.body_bytes(table))
+                layout.write_table(table, items.key, tensors)
+            else:
+                layout.open(items.body_bytes())
+                write_rows(layout, items, [row for row in tensors if row not in stored])
+            if keys := items.objects():
+                contents = [objects.dump(items.description.objects[key], key) for key in keys]
+                layout.write_records(contents, keys, range(len(tensors), len(items)), of_tensors=False)
+            items.check_unchanged()
+            return self.finish(len(tensors), len(keys))
 
-    @abstractmethod
-    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
-        """Opens a file, and makes the content of the one before durable. `body_bytes`: of each tensor that it will
-        hold. `part`: its number, if a rank writes several."""
+    def write_items(
+        self, items: Sequence[WriteItem], resolve: Resolve, state: Mapping[str, Any], *, makes_tensors: bool
+    ) -> tuple[list[WriteItem], SaveStats]:
+        """Writes DCP's items as a planner resolves them. Returns them in the order of their rows.
 
-    @abstractmethod
-    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
-        """Writes the tensors of the engine's table. Returns offset, length and CRC-32 of each.
+        `state`: must not change meanwhile. `makes_tensors`: whether `resolve` may return tensors that are not the
+        state's own."""
+        single_file = self.layout.options.single_file
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+        others = [item for item in items if item.type == WriteItemType.BYTE_IO]
+        if single_file:
+            parts = [(tensors, others)] if items else []
+        else:
+            parts = [([item], []) for item in tensors] + [([], [item]) for item in others]
+        row = 0
+        with self, phase("write"):
+            watch = WatchedState(state)
+            for number, (part_tensors, part_objects) in enumerate(parts):
+                self.layout.open(body_bytes(part_tensors), None if single_file else number)
+                self._write_tensors(part_tensors, resolve, makes_tensors, row)
+                row += len(part_tensors)
+                if part_objects:
+                    contents = [_content(item, resolve(item)) for item in part_objects]
+                    rows = range(row, row := row + len(part_objects))
+                    self.layout.write_records(contents, _keys(part_objects), rows, of_tensors=False)
+            watch.check_unchanged()
+            return tensors + others, self.finish(len(tensors), len(others))
 
-        `rows`: for each tensor its row in the rank's part. It gives the position in files with a fixed layout."""
+    def _write_tensors(self, items: Sequence[WriteItem], resolve: Resolve, makes_tensors: bool, first_row: int) -> None:
+        written = first_row
 
-    @abstractmethod
-    def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
-        """Writes pickled objects, after all tensors of a file. Returns offset, length and CRC-32 of each."""
+        def write(batch: ItemBatch) -> None:
+            nonlocal written
+            rows = range(written, written := written + len(batch.items))
+            if batch.archives:
+                self.layout.write_records(batch.archives, _keys(batch.items), rows, of_tensors=True)
+            else:
+                self.layout.write_table(write_table(batch.tensors), lambda row: batch.items[row].index.fqn, rows)
 
-    def write_archives(self, archives: list[bytes], keys: list[str], rows: Sequence[int]) -> list[int]:
-        """Writes the records of wrapper subclasses: archives of `torch.save`. Returns offset, length, CRC-32 of each.
+        for _ in overlap(item_batches(items, resolve, makes_tensors), write):
+            pass
 
-        `rows`: for each its row in the rank's part."""
-        return self.write_contents(archives, keys)
-
-    def located(self, placed: Sequence[int]) -> tuple[bytes, list[str]]:
-        """A table of the places of all tensors and objects, and the names of the files. `placed`: what `write_table`
-        and `write_contents` returned, in the order of the rank's part."""
-        return in_first_file(placed), [self.name]
-
-    @abstractmethod
     def finish(self, tensors: int, objects: int) -> SaveStats:
         """Makes all files durable. Returns the statistics of this rank, with the given numbers of values."""
-
-    @abstractmethod
-    def progress(self) -> int:
-        """Bytes that were written so far. Any thread may call it."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Makes calls that run in other threads fail soon."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Closes the files, and removes those that belong to this rank alone. May be called again."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Ends the save, committed or not. May be called again."""
-
-    def _stats(
-        self, tensors: int, objects: int, tensor_bytes: int, file_bytes: int, of_files: Sequence[dict[str, int]]
-    ) -> SaveStats:
+        written = self.layout.finish()
         assert self._started is not None
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
-        total: dict[str, Any] = {name: sum(stats[name] for stats in of_files) for name in names}
+        total: dict[str, Any] = {name: sum(stats[name] for stats in written.of_files) for name in names}
         return SaveStats(
             seconds=time.perf_counter() - self._started,
             tensors=tensors,
             objects=objects,
-            bytes=tensor_bytes,
+            bytes=written.tensor_bytes,
             io_path=used_paths(total),
             device_notes=device_notes(),
-            file_bytes=file_bytes,
+            file_bytes=written.file_bytes,
+            reused_bytes=written.reused_bytes,
+            reused_tensors=written.reused_tensors,
             **total,
         )
+
+
+def _content(item: WriteItem, resolved: object) -> bytes:
+    if not isinstance(resolved, io.BytesIO):
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved an object to {type(resolved).__name__}, not BytesIO"
+        )
+    return resolved.getvalue()
+
+
+def _keys(items: Sequence[WriteItem]) -> list[str]:
+    return [item.index.fqn for item in items]

@@ -13,7 +13,7 @@ from .._engine.errors import named_errors
 from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, words
 from .._observe.timeline import phase
-from .._plan.save_plan import PackedItems, PackedResults
+from .._plan.save_plan import PackedItems
 from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
@@ -42,9 +42,9 @@ class StagedPlan:
         self._guarded: _C.Snapshot | None = None  # filled in the background, after the constructor has returned
         # It keeps the copied tensors alive; so it must outlive the copying.
         self._gate = None if gate is None else GatedCopy(gate)
-        self._save = save
+        self._save, self._layout = save, save.layout
         self._is_open = False
-        self._threads = threads_of(save.options.thread_count)
+        self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
         self._local_plan, self._names = words(items.local_plan), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
@@ -55,7 +55,7 @@ class StagedPlan:
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # by row: the records of wrapper subclasses
         self._samples = memoryview(b"").cast("Q")  # of these rows, when the constructor returned
-        self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
+        self._stored = self._layout.stored(items)
         self._early_bytes = 0
         with self._save:
             try:
@@ -77,15 +77,15 @@ class StagedPlan:
 
     def progress(self) -> tuple[int, int]:
         """The bytes that were written, and those of all tensors in this rank's part."""
-        return self._save.progress(), sum(words(self._body_bytes))
+        return self._layout.progress(), sum(words(self._body_bytes))
 
     @property
     def in_one_table(self) -> bool:
         """Whether one snapshot has all tensors, so that one table tells where they are."""
         return not self._is_open and len(self._copies) <= 1
 
-    def write(self) -> tuple[PackedResults, SaveStats]:
-        """Writes the content of the snapshots, and the objects. Raises as `write_packed` does."""
+    def write(self) -> SaveStats:
+        """Writes the content of the snapshots, and the objects. Raises as `RankSave.write` does."""
         try:
             return self._write()
         finally:
@@ -99,8 +99,9 @@ class StagedPlan:
         self._written.clear()
         self._archives.clear()
 
-    def _write(self) -> tuple[PackedResults, SaveStats]:
-        with self._save as save, phase("write"):
+    def _write(self) -> SaveStats:
+        layout = self._layout
+        with self._save, phase("write"):
             try:
                 with phase("snapshot"):
                     self._wait_until_copied()
@@ -108,35 +109,36 @@ class StagedPlan:
                 self.staged.set_exception(error)
                 raise
             if not self._local_plan:
-                return PackedResults(b"", []), save.finish(0, 0)
+                return self._save.finish(0, 0)
             self._open(in_background=True)
             while self._copies:  # each snapshot is freed when it is written
                 self._written.append(self._copies.pop(0))
                 rows, snapshot = self._written[-1]
                 self._write_rows(rows, snapshot.table())
-                if not save.reads_in_finish:
+                if not layout.reads_in_finish:
                     snapshot.release()
                     self._written.pop()
             if rows := list(self._archives):
-                contents, keys = list(self._archives.values()), list(map(self._key_of(rows), range(len(rows))))
-                self._keep(rows, save.write_archives(contents, keys, rows))
+                keys = list(map(self._key_of(rows), range(len(rows))))
+                layout.write_records(list(self._archives.values()), keys, rows, of_tensors=True)
                 self._archives.clear()
-            placed = [number for row in range(self._tensors) for number in self._placed[row]]
-            placed += save.write_contents(self._objects, self._object_keys)
-            return PackedResults(*save.located(placed)), save.finish(self._tensors, len(self._objects))
+            if keys := self._object_keys:
+                rows = range(self._tensors, self._tensors + len(keys))
+                layout.write_records(self._objects, keys, rows, of_tensors=False)
+            return self._save.finish(self._tensors, len(keys))
 
     def cancel(self) -> None:
         """Makes a `write` that runs in another thread fail soon."""
         if self._guarded is not None:
             self._guarded.cancel()
-        self._save.cancel()
+        self._layout.cancel()
 
     # --- Copying
 
     def _copy_all(self, items: PackedItems) -> None:
         where_they_are: Sequence[int] = range(self._tensors)
-        if self._placed:
-            where_they_are = [row for row in where_they_are if row not in self._placed]
+        if self._stored:
+            where_they_are = [row for row in where_they_are if row not in self._stored]
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
@@ -169,8 +171,7 @@ class StagedPlan:
         if early := rows[: snapshot.first]:
             with phase("write", "what snapshots have no room for"):
                 self._open(in_background=False)
-                for some, placed in write_rows(self._save, items, early):
-                    self._keep(some, placed)
+                write_rows(self._layout, items, early)
         self._add(snapshot, rows)
         return snapshot
 
@@ -216,22 +217,18 @@ class StagedPlan:
                 raise changed_behind_gate(self._key_of(self._guarded_rows)(first + number))
 
     def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        return named_errors(self._key_of(rows), self._save.options.path)
+        return named_errors(self._key_of(rows), self._layout.options.path)
 
     # --- Writing
 
     def _open(self, *, in_background: bool) -> None:
         """Opens the file. Only the first call counts: writes that training waits for run at full speed."""
         if not self._is_open:
-            self._save.open(self._body_bytes, in_background=in_background)
+            self._layout.open(self._body_bytes, in_background=in_background)
         self._is_open = True
 
     def _write_rows(self, rows: Sequence[int], table: Any) -> None:
-        self._keep(rows, self._save.write_table(table, self._key_of(rows), rows))
-
-    def _keep(self, rows: Sequence[int], placed: list[int]) -> None:
-        for number, row in enumerate(rows):
-            self._placed[row] = placed[3 * number : 3 * number + 3]
+        self._layout.write_table(table, self._key_of(rows), rows)
 
     def _key_of(self, rows: Sequence[int]) -> Callable[[int], str]:
         return lambda row: self._names[self._local_plan[rows[row] * PLAN_ROW]]

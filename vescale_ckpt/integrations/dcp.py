@@ -14,18 +14,17 @@ from weakref import ref
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.safetensors.model_names import is_file_of_rank
 from .._dcp.load_planner import LoadPlanner
-from .._dcp.save_formats import ExportFormat
 from .._dcp.save_planner import SavePlanner
 from .._dcp.stager import Stager
 from .._dcp.storage_reader import StorageReader
 from .._dcp.storage_writer import StorageWriter
 from .._engine import torch_private
 from .._storage.open_storage import storage_at
+from .._write.safetensors_layout import Safetensors
 from ..errors import CheckpointError
 from ..settings import Broadcast
 
@@ -60,6 +59,10 @@ class DefaultWriter(StorageWriter):
         )
 
 
+class _WithOffsets(Safetensors):
+    tells_offsets = True
+
+
 class DefaultHuggingFaceWriter(StorageWriter):
     """A `StorageWriter(format="safetensors")` with the arguments of torch's `HuggingFaceStorageWriter`.
 
@@ -78,16 +81,9 @@ class DefaultHuggingFaceWriter(StorageWriter):
     ) -> None:
         super().__init__(
             path,
-            format="safetensors",
+            format=_WithOffsets(fqn_to_index_mapping=fqn_to_index_mapping),
             thread_count=None if thread_count == 1 else thread_count,
-            fqn_to_index_mapping=fqn_to_index_mapping,
         )
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        plan = super().prepare_local_plan(plan)
-        assert isinstance(self._save, ExportFormat)
-        self._save.tells_offsets = True
-        return plan
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         # Of a folder with files of ranks transformers would read these, and the new ones as more of the same.

@@ -18,9 +18,7 @@ from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
 from ..._storage.pending import Pending, new_token
 from .commit import IndexOf, check_replaceable, is_named, names_in, replace_model
 from .model_names import (
-    INDEX_NAME,
     file_names,
-    is_model_file,
     is_temporary_index,
     temporary_name,
     token_of,
@@ -59,30 +57,29 @@ class ExportFolder:
     """One export. Its files exist with their final size; `commit` makes them the folder's model, `discard` removes them
     if they were not committed."""
 
-    def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
-        """Creates files of `sizes` bytes, and removes files of exports that died. `names`: None for those of a model.
-        Raises `StorageFullError`, `CheckpointError`."""
+    def __init__(self, directory: str, sizes: list[int]) -> None:
+        """Creates files of `sizes` bytes, and removes files of exports that died. Raises `StorageFullError`,
+        `CheckpointError`."""
         self.directory = directory
-        self.names = file_names(len(sizes)) if names is None else names
         self.token = ""
         self.files = Pending(directory)
         needed = sum(sizes)
         with named_system_errors(directory, needed):
-            if names is None:
-                check_replaceable(directory)
+            check_replaceable(directory)
             orphans.remove(left_by_exports(directory))
             check_space(directory, needed)
+            first, *names = file_names(len(sizes))
             try:
-                self.files.begin(lambda: self._make_first(sizes[0]))
-                for name, size in zip(self.names[1:], sizes[1:], strict=True):
+                self.files.begin(lambda: self._make_first(first, sizes[0]))
+                for name, size in zip(names, sizes[1:], strict=True):
                     self.files.paths.append(self._make(name, size))
             except BaseException:
                 self.discard()
                 raise
 
-    def _make_first(self, size: int) -> tuple[str, None]:
+    def _make_first(self, name: str, size: int) -> tuple[str, None]:
         self.token = new_token()
-        return self._make(self.names[0], size), None
+        return self._make(name, size), None
 
     def _make(self, name: str, size: int) -> str:
         path = os.path.join(self.directory, temporary_name(name, self.token))
@@ -92,31 +89,10 @@ class ExportFolder:
     def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
         """Writes the start of each file, `heads`, and makes the files the model, durably. `index` returns the index for
         the names that the files get."""
-        self.complete(heads, sync)
-        replace_model(self.files, index)
-
-    # --- The same in steps, for ranks that write a file each
-
-    def complete(self, heads: list[bytes], sync: bool) -> None:
         with named_system_errors(self.directory):
             for path, head in zip(self.files.paths, heads, strict=True):
                 _C.write_head(path, head, sync)
-
-    def make_way(self) -> None:
-        """Removes the model before: without an index readers take all files in a folder, and would mix the two."""
-        storage = storage_at(self.directory)
-        with named_system_errors(self.directory):
-            self.files.storage.make_durable(holds_one=False)
-            storage.remove(INDEX_NAME)
-            for name in filter(is_model_file, storage.names()):
-                storage.remove(name)
-            storage.sync()
-
-    def give_names(self) -> None:
-        with named_system_errors(self.directory):
-            self.files.give_names(self.names)
-            self.files.committed()
-            storage_at(self.directory).sync()
+        replace_model(self.files, index)
 
     def discard(self) -> None:
         """May be called again, and after `commit`."""

@@ -45,11 +45,6 @@ def token_of_object(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def name_of_rank(rank: int) -> str:
-    """The name of one rank's file where ranks share no folder, as torch's HuggingFaceStorageWriter gives it."""
-    return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-
-
 def temporary_name(name: str, token: str) -> str:
     """The name of a file while it is written. Readers that take every `*.safetensors` in a folder ignore it."""
     return f"{name}.tmp.{token}"
@@ -60,7 +55,7 @@ def is_model_file(name: str) -> bool:
 
 
 def is_file_of_rank(name: str) -> bool:
-    """Whether `name` is one that `name_of_rank` gives, or torch's HuggingFaceStorageWriter for several files a rank."""
+    """Whether `name` is one that torch's HuggingFaceStorageWriter gives a file of one rank."""
     return is_model_file(name) and name.startswith("shard-")
 
 

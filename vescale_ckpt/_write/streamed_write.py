@@ -1,63 +1,24 @@
-"""`CollectiveStoreExport` saves safetensors files to an object store with all ranks, each file by one of them."""
+"""`StreamedWrite` lets all ranks put files of an object store together, each in the windows of one rank."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
-from .._engine import _C
-from .._engine.rows import int_table, words
+from .._engine.rows import words
 from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._routes.node_buffer import NodeBuffer
-from .._write.store_export import StoreExport
-from ..errors import CheckpointError
-from .export_save import CollectiveExport
-from .joined_write import WINDOW_BYTES, JoinedWrite
+from .joined_write import JoinedWrite
+
+if TYPE_CHECKING:
+    from .store_layout import StoreLayout
 
 _FINE, _FAILED = b"\1", b"\0"
-
-
-class CollectiveStoreExport(CollectiveExport):
-    """A `CollectiveExport` into an object store."""
-
-    _kind = StoreExport
-    _save: StoreExport
-
-    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
-        try:
-            made.stream(nodes, WINDOW_BYTES)
-        except _C.EngineError as error:
-            raise CheckpointError(
-                f"{self.path}: {error}. Save with format='dcp' and convert (vescale_ckpt.convert, also from the store "
-                "to the store)",
-                path=self.path,
-            ) from None
-
-    def _ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
-        return int_table(made.file_bytes).tobytes()  # all ranges are the same for all ranks, and may be many
-
-    def _unpacked(self, ranges: bytes) -> bytes:
-        return _C.stream_ranges(ranges, self.exchange.size, WINDOW_BYTES)
-
-    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
-        return made.messages(rank)
-
-    def _share_memory(self, joined: JoinedRanges) -> None:
-        """Raises on all ranks if one has an error, or cannot share memory."""
-        steps, doing = self.steps, self.steps.phase("write together")
-        if self.staged_plan is None and self._items is not None and not self._items.description.all_ready:
-            self.stage(None)  # until a tensor is sent it must be in host memory
-        memory, error = JoinedWrite.share_memory(self.exchange, doing, joined, steps.error is None)
-        steps.error = steps.error or error
-        steps.raise_together("write together")
-        if memory is None:
-            raise CheckpointError(f"{doing}: the ranks share no memory", path=self.path)
-        self._rounds = StreamedWrite(self.exchange, doing, joined, memory, self._save)
-        self._save.join(joined, WINDOW_BYTES, self._rounds.run)
 
 
 class StreamedWrite(JoinedWrite):
@@ -69,7 +30,7 @@ class StreamedWrite(JoinedWrite):
     """
 
     def __init__(
-        self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer, save: StoreExport
+        self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer, save: StoreLayout
     ) -> None:
         super().__init__(exchange, doing, joined, memory)
         self._save = save

@@ -1,4 +1,4 @@
-"""`StoreExport` writes safetensors files to an object store, for one rank of a save.
+"""`StoreLayout` puts the safetensors files of a model into an object store.
 
 A store takes an object in order, and a file begins with the checksums of its tensors. So each file has one rank as its
 writer, which gets the file's bytes from all ranks in rounds, a window at a time. The ranks take the checksums of their
@@ -21,16 +21,18 @@ from .._engine.errors import named_errors, named_system_errors
 from .._engine.options import engine_options
 from .._engine.rows import int_table, words
 from .._observe.timeline import phase
-from .._plan.save_plan import JoinedRanges
+from .._plan.save_plan import GlobalSavePlan
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
+from .._ranks.steps import Steps
 from .._storage.object_clients import ObjectExistsError
 from .._storage.open_storage import storage_at
 from .._storage.pending import new_token
 from ..errors import CheckpointError
-from ..reports import SaveStats
-from .export_save import NOT_PLACED, ExportSave
-from .rank_save import SaveOptions
+from .joined_write import WINDOW_BYTES, JoinedWrite
+from .layout import SaveOptions, Written
+from .safetensors_layout import Safetensors, SafetensorsLayout
+from .streamed_write import StreamedWrite
 
 _RANGE_WORDS = 6  # file, begin, end, writer, round, offset in the writer's window
 
@@ -45,8 +47,8 @@ class _Object:
     file: _C.FileWriter | None = None  # while it is written
 
 
-class StoreExport(ExportSave):
-    """An `ExportSave` into an object store. `join` comes before `write_table`, and `finish` takes the rounds.
+class StoreLayout(SafetensorsLayout):
+    """The files of one model in an object store. `finish` takes the rounds of a `StreamedWrite`.
 
     These are `sum` on each rank, `make_heads` on the coordinator, `take_heads` on each rank, and for each round `fill`
     and `send`.
@@ -54,13 +56,13 @@ class StoreExport(ExportSave):
 
     reads_in_finish = True
 
-    def __init__(self, options: SaveOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
+        super().__init__(options, wanted)
         self._names: list[str] = []
         self._writers: dict[int, int] = {}  # of all files, by number: ranks
         self._window_bytes: dict[tuple[int, int], int] = {}  # by writer and round
-        self._rounds: dict[int, list[tuple[int, int, int, int]]] = {}  # of this rank: file, begin, end, place in window
-        self._heads: list[bytes] = []  # of all files, on the coordinator
+        self._ranges_of_round: dict[int, list[tuple[int, int, int, int]]] = {}  # of this rank: file, begin, end, place
+        self._file_heads: list[bytes] = []  # of all files, on the coordinator
         self._objects: dict[int, _Object] = {}  # that this rank writes, by number
         self._begun: list[str] = []  # names of objects that this rank has sent bytes of
         self._sent_bytes = self._tensor_bytes = 0
@@ -68,17 +70,36 @@ class StoreExport(ExportSave):
         self._in_background = self._cancelled = self._may_be_committed = False
 
     @property
-    def wanted(self) -> tuple[Any, ...]:
-        return *super().wanted, "in order", memory_domain()
+    def _kept_by(self) -> tuple[Any, ...]:
+        return *super()._kept_by, "in order", memory_domain()
 
-    def begin(self) -> None:
+    def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
         if not self.options.overwrite and holds_export(path):
             raise holds_model(path)
 
     # --- The files of all ranks
 
-    def make_files(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
+    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
+        try:
+            made.stream(nodes, WINDOW_BYTES)
+        except _C.EngineError as error:
+            raise CheckpointError(
+                f"{self.options.path}: {error}. Save with format='dcp' and convert (vescale_ckpt.convert, also from "
+                "the store to the store)",
+                path=self.options.path,
+            ) from None
+
+    def _packed_ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
+        return int_table(made.file_bytes).tobytes()  # all ranges are the same for all ranks, and may be many
+
+    def _unpacked_ranges(self, ranges: bytes, size: int) -> bytes:
+        return _C.stream_ranges(ranges, size, WINDOW_BYTES)
+
+    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
+        return made.messages(rank)
+
+    def _make_files(self, made: _C.ExportLayout) -> str:
         """Only chooses names: objects appear when they are complete. Returns the token in the names."""
         if not self.options.overwrite:
             storage_at(self.options.path).check_exclusive_commits()
@@ -87,22 +108,37 @@ class StoreExport(ExportSave):
         self._layout = made
         return new_token()
 
-    def write_to(self, names: int | list[str], token: str, table: bytes) -> None:
-        assert isinstance(names, int)
-        self._names = object_names(names, token)
+    def _write_to(self, count: int, token: str, table: bytes) -> None:
+        self._names = object_names(count, token)
         self._paths = [os.path.join(self.options.path, name) for name in self._names]
         self._targets = table
 
-    def join(self, joined: JoinedRanges, window_bytes: int, step: Callable[[Any], None]) -> None:
-        """The ranges are all of each file. `step` takes the rounds with this object."""
-        super().join(joined, window_bytes, step)
+    def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
+        """Raises on all ranks if one has an error, or cannot share memory. The ranges are all of each file."""
+        if (joined := self._ranges) is None:
+            return
+        doing = steps.phase("write together")
+        with phase("write", "share memory"):
+            memory, error = JoinedWrite.share_memory(steps.exchange, doing, joined, steps.error is None)
+            steps.error = steps.error or error
+            steps.raise_together("write together")
+        if memory is None:
+            raise CheckpointError(f"{doing}: the ranks share no memory", path=self.options.path)
+        self._rounds = StreamedWrite(steps.exchange, doing, joined, memory, self)
         table = words(joined.ranges)
         for at in range(0, len(table), _RANGE_WORDS):
             file, begin, end, writer, number, place = table[at : at + _RANGE_WORDS].tolist()
             self._writers[file] = writer
             self._window_bytes[writer, number] = place + end - begin
             if writer == self.options.rank:
-                self._rounds.setdefault(number, []).append((file, begin, end, place))
+                self._ranges_of_round.setdefault(number, []).append((file, begin, end, place))
+
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+        contents = super().contents(planned, messages, by_node)
+        if [*contents[0]] != self._file_heads:
+            path = self.options.path
+            raise CheckpointError(f"tensors have changed while they were saved to {path}", path=path)
+        return contents
 
     # --- This rank's tensors
 
@@ -110,16 +146,16 @@ class StoreExport(ExportSave):
         self._in_background = in_background
         with named_errors(str, self.options.path):
             self._files = _C.SharedWriter(self._paths, self._targets, self._for_engine())
-            if self._joined is not None:
-                joined, window_bytes, _ = self._joined
-                self._files.join(joined.ranges, self.options.rank, window_bytes, joined.first_target)
+            if self._rounds is not None and self._ranges is not None:
+                joined = self._ranges
+                self._files.join(joined.ranges, self.options.rank, WINDOW_BYTES, joined.first_target)
 
     def _for_engine(self) -> _C.Options:
         return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
 
-    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         """Only notes where the tensors are."""
-        if self._joined is None:
+        if self._rounds is None:
             raise CheckpointError(
                 f"{self.options.path}: safetensors files of an object store are written from host memory, and "
                 "snapshots have no room for all that this rank holds. Let them take more "
@@ -130,18 +166,17 @@ class StoreExport(ExportSave):
         assert self._files is not None
         with named_errors(key_of, self.options.path):
             self._files.write(table, int_table(rows))
-        return list(NOT_PLACED) * len(rows)
 
-    def finish(self, tensors: int, objects: int) -> SaveStats:
+    def finish(self) -> Written:
         if self._files is None:  # this rank has no tensors, but may be a writer
             self.open(b"")
-        assert self._files is not None and self._joined is not None
-        step, self._joined = self._joined[2], None
-        step(self)
+        assert self._files is not None and self._rounds is not None
+        rounds, self._rounds = self._rounds, None
+        rounds.run(self)
         with named_errors(str, self.options.path):
-            self.blocks = self._files.finish(self.options.sync_files)
+            self._blocks = self._files.finish(self.options.sync_files)
         self._close()
-        return self._stats(tensors, objects, self._tensor_bytes, self._sent_bytes, self._stats_of_objects)
+        return Written(self._tensor_bytes, self._sent_bytes, self._stats_of_objects)
 
     # --- The rounds
 
@@ -154,9 +189,9 @@ class StoreExport(ExportSave):
     def make_heads(self, blocks: list[bytes]) -> list[bytes]:
         """For each rank what `take_heads` takes. `blocks`: those of each rank."""
         assert self._layout is not None
-        self._heads = self.heads(blocks)
+        self._file_heads = self._heads(blocks)
         of_all: list[list[bytes]] = [[] for _ in blocks]
-        for number, (length, head) in enumerate(zip(self._layout.file_bytes, self._heads, strict=True)):
+        for number, (length, head) in enumerate(zip(self._layout.file_bytes, self._file_heads, strict=True)):
             of_all[self._writers[number]] += [str(number).encode(), str(length).encode(), head]
         return [pack(*of_rank) for of_rank in of_all]
 
@@ -179,7 +214,7 @@ class StoreExport(ExportSave):
     def send(self, number: int, window: int) -> None:
         """Sends the window of this rank in a round. All ranks must have filled it."""
         assert self._files is not None
-        ranges = self._rounds.get(number, ())
+        ranges = self._ranges_of_round.get(number, ())
         for file, begin, end, place in ranges:
             if head := self._objects[file].head[begin:end]:
                 ctypes.memmove(window + place, head, len(head))
@@ -217,9 +252,10 @@ class StoreExport(ExportSave):
             if (file := one.file) is not None:
                 file.cancel()
 
-    def discard(self) -> None:
+    def discard(self, error: BaseException | None = None) -> None:
         """Aborts uploads, and removes the objects of this rank: with its error nobody commits."""
         self._close()
+        self._give_up(error)
         self._remove(self._begun)
         self._begun = []
 
@@ -235,11 +271,9 @@ class StoreExport(ExportSave):
 
     # --- The commit
 
-    def commit(self, blocks: list[bytes]) -> None:
+    def commit(self, *content: bytes) -> None:
         assert self._layout is not None
         path = self.options.path
-        if self.heads(blocks) != self._heads:
-            raise CheckpointError(f"tensors have changed while they were saved to {path}", path=path)
         self._may_be_committed = True
         with named_system_errors(path):
             try:
@@ -251,6 +285,6 @@ class StoreExport(ExportSave):
     def end(self) -> None:
         """Aborts what is not complete. The coordinator removes the objects if they were not committed."""
         self._close()
-        if self._heads and not self._may_be_committed:
+        if self._file_heads and not self._may_be_committed:
             self._remove(self._names)
-        self._heads, self._layout = [], None
+        self._file_heads, self._layout = [], None

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .._checkpoint.native import metadata_file
-from .._engine import _C
-from .._engine.rows import LOCATION_ROW, PLAN_ROW
-from .._plan.save_plan import GlobalSavePlan
+from ..._engine import _C
+from ..._engine.rows import LOCATION_ROW, PLAN_ROW
+from ..._plan.save_plan import GlobalSavePlan
+from . import metadata_file
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 

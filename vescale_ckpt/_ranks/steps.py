@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from .._ranks.exchange import Exchange
+from .exchange import Exchange
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

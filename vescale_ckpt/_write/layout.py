@@ -1,0 +1,164 @@
+"""`Layout` decides where each piece of a save lies: in which file, at which offset, who writes it, and what commits."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._engine.options import direct_io_setting
+from .._plan.save_plan import GlobalSavePlan, PackedItems
+from .._ranks.steps import Steps
+from .._state.describe import Description
+from ..settings import DirectIO
+
+
+def new_save_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Where and how a rank writes one save."""
+
+    path: str  #: of the directory, absolute
+    rank: int = 0
+    thread_count: int | None = None  #: None: the setting
+    direct_io: DirectIO = field(default_factory=lambda: direct_io_setting("auto"))
+    checksums: bool = True
+    sync_files: bool = True
+    overwrite: bool = True
+    alone: bool = False  #: whether ranks save without collectives, each with metadata of its own
+    save_id: str = field(default_factory=new_save_id)
+    single_file: bool = True  #: False for one file for each tensor and object, in layouts that can have it
+
+
+class Written(NamedTuple):
+    """What a rank has written to its files."""
+
+    tensor_bytes: int
+    file_bytes: int
+    of_files: Sequence[dict[str, int]]  #: the engine's statistics of each file
+    reused_bytes: int = 0  #: of tensors that older checkpoints have
+    reused_tensors: int = 0
+
+
+class Layout(ABC):
+    """The files of one save, on one rank. The order of calls:
+
+    - `begin` on each rank, before any rank writes; `place` with all ranks, when it is planned who writes what;
+    - on each rank `open`, `write_table` and `write_records` for one file after another, and `finish` after the last, or
+      `discard` after an error. `rows` are those of the rank's part of the plan, each written once;
+    - on the coordinator `contents`, and `commit`, after all ranks have written;
+    - `end` on each rank, also after a failure.
+    """
+
+    #: whether the memory of tables is read in `finish`, too; else `write_table` has read it when it returns
+    reads_in_finish = False
+
+    def __init__(self, options: SaveOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def begin(self, is_coordinator: bool) -> None:
+        """Makes the directory. The coordinator removes what saves that died have left: this one may need the space.
+        Raises `CheckpointError` if the directory must not be written to."""
+
+    # --- With the other ranks of `vescale_ckpt.save`
+
+    @abstractmethod
+    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
+        """What is saved of a state. `adds_files`: whether this rank is one that adds the layout's own files to it."""
+
+    @abstractmethod
+    def left_out(self, description: Description) -> Collection[str]:
+        """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
+
+    @abstractmethod
+    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
+        """Decides with all ranks where the rank's part lies. `planned`: the plan of all ranks, on the coordinator.
+        Raises on all ranks if one has failed."""
+
+    @abstractmethod
+    def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
+        """Called with all ranks before any rank writes. `in_one_table`: whether one table tells where all tensors of
+        the rank are in host memory."""
+
+    @abstractmethod
+    def message(self) -> bytes:
+        """What the coordinator needs from this rank after writing. Not empty."""
+
+    @abstractmethod
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+        """For each rank what it commits; empty: nothing. `messages`: of all ranks. `by_node`: each node has a
+        checkpoint of its own."""
+
+    # --- This rank's files
+
+    @abstractmethod
+    def stored(self, items: PackedItems) -> Collection[int]:
+        """The rows of the rank's part that are stored already, and need not be read. Call it before `open`."""
+
+    @abstractmethod
+    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        """Opens a file, and makes the content of the one before durable. `body_bytes`: of each tensor that it will
+        hold. `part`: its number, if a rank writes several."""
+
+    @abstractmethod
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
+        """Writes the tensors of the engine's table."""
+
+    @abstractmethod
+    def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
+        """Writes pickled objects, after all tensors of a file; `of_tensors`: wrapper subclasses, as archives of
+        `torch.save`."""
+
+    @abstractmethod
+    def finish(self) -> Written:
+        """Makes all files durable."""
+
+    @abstractmethod
+    def progress(self) -> int:
+        """Bytes that were written so far. Any thread may call it."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Makes calls that run in other threads fail soon."""
+
+    @abstractmethod
+    def discard(self, error: BaseException | None = None) -> None:
+        """Closes the files, and removes those that belong to this rank alone. May be called again. `error`: why."""
+
+    # --- The commit
+
+    @abstractmethod
+    def commit(self, *content: bytes) -> None:
+        """Commits what all ranks have written, in one step. `content`: one of `contents`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the save, committed or not. May be called again."""
+
+    # --- In the steps in which DCP calls a storage writer
+
+    @abstractmethod
+    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The coordinator's answers to the plans of all ranks, with where each rank writes."""
+
+    @abstractmethod
+    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
+        """Takes where this rank writes. Returns what it writes."""
+
+    @abstractmethod
+    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
+        """What DCP hands to the coordinator. `items`: in the order of the rows that were written."""
+
+    @abstractmethod
+    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits what all ranks have written. `results`: those of each rank."""

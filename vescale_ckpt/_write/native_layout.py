@@ -1,0 +1,396 @@
+"""`NativeLayout` is DCP's own: each rank has data files of its own, and one `.metadata` names the records in them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._checkpoint.native import commit_metadata, extra_copies, metadata_file
+from .._checkpoint.native.delta_table import DeltaTable
+from .._checkpoint.native.extra_copies import ExtraFiles
+from .._checkpoint.native.file_names import data_name
+from .._checkpoint.native.lazy_metadata import LazyMetadata
+from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
+from .._checkpoint.native.named_files import named_files
+from .._engine import _C
+from .._engine.errors import named_errors, named_system_errors
+from .._engine.options import engine_options, used_paths
+from .._engine.rows import LOCATION_ROW, words
+from .._engine.torch_private import CURRENT_DCP_VERSION
+from .._observe.timeline import phase
+from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, write_result
+from .._ranks.message import pack, unpack
+from .._ranks.node import node_of_this_process
+from .._ranks.shared_directory import separate_directories
+from .._ranks.steps import Steps
+from .._state.describe import Description
+from .._state.extra_files import with_files
+from .._storage.locks import drop_dead_locks
+from .._storage.open_storage import storage_at
+from .._storage.pending import make_locked, new_token
+from .._storage.storage import Lease
+from ..errors import CheckpointError
+from .delta import Delta, table_of_new_checkpoint
+from .delta_base import DeltaBase
+from .frozen import FrozenTensors
+from .layout import Layout, SaveOptions, Written
+
+logger = logging.getLogger(__name__)
+
+
+class NativeLayout(Layout):
+    """The files of one save in DCP's own layout. Those of this rank are locked until the save ends.
+
+    Args:
+        extra_files: contents by name, which the commit also copies into the directory.
+        base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
+        frozen: tensors that need not be read again, either. For a save with `base`.
+    """
+
+    def __init__(
+        self,
+        options: SaveOptions,
+        extra_files: Mapping[str, bytes] | None = None,
+        base: str | None = None,
+        frozen: FrozenTensors | None = None,
+    ) -> None:
+        super().__init__(options)
+        self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
+        self._extra_files = extra_copies.checked(extra_files)
+        self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
+        self._names: list[str] = []
+        self._token = ""
+        self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
+        self._file: _C.FileWriter | None = None
+        self._needed = 0  # bytes, for the open file
+        self._in_background = False
+        self._tensor_bytes = self._file_bytes = 0
+        self._stats_of_files: list[dict[str, int]] = []
+        self._placed: list[tuple[int, Sequence[int], list[int]]] = []  # file, rows; offset, length and CRC-32 of each
+        self._base_path, self._frozen = base, frozen
+        self._delta: Delta | None = None  # what need not be written
+        self._base: DeltaBase | None = None  # the same, on the coordinator
+        self._open_later: Callable[[Any], None] | None = None  # makes the file of a delta save, if it needs one
+
+    def begin(self, is_coordinator: bool) -> None:
+        path = self.options.path
+        drop_dead_locks(path)
+        storage_at(path).make()
+        if not self.options.overwrite and has_metadata(path, self.metadata_rank):
+            raise CheckpointError(f"{path} holds a checkpoint already and overwrite=False", path=path)
+        if self.metadata_rank is not None and has_metadata(path, None):
+            raise CheckpointError(
+                f"{path} holds a checkpoint that all ranks saved together, which loads would go on to find: "
+                "ranks that save without collectives need a directory of their own",
+                path=path,
+            )
+        if is_coordinator:
+            if not self.options.overwrite:
+                storage_at(path).check_exclusive_commits()
+            self._superseded = named_files(path, self.metadata_rank)
+            self._remove_leftovers()
+
+    # --- With the other ranks
+
+    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
+        return with_files(state, self._extra_files if adds_files else {})
+
+    def left_out(self, description: Description) -> Collection[str]:
+        return ()
+
+    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
+        """Files are the rank's own. With a base, the ranks learn which of its records they may name."""
+        if (base := self._base_path) is None:
+            return
+        if steps.exchange.is_coordinator:
+            self._base = steps.take(DeltaBase, base, self.options.path)
+        steps.raise_together("base")
+        known = None if self._base is None else self._base.table.pack(b"")
+        table = DeltaTable.unpack(steps.exchange.broadcast(known, steps.phase("base")))
+        self._delta = Delta(table, self._frozen)
+
+    def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
+        """Each rank writes for itself."""
+
+    def message(self) -> bytes:
+        locations, names = self.located()
+        ids = b"" if self._delta is None else self._delta.ids()
+        return pack(locations, ids, str(node_of_this_process()).encode(), *map(str.encode, names))
+
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+        of_all = list(map(unpack, messages))
+        of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
+        names = [[name.decode() for name in names] for _, _, _, *names in of_all]
+        locations = [locations for locations, *_ in of_all]
+        writers = [0]
+        if by_node:
+            nodes = [int(node) for _, _, node, *_ in of_all]
+            writers = [nodes.index(node) for node in sorted(set(nodes))]  # as plans number nodes
+        for number, writer in enumerate(writers):
+            of_ranks[writer] = planned.files(locations, names, self.options.path, self.options.save_id, number)
+        if self._base is not None and self._delta is not None:
+            delta = table_of_new_checkpoint(self._delta.seed, locations, [ids for _, ids, *_ in of_all], names)
+            self._base.check(delta.files)
+            of_ranks[0] = (*of_ranks[0], delta.pack(of_ranks[0][0]))
+        return of_ranks
+
+    # --- Data files
+
+    def stored(self, items: PackedItems) -> Collection[int]:
+        if self._delta is None:
+            return ()
+        found = self._delta.unread(items)
+        self._note(list(found), [number for placed in found.values() for number in placed])
+        return found.keys()
+
+    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        self._in_background = in_background
+        if self._delta is None:
+            self._open(body_bytes, part)
+        else:  # how much will be written is not known yet
+            self._open_later = lambda body_bytes: self._open(body_bytes, part)
+
+    def _open(self, body_bytes: Any, part: int | None) -> None:
+        self._finish_file()
+        self._open_later = None
+        options, self._needed = self.options, _C.expected_bytes(body_bytes)
+        name = ""
+
+        def make() -> tuple[str, _C.FileWriter]:
+            nonlocal name
+            if not self._names:
+                self._token = new_token()
+            name = data_name(options.rank, self._token, part)
+            path = os.path.join(options.path, name)
+            with named_errors(str, options.path, self._needed):
+                storage_at(options.path).check_space(self._needed)
+                return path, _C.FileWriter(path, body_bytes, self._for_engine(), options.checksums)
+
+        if self._names:
+            _, self._file = make()
+        else:
+            self._file, self._lock = make_locked(make)
+        self._names.append(name)
+        self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
+
+    def _for_engine(self) -> _C.Options:
+        return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
+
+    @property
+    def _path(self) -> str:
+        """The path of the open file."""
+        return os.path.join(self.options.path, self._names[-1])
+
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
+        if self._delta is not None:
+            self._note(rows, self._delta.write(table, key_of, rows, self._for_engine(), self._write_new))
+        else:
+            self._note(rows, self._write_table(table, key_of))
+
+    def _write_new(self, table: Any, key_of: Callable[[int], str], body_bytes: Any) -> list[int]:
+        """Writes tensors that no older checkpoint has."""
+        if self._open_later is not None:
+            self._open_later(body_bytes)
+        else:
+            self._tensor_bytes += sum(body_bytes)
+        return self._write_table(table, key_of)
+
+    def _write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
+        assert self._file is not None
+        with named_errors(key_of, self.options.path, self._needed):
+            return words(self._file.write_tensors(table)).tolist()
+
+    def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
+        if of_tensors and self._delta is not None:
+            self._note(rows, self._delta.write_archives(records, keys, rows, self._write_records))
+        else:
+            self._note(rows, self._write_records(records, keys))
+
+    def _write_records(self, records: list[bytes], keys: list[str]) -> list[int]:
+        if not records:
+            return []
+        if self._open_later is not None:
+            self._open_later(b"")
+        assert self._file is not None
+        needed = self._needed + sum(map(len, records))
+        with named_errors(keys.__getitem__, self.options.path, needed):
+            return words(self._file.write_objects(records)).tolist()
+
+    def _note(self, rows: Sequence[int], placed: list[int]) -> None:
+        self._placed.append((max(0, len(self._names) - 1), rows, placed))
+
+    def located(self) -> tuple[bytes, list[str]]:
+        """A table of the places of all rows that were written, and the names of the files."""
+        table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for _, rows, _ in self._placed)))
+        for file, rows, placed in self._placed:
+            if isinstance(rows, range) and rows.step == 1:
+                at, end = rows.start * LOCATION_ROW, rows.stop * LOCATION_ROW
+                table[at:end:LOCATION_ROW] = array("q", [file]) * len(rows)
+                for column in range(3):
+                    table[at + column + 1 : end : LOCATION_ROW] = array("q", placed[column::3])
+            else:
+                for number, row in enumerate(rows):
+                    place = file, *placed[3 * number : 3 * number + 3]
+                    table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = array("q", place)
+        return (table.tobytes(), self._names) if self._delta is None else self._delta.locate(table, self._names)
+
+    def _finish_file(self) -> None:
+        """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
+        if (file := self._file) is None:
+            return
+        with named_errors(str, self.options.path, self._needed), phase("sync", self._path):
+            length = file.finish(self.options.sync_files)
+        stats = file.stats()
+        self._file = None
+        self._file_bytes += length
+        self._stats_of_files.append(stats)
+        if self.options.direct_io is True and stats["uncached_bytes"] + stats["buffered_bytes"]:
+            raise CheckpointError(
+                f"direct_io=True, but {self._path} could not be written past the page cache ({used_paths(stats)})"
+            )
+
+    def finish(self) -> Written:
+        self._finish_file()
+        if self.options.sync_files and self._names:
+            with named_errors(str, self.options.path), phase("sync", self.options.path):
+                storage_at(self.options.path).sync()  # makes the names durable, too
+        reused = (0, 0) if self._delta is None else (self._delta.reused_bytes, self._delta.reused_tensors)
+        return Written(self._tensor_bytes, self._file_bytes, self._stats_of_files, *reused)
+
+    def progress(self) -> int:
+        file = self._file
+        return self._file_bytes + (0 if file is None else file.progress())
+
+    def cancel(self) -> None:
+        if (file := self._file) is not None:
+            file.cancel()
+
+    def discard(self, error: BaseException | None = None) -> None:
+        self.end()
+        self._file = None  # an unfinished file removes itself
+        for name in self._names:
+            with contextlib.suppress(_C.EngineError, OSError):  # the error that led here is raised
+                storage_at(self.options.path).remove(name)
+
+    # --- The commit
+
+    def commit(self, *content: bytes) -> None:
+        """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
+        metadata, and if there are such files those of the index and, of a save with `base=`, of `.metadata.delta`."""
+        path = self.options.path
+        extra = ExtraFiles(path, self._extra_files, self.metadata_rank)
+        metadata, index, delta = (*content, None, None)[:3]
+        assert metadata is not None
+        try:
+            with named_system_errors(path):
+                extra.withdraw()
+                commit_metadata.commit(path, self.metadata_rank, metadata, index, delta, self.options.overwrite)
+        except BaseException:
+            extra.put_back(metadata)
+            self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
+            self._remove_leftovers()
+            raise
+        extra.publish()
+        self._release_base()  # the new metadata keeps its files from now on
+        if self._superseded or storage_at(path).has_locks:
+            commit_metadata.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
+        self._superseded = set()
+
+    def _remove_leftovers(self) -> None:
+        # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
+        if storage_at(self.options.path).has_locks:
+            commit_metadata.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+
+    def _release_base(self) -> None:
+        if self._base is not None:
+            self._base.release()
+        self._base = None
+
+    def end(self) -> None:
+        """Releases the locks: from now on, files that no metadata names are leftovers."""
+        self._release_base()
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    # --- In DCP's steps
+
+    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
+        if self._base_path is not None:
+            logger.warning("saving to %s: all is written, without the base: DCP planned the save", self.options.path)
+        return plan.items
+
+    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
+        locations, names = self.located()
+        if isinstance(items, PackedItems):
+            return PackedResults(locations, names, items)
+        table = words(locations).tolist()
+        return [
+            write_result(item.index, names, *table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
+            for row, item in enumerate(items)
+        ]
+
+    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        path, save_id = self.options.path, self.options.save_id
+        planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
+        if planned is None:
+            self._check_shared_directory(
+                [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
+            )
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+            metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=save_id)
+            self.commit(metadata_file.dumps(metadata))
+            return
+        assert isinstance(metadata, LazyMetadata)
+        locations, names = zip(*map(_record_locations, results), strict=True)
+        self._check_shared_directory(names)
+        content, index = planned.files(list(locations), list(names), path, save_id)
+        if metadata.was_changed():  # for instance by a class derived from `StorageWriter`
+            self.commit(_with_changes(content, metadata))
+        else:
+            self.commit(content, index)
+        metadata.become(read_metadata_of, path, self.metadata_rank, save_id)
+
+    def _check_shared_directory(self, names: Sequence[Iterable[str]]) -> None:
+        """Raises `CheckpointError` if files that ranks have written, `names` by rank, are not in this directory."""
+        path = self.options.path
+        storage = storage_at(path)
+        here = set(storage.names())
+        missing = [
+            rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
+        ]
+        if missing:
+            raise separate_directories(path, missing)
+
+
+def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
+    """The record locations of a rank's local plan, and the names of its files."""
+    if isinstance(results, PackedResults):
+        return results.locations, results.names
+    names: dict[str, int] = {}
+    table = array("q")
+    for result in results:
+        info = result.storage_data
+        file = names.setdefault(info.relative_path, len(names))
+        table.extend((file, info.offset, info.length, getattr(info, "crc", -1)))
+    return table.tobytes(), list(names)
+
+
+def _with_changes(content: bytes, changed: Metadata) -> bytes:
+    metadata = metadata_file.loads(content, "the metadata of this save")
+    metadata.state_dict_metadata = changed.state_dict_metadata
+    metadata.planner_data = changed.planner_data
+    metadata.storage_data = {**metadata.storage_data, **(changed.storage_data or {})}
+    return metadata_file.dumps(metadata)

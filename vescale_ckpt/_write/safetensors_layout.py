@@ -1,0 +1,401 @@
+"""`SafetensorsLayout` is Hugging Face's: all ranks write into the files of one model, each its part of the plan.
+
+The coordinator lays out the files after planning, and makes them with their final lengths. The layout is kept with the
+plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._checkpoint.safetensors.commit import holds_model
+from .._checkpoint.safetensors.folder import ExportFolder, file_numbers, shard_bytes
+from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS, checked_metadata, with_ties
+from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
+from .._engine import _C
+from .._engine.errors import named_errors
+from .._engine.options import engine_options
+from .._engine.rows import PLAN_ROW, int_table, words
+from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
+from .._observe.timeline import phase
+from .._plan.save_plan import ExportPart, GlobalSavePlan, JoinedRanges, PackedItems, SavePlans, pack_items
+from .._ranks.message import pack, unpack
+from .._ranks.node import memory_domain
+from .._ranks.shared_directory import separate_directories
+from .._ranks.steps import Steps
+from .._state.describe import Description
+from .._state.shared_memory import empty_duplicates, tied_names
+from .._storage.open_storage import storage_at
+from ..errors import CheckpointError
+from .joined_write import LEAST_BYTES, WINDOW_BYTES, JoinedWrite
+from .layout import Layout, SaveOptions, Written
+
+DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """The files of a model, as `format` of a save: `model.safetensors`, or several files and their index.
+
+    Args:
+        max_shard_size: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a file of its own.
+        metadata: texts for the headers; None: `{"format": "pt"}`.
+        fqn_to_index_mapping: the number of the file for each key, from 1 on, as in torch's HuggingFaceStorageWriter and
+            in place of `max_shard_size`. Every key needs one. Files without keys are left out.
+
+    Raises ValueError and TypeError for values that no file can have.
+    """
+
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE
+    metadata: Mapping[str, str] | None = None
+    fqn_to_index_mapping: Mapping[str, int] | None = None
+
+    #: whether headers say that each tensor begins at 0, for torch's tools that consolidate files
+    tells_offsets: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.metadata is not None and not isinstance(self.metadata, Mapping):
+            raise ValueError(f"metadata: expected a mapping of texts or None, got {type(self.metadata).__name__}")
+        _ = self.most_file_bytes, self.file_numbers, self.texts  # each raises
+
+    @cached_property
+    def most_file_bytes(self) -> int:
+        return shard_bytes(self.max_shard_size)
+
+    @cached_property
+    def file_numbers(self) -> tuple[tuple[str, int], ...]:
+        return file_numbers(self.fqn_to_index_mapping)
+
+    @cached_property
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        return tuple(checked_metadata({"format": "pt"} if self.metadata is None else dict(self.metadata)))
+
+
+class SafetensorsLayout(Layout):
+    """The files of one model in a folder of a file system."""
+
+    def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
+        super().__init__(options)
+        self._wanted = wanted
+        self._tied: dict[str, str] = {}  # for each name that is not stored, the name of the tensor in the same memory
+        # The offsets of the tensors in all files, and the folder. Set only on the coordinator, from the plan on.
+        self._layout: _C.ExportLayout | None = None
+        self._folder: ExportFolder | None = None
+        self._paths: list[str] = []
+        self._targets = b""
+        self._files: _C.SharedWriter | None = None
+        self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
+        self._written_bytes = 0
+        self._ranges: JoinedRanges | None = None  # what the layout lets the ranks of this node put together
+        self._rounds: JoinedWrite | None = None  # if all ranks do, until they have
+
+    @property
+    def _kept_by(self) -> tuple[Any, ...]:
+        """What the places in the files depend on, except the plan."""
+        return self._wanted.most_file_bytes, self._wanted.texts, self._wanted.file_numbers
+
+    def begin(self, is_coordinator: bool) -> None:
+        path = self.options.path
+        if self.options.alone:
+            raise CheckpointError("safetensors files are written by all ranks together", path=path)
+        storage_at(path).make()
+        if not self.options.overwrite and holds_export(path):
+            raise holds_model(path)
+
+    # --- With the other ranks
+
+    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
+        """Moves the keys of the value under the name "" to the top level, as files of a model have them."""
+        inner = state.get("")
+        if not isinstance(inner, Mapping):
+            return state
+        others = {name: value for name, value in state.items() if name != ""}
+        if both := sorted(map(str, inner.keys() & others.keys())):
+            raise ValueError(f"names that the state has twice, in itself and under '': {', '.join(both[:10])}")
+        return {**others, **inner}
+
+    def left_out(self, description: Description) -> Collection[str]:
+        """Of tensors in the same memory the first is stored."""
+        _refuse_wrappers(description)
+        self._tied = tied_names(description)
+        return self._tied.keys() | empty_duplicates(description)
+
+    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
+        """Finds where in the files each rank writes. A kept layout is used if all ranks have it."""
+        exchange = steps.exchange
+        part = items.exports.get(self._kept_by, ExportPart("0", {}, b"", None))
+        have = int(part.token, 16) if part.tied == self._tied else 0
+        if planned is not None and planned.exports.get(self._kept_by, ("",))[0] != part.token:
+            have = 0  # the coordinator laid out the files again, and then failed to tell the other ranks
+        least, not_most = exchange.agree([have, ~have], steps.phase("agree on files"))
+        all_have = least == ~not_most and least != 0
+        of_all: list[list[bytes]] = []
+        if not all_have:
+            texts = [text.encode() for names in self._tied.items() for text in names]
+            message = pack(memory_domain().encode(), *texts)
+            of_all = [unpack(message) for message in exchange.gather(message, steps.phase("gather names")) or []]
+        answers = None
+        if planned is not None:
+            answers = steps.take(self._make_all, planned, exchange.size, of_all) or [b""] * exchange.size
+        answer = exchange.scatter(answers, steps.phase("scatter files"))
+        if not answer:  # the coordinator could not make them: all ranks learn why
+            steps.raise_together("make files")
+        count, token, *made = unpack(answer)
+        if made:
+            locations, rounds, ranks, ranges, targets, messages = made
+            table = _C.export_targets(items.description.inventory, items.local_plan, locations) + targets
+            joined = None
+            if int(rounds):
+                ranges = self._unpacked_ranges(ranges, exchange.size)
+                joined = JoinedRanges(int(rounds), [*words(ranks)], ranges, len(items), messages)
+            part = items.exports[self._kept_by] = ExportPart(token.decode(), self._tied, table, joined)
+        self._ranges = part.joined
+        self._write_to(int(count), token.decode(), part.targets)
+
+    def _make_all(self, planned: GlobalSavePlan, size: int, of_all: list[list[bytes]]) -> list[bytes]:
+        """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: empty if all ranks have kept
+        the layout of one export; after a failed save some may have a newer one than others. Otherwise of each rank its
+        `memory_domain`, and pairs of names of tied tensors."""
+        if not of_all:
+            _, made = planned.exports[self._kept_by]
+            token = self._make_files(made)
+            return [pack(str(len(made.file_bytes)).encode(), token.encode())] * size
+        domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
+        made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
+        self._choose_ranges(made, [domains.index(domain) for domain in domains])
+        token = self._make_files(made)
+        planned.exports[self._kept_by] = token, made
+        begin = str(len(made.file_bytes)).encode(), token.encode()
+        answers = []
+        for rank, domain in enumerate(domains):
+            ranks = int_table([other for other in range(len(domains)) if domains[other] == domain]).tobytes()
+            joined = self._packed_ranges(made, rank), made.joined_targets(rank), self._messages(made, rank)
+            answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
+        return answers
+
+    def _layout_of(
+        self, planned: GlobalSavePlan, ties: dict[str, str], more_texts: Sequence[tuple[str, str]] = ()
+    ) -> _C.ExportLayout:
+        """`ties`: for names that are not stored, the name of the tensor that has their value. Raises `CheckpointError`
+        for values that no safetensors file can hold."""
+        wanted = self._wanted
+        try:
+            texts = [*with_ties(wanted.texts, ties), *more_texts]
+            numbers = list(wanted.file_numbers)
+            return _C.ExportLayout(planned.catalog(), wanted.most_file_bytes, texts, list(ties.items()), numbers)
+        except _C.EngineError as error:
+            raise CheckpointError(str(error)) from None
+
+    def _make_files(self, made: _C.ExportLayout) -> str:
+        """Makes the files. Returns the end of their temporary names."""
+        self._layout = made
+        self._folder = ExportFolder(self.options.path, made.file_bytes)
+        return self._folder.token
+
+    def _write_to(self, count: int, token: str, table: bytes) -> None:
+        """Sets what this rank will write to: the number of files, the end of their temporary names, and for each tensor
+        of the rank's part a row in the form of `_C.SharedWriter`."""
+        self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in file_names(count)]
+        self._targets = table
+
+    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
+        """Chooses what ranks put together. `nodes`: a number for each rank, equal where ranks share memory."""
+        if len(nodes) > 1:
+            made.join(nodes, WINDOW_BYTES, LEAST_BYTES)
+
+    def _packed_ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
+        """From what `_unpacked_ranges` makes the ranges of the rank's node."""
+        return made.joined_ranges(rank)
+
+    def _unpacked_ranges(self, ranges: bytes, size: int) -> bytes:
+        return ranges
+
+    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
+        """What the rank sends to other nodes, or receives from them."""
+        return b""
+
+    def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
+        """Shares memory with the ranks of the node, to put short runs together."""
+        if self._ranges is not None:
+            ready = steps.error is None and in_one_table
+            with phase("write", "share memory"):
+                doing = steps.phase("write together")
+                self._rounds = JoinedWrite.begin(steps.exchange, doing, self._ranges, ready)
+
+    def message(self) -> bytes:
+        return pack(self._blocks)
+
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+        """The head of each file, for the coordinator."""
+        return [tuple(self._heads([unpack(message)[0] for message in messages])), *[()] * (len(messages) - 1)]
+
+    # --- This rank's boxes in the files
+
+    def stored(self, items: PackedItems) -> Collection[int]:
+        return ()
+
+    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        options, paths = self.options, self._paths
+        for_engine = engine_options(options.thread_count, options.direct_io, in_background)
+        # The coordinator made all of them.
+        if paths and not storage_at(options.path).has(os.path.basename(paths[0])):
+            raise separate_directories(options.path, [options.rank])
+        with named_errors(str, options.path):
+            self._files = _C.SharedWriter(paths, self._targets, for_engine)
+            if self._rounds is not None and self._ranges is not None:
+                writer = self._ranges.ranks.index(options.rank)
+                self._files.join(self._ranges.ranges, writer, WINDOW_BYTES, self._ranges.first_target)
+
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
+        assert self._files is not None
+        with named_errors(key_of, self.options.path):
+            self._files.write(table, int_table(rows))
+            if self._rounds is not None and self._ranges is not None:
+                if len(rows) != self._ranges.first_target:
+                    raise CheckpointError("ranks that put tensors together have all of theirs in one table")
+                self._take_rounds()
+
+    def _take_rounds(self) -> None:
+        assert self._files is not None and self._rounds is not None
+        rounds, self._rounds = self._rounds, None
+        rounds.run(self._files)
+
+    def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
+        raise CheckpointError(f"{keys[0]}: safetensors files hold tensors only, and this is none", key=keys[0])
+
+    def finish(self) -> Written:
+        if self._rounds is not None:  # this rank has no tensors, but may be a writer of the node's
+            if self._files is None:
+                self.open(b"")
+            with named_errors(str, self.options.path):
+                self._take_rounds()
+        files, stats = self._files, []
+        if files is not None:
+            with named_errors(str, self.options.path), phase("sync", self.options.path):
+                self._blocks = files.finish(self.options.sync_files)
+            self._written_bytes, stats = files.progress(), [files.stats()]
+        self._files = None
+        written = sum(of_all["in_place_bytes"] + of_all["slot_bytes"] for of_all in stats)
+        return Written(written, written, stats)
+
+    def progress(self) -> int:
+        files = self._files
+        return self._written_bytes if files is None else files.progress()
+
+    def cancel(self) -> None:
+        if (files := self._files) is not None:
+            files.cancel()
+
+    def discard(self, error: BaseException | None = None) -> None:
+        """Closes the files. The coordinator removes them when the save ends."""
+        self._files = None
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException | None) -> None:
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None and isinstance(error, Exception):
+            rounds.give_up(error)
+
+    # --- The commit
+
+    def _heads(self, blocks: list[bytes]) -> list[bytes]:
+        """The head of each file. `blocks`: those of each rank."""
+        assert self._layout is not None
+        return self._layout.heads(blocks)
+
+    def commit(self, *content: bytes) -> None:
+        assert self._layout is not None and self._folder is not None
+        self._folder.commit([*content], self._layout.index, self.options.sync_files)
+
+    def end(self) -> None:
+        """Removes the files if they were not committed."""
+        if self._folder is not None:
+            self._folder.discard()
+        self._folder = self._layout = None
+
+    # --- In DCP's steps
+
+    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
+        storage_at(self.options.path).check_mounted(
+            "a model in format='safetensors' that is saved in the steps of dcp.save",
+            "vescale_ckpt.save(path, state, format='safetensors') saves it there, without a planner of your own",
+        )
+        if not all(plan.usable for plan in plans):  # DCP would reuse the answers of an earlier save, with its names
+            raise CheckpointError(
+                "the planner keeps its plans (enable_plan_caching=True), which goes for data files only: to save "
+                "safetensors files again take vescale_ckpt.SavePlanner, or a planner that plans each time",
+                path=self.options.path,
+            )
+        if isinstance(plans, SavePlans):
+            planned = plans.planned
+        else:  # of another planner: each rank writes its own items
+            planned = GlobalSavePlan([pack_items(plan.items) for plan in plans])
+        made = self._layout_of(planned, {}, [_offsets_in(planned)] if self._wanted.tells_offsets else [])
+        start = str(len(made.file_bytes)).encode(), self._make_files(made).encode()
+        return [
+            replace(plan, storage_data=pack(*start, planned.plan.local_plan(rank), made.record_locations(rank)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
+        assert isinstance(plan.storage_data, bytes)
+        (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
+        if isinstance(items, PackedItems):
+            inventory, local_plan = items.description.inventory, items.local_plan
+        else:
+            inventory = pack_items(items)
+            items = [items[item] for item in words(local_plan)[::PLAN_ROW]]
+        self._write_to(int(count), token.decode(), _C.export_targets(inventory, local_plan, locations))
+        return items
+
+    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
+        return _Results(self._blocks)
+
+    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.commit(*self._heads([getattr(of_rank, "blocks", b"") for of_rank in results]))
+
+
+class _Results(list[WriteResult]):
+    """An empty list of results for DCP, with this rank's contribution to the checksums for the coordinator."""
+
+    def __init__(self, blocks: bytes) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Results, (self.blocks,)
+
+
+def _pairs(names: list[bytes]) -> dict[str, str]:
+    texts = [name.decode() for name in names]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _offsets_in(planned: GlobalSavePlan) -> tuple[str, str]:
+    """The text that torch's HuggingFaceStorageWriter puts into headers, for whole tensors."""
+    rows = planned.catalog().rows()
+    return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
+
+
+def _refuse_wrappers(description: Description) -> None:
+    """Raises `CheckpointError` with the key of a wrapper subclass, of which no safetensors file can hold the inner
+    tensors."""
+    if not any_wrapper(description.tensors):
+        return
+    for item, key in enumerate(description.names):
+        number = -1 if key in description.objects else description.tensor_number(item)
+        if number >= 0 and is_wrapper(tensor := description.tensors[number]):
+            raise CheckpointError(
+                f"{key}: safetensors files cannot hold a {type_name(tensor)}, which consists of inner tensors: save "
+                "its values (dequantize()), or leave it out",
+                key=key,
+            )
