@@ -16,8 +16,8 @@ HEAD = """# Commands
 <!-- Written by scripts/write_commands_page.py from vescale_ckpt/cli/commands.py. -->
 
 `vescale-ckpt` (or `python -m vescale_ckpt`) looks into checkpoints, checks, converts and tidies them. It needs no GPU
-and no ranks. `pip install "vescale_ckpt[cli]"` adds colours, completion for shells (`vescale-ckpt
---install-completion`) and progress bars; without it the same commands print plain text.
+and no ranks. `pip install "vescale_ckpt[cli]"` adds completion for shells: `vescale-ckpt --install-completion` prints
+the line for your `~/.bashrc` or `~/.zshrc`.
 
 Exit status: **0** fine; **1** damage, or a difference; **2** wrong usage, or nothing that can be read. Every command
 takes `--json` and then prints one document. Its field `schema` names the command and a version, as in
@@ -36,9 +36,9 @@ def page() -> str:
             lines += [command.description, ""]
         lines += ["```sh", *command.examples, "```", ""]
         lines += ["| | |", "|---|---|"]
-        for value in command.values:
-            name = f"{value.name} {value.metavar}".rstrip() if value.is_option else value.metavar
-            text = value.full_help.replace("|", "\\|").replace("*", "\\*")
+        for name, how in command.arguments:
+            name = f"{name} {how.get('metavar', '')}".rstrip() if name.startswith("-") else how["metavar"]
+            text = how["help"].replace("|", "\\|").replace("*", "\\*")
             lines.append(f"| `{name}` | {text} |")
         lines += ["", f"JSON: {command.json}.", ""]
         parts.append("\n".join(lines))

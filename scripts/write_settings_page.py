@@ -55,7 +55,7 @@ MORE = {
     "exit_status": "It replaces a status of 0 only. Unseen: nobody asked for the result, by `result`, `exception`, the "
     "next save, or a manager's `wait` or `close`.",
     "log": "The lines name the rank. At `info` each save and load prints one line at its beginning and one at its end.",
-    "progress": "A bar on a terminal (with rich, if it is installed), else a line every 10 seconds.",
+    "progress": "A line that is updated on a terminal, else a line every 10 seconds.",
     "trace": "`vescale-ckpt trace` merges and draws them: [how to](howto/slow-save.md).",
     "report_seconds": "The line says where the rank is, and on rank 0 for which ranks it waits.",
     "timeout": "In each step of a save or load; then all raise `CheckpointTimeoutError`.",

@@ -45,7 +45,7 @@ def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: 
     ]
     assert all(len(row.rounds) == 2 and min(row.rounds) > 0 for row in found.rows)
     assert [trial.variable for trial in found.trials] == ["VESCALE_CKPT_THREADS"]
-    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    monkeypatch.setattr("vescale_ckpt.cli.show_bench.bench", lambda *arguments, **options: found)
     status = cli.main(["bench", str(directory), "--json"])
     content = json.loads(capsys.readouterr().out)
     assert status == 0 and content["schema"] == "vescale_ckpt/bench/1" and content["bytes"] == 3 << 20
@@ -135,6 +135,6 @@ def test_pictures_are_drawn(checkpoint: Path, tmp_path: Path, capsys: Any, monke
     timed = [sample for name in ("disk", "vescale_ckpt", "stock DCP") for sample in samples(name, [1.0, 2.0])]
     rows = [row for row in summarize(timed, "stock DCP", "disk") if row.step != "together"]
     found = measure_disk.BenchReport("/$x^$", "ext4", 1 << 20, 2, True, rows, [], [])
-    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    monkeypatch.setattr("vescale_ckpt.cli.show_bench.bench", lambda *arguments, **options: found)
     assert cli.main(["bench", str(tmp_path), "--plot", str(tmp_path / "b.svg")]) == 0
     assert b"<svg" in (tmp_path / "b.svg").read_bytes()

@@ -1,4 +1,4 @@
-"""The command line: both front ends, what each command prints, exit statuses, and hostile input."""
+"""The command line: its help and usage, what each command prints, exit statuses, and hostile input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vescale_ckpt import cli
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._inspect.diff import ValueDifference, compare, diff
 from vescale_ckpt._storage import locks
-from vescale_ckpt.cli import argparse_front, output, typer_front
+from vescale_ckpt.cli import output
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
 
@@ -31,13 +31,6 @@ STATE = {
     "model": {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.zeros(3, dtype=torch.bfloat16)},
     "step": 7,
 }
-
-
-@pytest.fixture(params=["typer", "argparse"])
-def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "argparse":
-        monkeypatch.setitem(sys.modules, "vescale_ckpt.cli.typer_front", None)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -63,10 +56,10 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return status, found
 
 
-# --- Both front ends
+# --- Help and usage
 
 
-def test_help_names_every_command_and_version_is_the_package_s(front: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["--version"]):
         try:
             assert cli.main(arguments) == 0
@@ -78,16 +71,15 @@ def test_help_names_every_command_and_version_is_the_package_s(front: str, capsy
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_the_help_of_a_command_has_its_options_and_examples(
-    front: str, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERMINAL_WIDTH", "200")
     try:
         assert cli.main([command.name, "--help"]) == 0
     except SystemExit as end:
         assert not end.code
     text = capsys.readouterr().out
-    assert all(value.name in text or value.metavar in text for value in command.values)
+    assert all(name in text or how["metavar"] in text for name, how in command.arguments)
     assert command.examples and all(example.split()[-1].strip("'") in text for example in command.examples)
 
 
@@ -96,7 +88,7 @@ def test_the_help_of_a_command_has_its_options_and_examples(
     [[], ["nonsense"], ["inspect"], ["inspect", "x", "--nonsense"], ["convert", "x"], ["plan", "llama-1b", "--tp", "x"],
      ["convert", "a", "b", "--format", "zip"]],
 )  # fmt: skip
-def test_wrong_usage_is_status_2(front: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = cli.main(arguments)
     except SystemExit as end:
@@ -175,7 +167,7 @@ def test_inspect_reads_every_format(checkpoint: Path, tmp_path: Path, format: st
     assert all(length > 0 for length in info.files.values())
 
 
-def test_diff_tells_keys_kinds_and_values(front: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_diff_tells_keys_kinds_and_values(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     other = {"model": {**STATE["model"], "new": torch.ones(2)}, "step": 8}  # type: ignore[dict-item]
     other["model"]["a.weight"] = STATE["model"]["a.weight"].clone()  # type: ignore[index]
     other["model"]["a.weight"][1, 2] += 0.5  # type: ignore[index]
@@ -369,7 +361,7 @@ def test_repair_removes_what_dead_exports_and_conversions_left(tmp_path: Path, c
 
 
 def test_export_writes_a_model_under_its_own_names(
-    front: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "hf"
     status, found = run_json(capsys, "export", checkpoint, out, "--dtype", "bfloat16", "--max-shard-size", "30B")
@@ -387,24 +379,28 @@ def test_export_writes_a_model_under_its_own_names(
     assert status == 0 and "model.a.bias" in vescale_ckpt.safetensors.load_file(tmp_path / "all.safetensors")
 
 
-def test_shells_are_told_the_commands(capsys: Any, monkeypatch: Any) -> None:
-    for name, value in {
-        "_VESCALE_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "vescale-ckpt co", "COMP_CWORD": "1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    status, out, _ = run(capsys)
-    assert status == 0 and out.split() == ["copy", "convert"]
+def test_shells_are_told_the_commands(tmp_path: Path, capsys: Any) -> None:
+    status, out, _ = run(capsys, "--install-completion")
+    assert status == 0 and "register-python-argcomplete vescale-ckpt" in out
+    line = "vescale-ckpt co"
+    environment = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": " "}
+    words = {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
+    subprocess.run([sys.executable, "-m", "vescale_ckpt"], env={**os.environ, **environment, **words}, check=True)
+    assert (tmp_path / "words").read_text().split() == ["copy", "convert"]
+
+
+def test_the_command_needs_no_extra(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert run(capsys, "settings")[0] == 0
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_help_fits_the_terminal(columns: int, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     for arguments in [["--help"], *([command.name, "--help"] for command in COMMANDS)]:
-        lines = run(capsys, *arguments)[1].split("\nExamples")[0].splitlines()
+        lines = run(capsys, *arguments)[1].split("\nexamples")[0].splitlines()
         assert all(len(line) <= columns or " " not in line.strip() for line in lines), arguments
         assert "\033" not in "".join(lines)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "\033[1mCommands" in run(capsys, "--help")[1]
 
 
 def test_convert_and_plan_print_documented_json(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
@@ -502,10 +498,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_tables_fit_the_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not with_rich:
-        monkeypatch.setattr(output, "_console", lambda stderr=False: None)
+def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     for columns in (80, 160):
         terminal = Terminal()
@@ -513,11 +506,7 @@ def test_tables_fit_the_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("COLUMNS", str(columns))
         output.print_table(("tensor", "kind", "min", "max"), [(name, "float32 [4096, 4096]", "-1", "7" * 20)] * 2,
                            right=("min", "max"), lead=2)  # fmt: skip
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+        lines = terminal.getvalue().splitlines()
         assert all(len(line) <= columns for line in lines) and sum(name in line for line in lines) == 2
         together = any(name in line and "7" * 20 in line for line in lines)
         assert together == (columns == 160)
-
-
-def test_both_front_ends_take_the_same_commands() -> None:
-    assert argparse_front.run.__annotations__.keys() == typer_front.run.__annotations__.keys()

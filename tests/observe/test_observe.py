@@ -347,7 +347,6 @@ class _Terminal(io.StringIO):
 
 
 def test_a_bar_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # not installed
     monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
     shown = Bar("copying")
     shown.show(1, 4)

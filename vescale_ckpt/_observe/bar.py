@@ -1,10 +1,9 @@
-"""`Bar` shows on standard error how far something has come, with rich where it is installed."""
+"""`Bar` shows on standard error how far something has come."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from .texts import size
 
@@ -19,8 +18,6 @@ class Bar:
         self._line_seconds = line_seconds
         self._began = time.monotonic()
         self._shown = 0.0
-        self._rich: Any = None
-        self._task: Any = None
 
     def show(self, done: int, total: int) -> None:
         """Bytes. `total`: 0 if it is not known."""
@@ -31,29 +28,9 @@ class Bar:
             return
         self._shown = now
         text = f"{self._label}: {size(done)}{f' of {size(total)}' if total else ''}"
-        rate = f"{size(done / max(1e-9, now - self._began))}/s"
-        if not terminal:
-            print(f"{text}, {rate}", file=sys.stderr, flush=True)
-        elif self._start_rich(total):
-            self._rich.update(self._task, completed=done, total=total or None)
-        else:
-            print(f"\r{text}, {rate} ", end="", file=sys.stderr, flush=True)
-
-    def _start_rich(self, total: int) -> bool:
-        if self._rich is None:
-            try:
-                from rich.console import Console
-                from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-            except ImportError:
-                return False
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._rich = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._rich.start()
-            self._task = self._rich.add_task(self._label, total=total or None)
-        return True
+        text += f", {size(done / max(1e-9, now - self._began))}/s"
+        print(f"\r{text} " if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-        elif self._shown and sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,53 +1,93 @@
+# PYTHON_ARGCOMPLETE_OK
 """Runs the commands of `vescale-ckpt` (or `python -m vescale_ckpt`)."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
-from types import SimpleNamespace
+from importlib import import_module
 
 from .._version import VERSION
-from . import help
-from .commands import COMMANDS
+from .commands import COMMANDS, Command
 from .output import FINE, FOUND, UNUSABLE, clean
-from .spec import Command
 
 _PROGRAM = "vescale-ckpt"
-_COMPLETION = "_VESCALE_CKPT_COMPLETE"  # set by the shell, which asks typer for words
-_ABOUT = (
-    "Look into, check, convert and tidy checkpoints of PyTorch jobs. "
-    "Exit status: 0 fine, 1 damage or a difference, 2 unusable."
-)
+_COMPLETION = f'eval "$(register-python-argcomplete {_PROGRAM})"'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if help.wanted(given) and _COMPLETION not in os.environ:
-        print(help.text(_PROGRAM, _ABOUT, COMMANDS, given, completion=find_spec("typer") is not None))
-        return FINE if given else UNUSABLE
-    if given == ["--version"]:
-        print(VERSION)
-        return FINE
+    parser = _parser()
     try:
-        from .typer_front import run
+        import argcomplete
     except ImportError:
-        from .argparse_front import run
+        pass
+    else:
+        argcomplete.autocomplete(parser)  # ends the process where a shell asks for words
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return run(_PROGRAM, COMMANDS, _call)(given)
+        if not given:
+            parser.print_help()
+            return UNUSABLE
+        try:
+            options = parser.parse_args(given)
+        except SystemExit as end:
+            return int(end.code or FINE)
+        return _run(options)
     except BrokenPipeError:  # `| head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
-def _call(command: Command, options: SimpleNamespace) -> int:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        _PROGRAM,
+        description="Look into, check, convert and tidy checkpoints of PyTorch jobs.",
+        epilog="Exit status: 0 fine, 1 damage or a difference, 2 unusable.",
+    )
+    parser.add_argument("--version", action="version", version=VERSION, help="print the version")
+    parser.add_argument(
+        "--install-completion",
+        action="version",
+        version=_COMPLETION,
+        help="print the line for ~/.bashrc or ~/.zshrc that completes commands and options (needs vescale_ckpt[cli])",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        below = commands.add_parser(
+            command.name,
+            help=command.about,
+            description=f"{command.about[0].upper()}{command.about[1:]}.\n\n{command.description}",
+            epilog="\n".join(("examples:", *(f"  {line}" for line in command.examples))),
+            formatter_class=_Paragraphs,
+            allow_abbrev=False,
+        )
+        below.set_defaults(command=command)
+        for name, how in command.arguments:
+            below.add_argument(name, **how)
+    return parser
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Keeps paragraphs apart, and examples as they are, to be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in text.split("\n\n"))
+
+
+def _run(options: argparse.Namespace) -> int:
     """Runs a command. An expected error becomes one line and an exit status."""
     from ..errors import CheckpointError, CorruptCheckpointError
 
+    command: Command = options.command
+    module, _, function = command.run.partition(":")
     try:
-        status = command.function()(options)
+        status: int = getattr(import_module(f".{module}", __package__), function)(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
-from .spec import Command, Value
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-_JSON = Value("--json", "print one JSON document", bool)
-_KEYS = Value(
-    "--keys", "only these: names, prefixes up to a dot, or patterns; with ! before it, all but these",
-    metavar="PATTERN", many=True,
-)  # fmt: skip
-_PATH = Value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
-_DTYPE = Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True)
-_OVERWRITE = Value("--overwrite", "replace what is there", bool)
-_PLOT = Value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
-_DIRECTORY = Value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
+
+class Argument(NamedTuple):
+    """An argument of a command, which must be given, or an option, which begins with dashes."""
+
+    name: str
+    how: dict[str, Any]  #: what `argparse.ArgumentParser.add_argument` takes
+
+
+def value(name: str, help: str, **how: Any) -> Argument:
+    """An argument or option with a value. Its help tells the choices and the default."""
+    if "choices" in how:
+        how["metavar"] = name.lstrip("-").replace("-", "_").upper()
+        help += f" ({', '.join(how['choices'])})"
+    if how.get("default"):
+        help += f" [default: {how['default']}]"
+    return Argument(name, {"help": help, **how})
+
+
+def flag(name: str, help: str) -> Argument:
+    return Argument(name, {"help": help, "action": "store_true"})
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command. Its code is imported when it runs: `--help` must not wait for torch."""
+
+    name: str
+    about: str  #: one line
+    run: str  #: "module:function" below `vescale_ckpt.cli`; the function takes the options and returns the exit status
+    arguments: tuple[Argument, ...]
+    description: str  #: paragraphs
+    examples: tuple[str, ...]  #: command lines
+    json: str  #: the fields of the document that --json prints, for docs/commands.md
+
+
+_JSON = flag("--json", "print one JSON document")
+_KEYS = value(
+    "--keys",
+    "only these: names, prefixes up to a dot, or patterns; with ! before it, all but these",
+    metavar="PATTERN",
+    action="append",
+)
+_PATH = value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", action="append")
+_OVERWRITE = flag("--overwrite", "replace what is there")
+_PLOT = value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
+_DIRECTORY = value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 
 COMMANDS = (
     Command(
         "inspect",
         "show what a checkpoint holds, without reading a tensor",
-        "inspect:run",
+        "show_keys:inspect",
         (
             _PATH,
             _KEYS,
-            Value("--depth", "levels of the tree that are shown; 0: every key", int, 2, metavar="N"),
-            Value("--ranks", "show what each rank has written", bool),
+            value("--depth", "levels of the tree that are shown; 0: every key", type=int, default=2, metavar="N"),
+            flag("--ranks", "show what each rank has written"),
             _JSON,
         ),
         "Reads DCP (ours and stock), safetensors, files of torch.save and numpy. Runs no code of the checkpoint.",
@@ -44,7 +82,7 @@ COMMANDS = (
         "verify",
         "check every byte of a checkpoint against its checksums",
         "look:verify",
-        (_PATH, Value("--quick", "check metadata and the lengths of files only", bool), _JSON),
+        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _JSON),
         "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
         json=(
@@ -57,10 +95,10 @@ COMMANDS = (
         "compare two checkpoints, of any format",
         "look:diff",
         (
-            Value("a", "a checkpoint", metavar="A"),
-            Value("b", "another one", metavar="B"),
-            Value("--values", "compare values too, in bounded memory: -0.0 equals 0.0, NaN equals NaN", bool),
-            Value("--bits", "compare values bit by bit, as --values otherwise", bool),
+            value("a", "a checkpoint", metavar="A"),
+            value("b", "another one", metavar="B"),
+            flag("--values", "compare values too, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
+            flag("--bits", "compare values bit by bit, as --values otherwise"),
             _KEYS,
             _JSON,
         ),
@@ -95,23 +133,19 @@ COMMANDS = (
         "restorable",
         "tell whether a checkpoint would load into a state like another checkpoint's",
         "look:restorable",
-        (_PATH, Value("--like", "the checkpoint whose keys and shapes are wanted", metavar="OTHER", default=""), _JSON),
+        (_PATH, value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"), _JSON),
         "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
         ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
-        json=(
-            "`restorable`, `missing`, `mismatched` (by key: what is stored, what is wanted), `unexpected`"
-        ),
+        json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is wanted), `unexpected`"),
     ),
     Command(
         "latest",
         "print the path of the newest sound checkpoint of a manager",
         "look:latest",
-        (_DIRECTORY, Value("--full", "verify every byte, not only lengths", bool), _JSON),
+        (_DIRECTORY, flag("--full", "verify every byte, not only lengths"), _JSON),
         "Exit status 1 if all are damaged, 2 if there is none.",
         ("vescale-ckpt latest checkpoints",),
-        json=(
-            "`step`, `path` (null if there is none), `passed_over` (by step: why)"
-        ),
+        json=("`step`, `path` (null if there is none), `passed_over` (by step: why)"),
     ),
     Command(
         "prune",
@@ -119,47 +153,42 @@ COMMANDS = (
         "tidy:prune",
         (
             _DIRECTORY,
-            Value("--keep", "how many stay: those saved last, or with --best the best ones", int, metavar="N"),
-            Value("--keep-period", "steps that are multiples of it stay for good", int, metavar="N"),
-            Value("--best", "the metric that ranks checkpoints", metavar="METRIC"),
-            Value("--best-mode", "whether a better metric is greater or less", choices=("max", "min")),
-            Value("--dry-run", "remove nothing, print what would be removed", bool),
+            value("--keep", "how many stay: those saved last, or with --best the best ones", type=int, metavar="N"),
+            value("--keep-period", "steps that are multiples of it stay for good", type=int, metavar="N"),
+            value("--best", "the metric that ranks checkpoints", metavar="METRIC"),
+            value("--best-mode", "whether a better metric is greater or less", choices=("max", "min")),
+            flag("--dry-run", "remove nothing, print what would be removed"),
             _JSON,
         ),
         "A checkpoint in use stays, and at least one sound one stays. Of a removed one, files stay that others name "
         "(delta saves).",
         ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
-        json=(
-            "`removed`, `kept` (steps), `dry_run`"
-        ),
+        json=("`removed`, `kept` (steps), `dry_run`"),
     ),
     Command(
         "repair",
         "remove what saves, exports and copies that died have left, write copies of extra files that are missing",
         "tidy:repair",
         (
-            Value(
-                "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports",
-                metavar="DIR",
+            value(
+                "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports", metavar="DIR"
             ),
-            Value("--dry-run", "remove nothing, print what would be removed", bool),
+            flag("--dry-run", "remove nothing, print what would be removed"),
             _JSON,
         ),
         "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
         "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
-        json=(
-            "`removed` (paths), `written` (paths), `uploads` (objects whose uploads were aborted), `dry_run`"
-        ),
+        json=("`removed` (paths), `written` (paths), `uploads` (objects whose uploads were aborted), `dry_run`"),
     ),
     Command(
         "copy",
         "copy a checkpoint, verified, and resumable after a kill",
-        "copy:run",
+        "write_copies:copy",
         (
-            Value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
-            Value("dst", "what it will be called there", metavar="DST"),
-            Value("--overwrite", "replace the checkpoint that is there", bool),
+            value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
+            value("dst", "what it will be called there", metavar="DST"),
+            flag("--overwrite", "replace the checkpoint that is there"),
             _JSON,
         ),
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
@@ -175,56 +204,61 @@ COMMANDS = (
     Command(
         "convert",
         "write a checkpoint in another format",
-        "convert:run",
+        "write_copies:convert",
         (
-            Value("src", "what to convert; its format is recognised from the files", metavar="SRC"),
-            Value("dst", "a directory or file", metavar="DST"),
-            Value(
-                "--format", "of DST (default: what its name ends in)",
+            value("src", "what to convert; its format is recognised from the files", metavar="SRC"),
+            value("dst", "a directory or file", metavar="DST"),
+            value(
+                "--format",
+                "of DST (default: what its name ends in)",
                 choices=("dcp", "safetensors", "torch", "npz", "npy"),
             ),
             _KEYS,
-            Value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", many=True),
-            Value(
-                "--rename-pattern", "a regular expression and what takes its place, applied in order",
-                metavar="REGEX=NEW", many=True,
+            value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append"),
+            value(
+                "--rename-pattern",
+                "a regular expression and what takes its place, applied in order",
+                metavar="REGEX=NEW",
+                action="append",
             ),
             _DTYPE,
-            Value(
-                "--stack", "stack layers.*.w=layers.w, or split layers.w=layers.*.w", metavar="OLD=NEW", many=True
+            value(
+                "--stack", "stack layers.*.w=layers.w, or split layers.w=layers.*.w", metavar="OLD=NEW", action="append"
             ),
-            Value("--max-shard-size", "of safetensors", default="5GB", metavar="SIZE"),
-            Value(
-                "--on-objects", "what becomes of values that are no tensors and have no place",
-                default="warn", choices=("warn", "drop", "error"),
+            value("--max-shard-size", "of safetensors", default="5GB", metavar="SIZE"),
+            value(
+                "--on-objects",
+                "what becomes of values that are no tensors and have no place",
+                default="warn",
+                choices=("warn", "drop", "error"),
             ),
             _OVERWRITE,
             _JSON,
         ),
-        "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, in "
-        "bounded memory. Under torchrun the ranks share the work.",
+        "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, and "
+        "between DCP and safetensors in bounded memory. Under torchrun the ranks share the work.",
         (
             "vescale-ckpt convert checkpoints/step-1000 model.pt",
             "vescale-ckpt convert checkpoints/step-1000 hf --format safetensors --keys model --rename model= "
             "--dtype bfloat16",
         ),
-        json=(
-            "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out`"
-        ),
+        json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out`"),
     ),
     Command(
         "export",
         "write the weights of a model as a Hugging Face folder",
-        "convert:export",
+        "write_copies:export",
         (
-            Value("src", "a training checkpoint of any format", metavar="SRC"),
-            Value("dst", "a directory; or one file, if it ends in .safetensors", metavar="DST"),
-            Value(
-                "--key", "the name of the model in the checkpoint, which is left out of its tensors' names",
-                default="model", metavar="NAME",
+            value("src", "a training checkpoint of any format", metavar="SRC"),
+            value("dst", "a directory; or one file, if it ends in .safetensors", metavar="DST"),
+            value(
+                "--key",
+                "the name of the model in the checkpoint, which is left out of its tensors' names",
+                default="model",
+                metavar="NAME",
             ),
             _DTYPE,
-            Value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
+            value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
             _OVERWRITE,
             _JSON,
         ),
@@ -233,43 +267,49 @@ COMMANDS = (
             "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16",
             "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
         ),
-        json=(
-            "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"
-        ),
+        json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"),
     ),
     Command(
         "plan",
         "simulate planning a save or a load on any number of ranks",
-        "plan:run",
+        "show_plan:run",
         (
-            Value("model", "one of those below, a JSON file of names and shapes, or a checkpoint", metavar="MODEL"),
-            Value("--ranks", "all of them (default: replicas x fsdp x tp)", int, metavar="N"),
-            Value("--fsdp", "ranks that shard every tensor (default: all that are left)", int, metavar="N"),
-            Value("--tp", "ranks of tensor parallelism", int, 1, metavar="N"),
-            Value("--ep", "ranks of expert parallelism", int, 1, metavar="N"),
-            Value("--replicas", "copies of all of it (HSDP)", int, metavar="N"),
-            Value("--ddp", "nothing fully sharded: the same as --fsdp 1", bool),
-            Value(
-                "--optimizer", "adam: a step and two float32 moments for each tensor",
-                default="none", choices=("none", "adam"),
+            value("model", "one of those below, a JSON file of names and shapes, or a checkpoint", metavar="MODEL"),
+            value("--ranks", "all of them (default: replicas x fsdp x tp)", type=int, metavar="N"),
+            value("--fsdp", "ranks that shard every tensor (default: all that are left)", type=int, metavar="N"),
+            value("--tp", "ranks of tensor parallelism", type=int, default=1, metavar="N"),
+            value("--ep", "ranks of expert parallelism", type=int, default=1, metavar="N"),
+            value("--replicas", "copies of all of it (HSDP)", type=int, metavar="N"),
+            flag("--ddp", "nothing fully sharded: the same as --fsdp 1"),
+            value(
+                "--optimizer",
+                "adam: a step and two float32 moments for each tensor",
+                default="none",
+                choices=("none", "adam"),
             ),
-            Value("--dtype", "of tensors that have none of their own", default="bfloat16"),
-            Value("--placement", "who writes what", default="balanced", choices=("balanced", "lowest_rank", "local")),
-            Value("--node-size", "ranks of a node", int, 8, metavar="N"),
-            Value("--load", "plan a load of all tensors into host memory: who reads what", bool),
-            Value(
-                "--saved-ranks", "with --load: how many ranks saved, fully sharded (default: as they load)",
-                int, metavar="N",
+            value("--dtype", "of tensors that have none of their own", default="bfloat16"),
+            value("--placement", "who writes what", default="balanced", choices=("balanced", "lowest_rank", "local")),
+            value("--node-size", "ranks of a node", type=int, default=8, metavar="N"),
+            flag("--load", "plan a load of all tensors into host memory: who reads what"),
+            value(
+                "--saved-ranks",
+                "with --load: how many ranks saved, fully sharded (default: as they load)",
+                type=int,
+                metavar="N",
             ),
-            Value(
-                "--broadcast", "with --load: whether ranks read for each other",
-                default="auto", choices=("auto", "always", "never"),
+            value(
+                "--broadcast",
+                "with --load: whether ranks read for each other",
+                default="auto",
+                choices=("auto", "always", "never"),
             ),
-            Value(
-                "--storage", "with --load: GB a second that the storage gives to all ranks together",
-                float, metavar="GB/S",
+            value(
+                "--storage",
+                "with --load: GB a second that the storage gives to all ranks together",
+                type=float,
+                metavar="GB/S",
             ),
-            Value("--link", "with --load: GB a second of each node's link, each way", float, metavar="GB/S"),
+            value("--link", "with --load: GB a second of each node's link, each way", type=float, metavar="GB/S"),
             _JSON,
         ),
         "Plans from shapes alone: how many bytes each rank would write, and what planning costs. With --load: how many "
@@ -292,11 +332,11 @@ COMMANDS = (
     Command(
         "trace",
         "show what each rank did in saves and loads, and which rank was slow",
-        "trace:run",
+        "show_trace:run",
         (
-            Value("directory", "where VESCALE_CKPT_TRACE had the ranks write their traces", metavar="DIR"),
-            Value("--of", "only saves and loads with this text in their names, for instance step-1000", default=""),
-            Value("--out", "write one merged trace for chrome://tracing or Perfetto", metavar="FILE"),
+            value("directory", "where VESCALE_CKPT_TRACE had the ranks write their traces", metavar="DIR"),
+            value("--of", "only saves and loads with this text in their names, for instance step-1000", default=""),
+            value("--out", "write one merged trace for chrome://tracing or Perfetto", metavar="FILE"),
             _PLOT,
             _JSON,
         ),
@@ -310,12 +350,12 @@ COMMANDS = (
     Command(
         "bench",
         "measure a disk, and saves and loads on it beside stock DCP's",
-        "bench:run",
+        "show_bench:run",
         (
-            Value("directory", "where checkpoints will be; a new folder in it is used and removed", metavar="DIR"),
-            Value("--bytes", "of the state (default: 1GiB, or less if there is little room)", metavar="SIZE"),
-            Value("--repeats", "rounds that are counted", int, 5, metavar="N"),
-            Value("--no-trials", "do not try other settings", bool),
+            value("directory", "where checkpoints will be; a new folder in it is used and removed", metavar="DIR"),
+            value("--bytes", "of the state (default: 1GiB, or less if there is little room)", metavar="SIZE"),
+            value("--repeats", "rounds that are counted", type=int, default=5, metavar="N"),
+            flag("--no-trials", "do not try other settings"),
             _PLOT,
             _JSON,
         ),
@@ -333,12 +373,10 @@ COMMANDS = (
     Command(
         "settings",
         "list all settings, and where the value of each comes from",
-        "settings:run",
+        "show_settings:run",
         (_JSON,),
         "Settings are environment variables that begin with VESCALE_CKPT_. Exit status 2 if one is wrong.",
         ("VESCALE_CKPT_THREADS=8 vescale-ckpt settings",),
-        json=(
-            "`settings` (each with `variable`, `value`, `source`, `default`, `help`, `error`), `unknown`"
-        ),
+        json=("`settings` (each with `variable`, `value`, `source`, `default`, `help`, `error`), `unknown`"),
     ),
-)  # fmt: skip
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .._observe.texts import size
-from . import output, plots
+from . import draw, output
 from .output import FINE, FOUND, UNUSABLE, clean, figure
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _MOST_NAMED = 5  # keys that have one damage
 _MOST_PLOTTED = 300  # tensors in a picture
 
 
-def verify(options: SimpleNamespace) -> int:
+def verify(options: Namespace) -> int:
     from .._checkpoint.verify import verify_checkpoint
 
     with output.progress("verifying") as progress:
@@ -61,7 +61,7 @@ def _by_reason(found: list[Damage]) -> list[str]:
     return texts
 
 
-def diff(options: SimpleNamespace) -> int:
+def diff(options: Namespace) -> int:
     from .._inspect.diff import diff
 
     with output.progress("comparing") as progress:
@@ -103,10 +103,10 @@ def diff(options: SimpleNamespace) -> int:
     return FINE if found.equal else FOUND
 
 
-def stats(options: SimpleNamespace) -> int:
+def stats(options: Namespace) -> int:
     from .._inspect.stats import stats
 
-    plots.check(options.plot)
+    draw.check(options.plot)
     with output.progress("reading") as progress:
         found = stats(options.path, options.keys, progress)
     sound = all(tensor.sound for tensor in found)
@@ -142,15 +142,15 @@ def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
     left_out = len(shown) - _MOST_PLOTTED
     shown = shown[:_MOST_PLOTTED]
     height = min(60.0, 1.5 + 0.17 * max(8, len(shown)))
-    drawn, ((ranges, norms),) = plots.figure(11, height, columns=2)
+    drawn, ((ranges, norms),) = draw.figure(11, height, columns=2)
     at = range(len(shown))
     names = [tensor.key if len(tensor.key) < 60 else f"...{tensor.key[-57:]}" for tensor in shown]
-    names = [plots.plain(name) for name in names]
+    names = [draw.plain(name) for name in names]
     lows, highs, means = ([getattr(tensor, name) for tensor in shown] for name in ("min", "max", "mean"))
-    ranges.hlines(at, lows, highs, color=plots.OURS_COLOUR, linewidth=3, label="min to max")
+    ranges.hlines(at, lows, highs, color=draw.OURS_COLOUR, linewidth=3, label="min to max")
     ranges.plot(means, at, "|", color="#222222", markersize=7, label="mean")
     _set_scale(ranges, [*lows, *highs])
-    norms.barh(at, [tensor.norm for tensor in shown], color=plots.OURS_COLOUR)
+    norms.barh(at, [tensor.norm for tensor in shown], color=draw.OURS_COLOUR)
     _set_scale(norms, [tensor.norm for tensor in shown])
     bad = [number for number, tensor in enumerate(shown) if not tensor.sound]
     ranges.plot([means[number] for number in bad], bad, "x", color="#c0392b", label="has NaN or infinite values")
@@ -164,8 +164,8 @@ def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     ranges.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     more = f" (the first {len(shown):,}, {left_out:,} more are not drawn)" if left_out > 0 else ""
-    drawn.suptitle(plots.plain(f"{title}{more}"), fontsize=9)
-    plots.write(drawn, path)
+    drawn.suptitle(draw.plain(f"{title}{more}"), fontsize=9)
+    draw.write(drawn, path)
 
 
 def _set_scale(axes: Any, values: list[Any]) -> None:
@@ -176,7 +176,7 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
         axes.set_xscale("symlog", linthresh=max(smallest, known[-1] * 1e-12))
 
 
-def latest(options: SimpleNamespace) -> int:
+def latest(options: Namespace) -> int:
     from .._checkpoint.newest import newest_sound
     from .._storage.open_storage import checkpoint_path, is_folder
 
@@ -197,7 +197,7 @@ def latest(options: SimpleNamespace) -> int:
     return FINE if path is not None else FOUND if passed_over else UNUSABLE
 
 
-def restorable(options: SimpleNamespace) -> int:
+def restorable(options: Namespace) -> int:
     from .._inspect.diff import diff
     from .._state.key_selection import suggested
 

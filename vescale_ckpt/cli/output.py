@@ -1,4 +1,4 @@
-"""Prints what commands found: tables, progress and JSON, with rich where it is installed, else as plain text."""
+"""Prints what commands found: tables, progress and JSON."""
 
 from __future__ import annotations
 
@@ -49,19 +49,6 @@ def print_table(
     if lead and sys.stdout.isatty() and sum(widths) + 3 * len(widths) > shutil.get_terminal_size().columns:
         _print_stacked(columns[lead:], widths[lead:], cells, right, lead)
         return
-    if (console := _console()) is not None:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
-            justify: Any = "right" if column in right else "left"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right or column == columns[0])
-        for row in cells:
-            table.add_row(*map(Text, row))
-        console.print(table)
-        return
     for row in (list(columns), *cells):
         print(_aligned(row, columns, widths, right))
 
@@ -70,13 +57,8 @@ def _print_stacked(
     columns: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], right: Sequence[str], lead: int
 ) -> None:
     print(f"  {_aligned(columns, columns, widths, right)}")
-    console = _console()
     for row in rows:
-        names = "  ".join(row[:lead])
-        if console is None:
-            print(names)
-        else:
-            console.print(names, style="bold", markup=False, soft_wrap=True)
+        print("  ".join(row[:lead]))
         print(f"  {_aligned(row[lead:], columns, widths, right)}")
 
 
@@ -100,14 +82,3 @@ def progress(label: str) -> Iterator[Any]:
         yield bar.show
     finally:
         bar.end()
-
-
-def _console(stderr: bool = False) -> Any:
-    """rich's console if rich is installed and the stream is a terminal, else None."""
-    if not (sys.stderr if stderr else sys.stdout).isatty():
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(stderr=stderr, highlight=False)

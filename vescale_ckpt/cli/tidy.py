@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 from .. import api
 from .._checkpoint.native import metadata_file
@@ -27,7 +27,7 @@ from . import output
 from .output import FINE
 
 
-def prune(options: SimpleNamespace) -> int:
+def prune(options: Namespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
     root = checkpoint_path(options.directory)
     if options.keep is None:
@@ -54,7 +54,7 @@ def prune(options: SimpleNamespace) -> int:
     return FINE
 
 
-def repair(options: SimpleNamespace) -> int:
+def repair(options: Namespace) -> int:
     """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
     Writes copies of extra files that are missing."""
     root = checkpoint_path(options.directory)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 
 from .._observe.texts import size
 from ..reports import CheckpointInfo
@@ -17,7 +17,7 @@ _RANK = re.compile(r"__(\d+)_")  # begins the names of data files
 _MOST_CHILDREN = 40  # of a level that are shown, of more the first ones and the last
 
 
-def run(options: SimpleNamespace) -> int:
+def inspect(options: Namespace) -> int:
     from .._inspect.info import inspect
 
     info = inspect(options.path, options.keys)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from . import output, plots
+from . import draw, output
 from .output import FINE
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ _COLOURS = {
 }
 
 
-def run(options: SimpleNamespace) -> int:
+def run(options: Namespace) -> int:
     from .._inspect import trace
 
-    plots.check(options.plot)
+    draw.check(options.plot)
     events = trace.read_events(options.directory)
     found = [operation for operation in trace.operations(events) if options.of in operation.doing]
     if not found:
@@ -104,7 +104,7 @@ def _draw(operation: Operation, path: str) -> None:
     """Draws the phases of each rank as bars along one axis of time. The slowest rank is named, and red."""
     ranks, start = sorted(operation.ranks), operation.begin
     height = min(20.0, 0.28 * len(ranks))  # of the bars; the rest of the figure is text
-    drawn, ((axes,),) = plots.figure(11, height + 1.4)
+    drawn, ((axes,),) = draw.figure(11, height + 1.4)
     for row, rank in enumerate(ranks):
         for name, begin, end in operation.ranks[rank].spans:
             axes.broken_barh([(begin - start, end - begin)], (row - 0.4, 0.8), facecolors=_COLOURS[name], linewidth=0)
@@ -118,7 +118,7 @@ def _draw(operation: Operation, path: str) -> None:
     axes.set_xlim(0, operation.seconds)
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
-    title = f"{plots.plain(operation.doing)}: {operation.seconds:.2f} s"
+    title = f"{draw.plain(operation.doing)}: {operation.seconds:.2f} s"
     if len(ranks) > 1:
         slowest = operation.slowest
         busy = f"busy {operation.ranks[slowest].busy:.2f} s (mean {operation.mean_busy:.2f} s)"
@@ -129,4 +129,4 @@ def _draw(operation: Operation, path: str) -> None:
             if label.get_text() == str(slowest):
                 label.set(color=_COLOURS["commit"], fontweight="bold")
     axes.set_title(title, loc="left", fontsize=11, wrap=True)
-    plots.write(drawn, path)
+    draw.write(drawn, path)

@@ -1,15 +1,17 @@
-"""Runs the commands `convert` and `export`, which write a checkpoint in another format."""
+"""Runs the commands that write a checkpoint again: `convert`, `export` and `copy`."""
 
 from __future__ import annotations
 
 import os
+import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
+from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
 from .._convert.plan import RenameRules, plan
 from .._convert.run import Objects, convert_by_plan
@@ -20,7 +22,7 @@ from . import output
 from .output import FINE, clean
 
 
-def run(options: SimpleNamespace) -> int:
+def convert(options: Namespace) -> int:
     """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
     if format is None:
@@ -32,7 +34,7 @@ def run(options: SimpleNamespace) -> int:
     return _convert(options, format, options.keys, rename, stack, options.on_objects, "convert")
 
 
-def export(options: SimpleNamespace) -> int:
+def export(options: Namespace) -> int:
     """Converts a model's weights to safetensors, under the names that they have in the model."""
     key: str = options.key
     rename = {key: ""} if key else None
@@ -44,8 +46,27 @@ def export(options: SimpleNamespace) -> int:
         ) from None
 
 
+def copy(options: Namespace) -> int:
+    try:
+        with output.progress("copying") as progress:
+            report = copy_checkpoint(options.src, options.dst, overwrite=options.overwrite, progress=progress)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on with the files that are missing", file=sys.stderr)
+        raise
+    if options.json:
+        output.print_json("copy/1", asdict(report))
+        return FINE
+    resumed = f", of which {report.resumed_files:,} files were complete before" if report.resumed_files else ""
+    print(f"{clean(report.path)}: {report.files:,} files, {size(report.bytes)}{resumed}, {report.seconds:.2f} s")
+    if report.unverified_bytes:
+        print(f"{size(report.unverified_bytes)} have no checksums: they are as they were read")
+    if report.left_out:
+        print(f"left out, as no part of the checkpoint: {clean(', '.join(report.left_out))}")
+    return FINE
+
+
 def _convert(
-    options: SimpleNamespace,
+    options: Namespace,
     format: Format,
     keys: list[str] | None,
     rename: RenameRules | None,

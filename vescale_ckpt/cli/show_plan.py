@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from argparse import Namespace
 
 import torch
 
@@ -20,7 +20,7 @@ from . import output
 from .output import FINE
 
 
-def run(options: SimpleNamespace) -> int:
+def run(options: Namespace) -> int:
     """Simulates, prints the figures and returns the exit status. Raises `ValueError`, and `CheckpointError` for a
     checkpoint that cannot be read."""
     for name in ("ranks", "fsdp", "tp", "ep", "replicas", "node_size", "saved_ranks"):
@@ -45,7 +45,7 @@ def run(options: SimpleNamespace) -> int:
     return FINE
 
 
-def _load(options: SimpleNamespace, entries: list[Entry], parallelism: Parallelism) -> int:
+def _load(options: Namespace, entries: list[Entry], parallelism: Parallelism) -> int:
     saved = options.saved_ranks and Parallelism(options.saved_ranks, options.saved_ranks, 1, 1)
     broadcast: dict[str, Broadcast] = {"auto": "auto", "always": True, "never": False}
     storage, link = (rate and rate * 1e9 for rate in (options.storage, options.link))
@@ -74,7 +74,7 @@ def _load(options: SimpleNamespace, entries: list[Entry], parallelism: Paralleli
     return FINE
 
 
-def _parallelism(options: SimpleNamespace) -> Parallelism:
+def _parallelism(options: Namespace) -> Parallelism:
     """Raises `ValueError` where the options contradict each other."""
     if options.ddp and options.fsdp not in (None, 1):
         raise ValueError("--ddp is --fsdp 1")

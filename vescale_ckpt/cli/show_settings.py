@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from argparse import Namespace
 
 from .. import settings
 from . import output
 from .output import FINE, UNUSABLE
 
 
-def run(options: SimpleNamespace) -> int:
+def run(options: Namespace) -> int:
     rows, wrong = [], False
     for setting in settings.SETTINGS.values():
         text, source = os.environ.get(setting.variable), "default"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 from .._bench.measure_disk import DISK, OURS, STOCK, BenchReport, bench
 from .._checkpoint.safetensors.folder import shard_bytes
 from .._observe.texts import size
-from . import output, plots
+from . import draw, output
 from .output import FINE
 
 _SHARED = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb3", "9p", "virtiofs")  # and fuse.*
 _NODES = 8  # of the example
 
 
-def run(options: SimpleNamespace) -> int:
+def run(options: Namespace) -> int:
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: at least 1 is wanted")
-    plots.check(options.plot)
+    draw.check(options.plot)
     count = None if options.bytes is None else shard_bytes(options.bytes, "--bytes")
     with output.progress("measuring") as progress:
         found = bench(options.directory, count, options.repeats, with_trials=not options.no_trials, progress=progress)
@@ -111,8 +111,8 @@ def _as_json(found: BenchReport) -> dict[str, Any]:
 
 
 def _plot(found: BenchReport, path: str) -> None:
-    drawn, ((axes,),) = plots.figure(7, 4)
-    colours = {DISK: plots.DISK_COLOUR, OURS: plots.OURS_COLOUR, STOCK: plots.OTHER_COLOUR}
+    drawn, ((axes,),) = draw.figure(7, 4)
+    colours = {DISK: draw.DISK_COLOUR, OURS: draw.OURS_COLOUR, STOCK: draw.OTHER_COLOUR}
     steps = list(dict.fromkeys(row.step for row in found.rows))
     for number, (candidate, colour) in enumerate(colours.items()):
         at = [step + (number - 1) * 0.27 for step in range(len(steps))]
@@ -128,8 +128,8 @@ def _plot(found: BenchReport, path: str) -> None:
         axes.bar_label(bars, [f"{rate:.2f}" for rate in medians], padding=3, fontsize=9)
     axes.set_xticks(range(len(steps)), steps)
     axes.set_ylabel("GB/s (median and range)")
-    axes.set_title(plots.plain(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}"), fontsize=10)
+    axes.set_title(draw.plain(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}"), fontsize=10)
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    plots.write(drawn, path)
+    draw.write(drawn, path)
