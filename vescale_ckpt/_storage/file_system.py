@@ -41,6 +41,9 @@ class FileSystem(Storage):
     def check_mounted(self, what: str, instead: str) -> None:
         """Every file system is."""
 
+    def hurried(self, seconds: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a call of the system cannot be given up
+
     # --- What is there
 
     def names(self) -> list[str]:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from .. import settings
@@ -179,12 +180,15 @@ class ObjectStore(Storage):
     by_requests = can_be_away = rereads = pins_data_files = True
     has_locks = renames = shares_files = False
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self._client = Client(path)
+    @cached_property
+    def _client(self) -> Client:
+        return Client(self.path)  # to ask for a fact opens no connection
 
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
+
+    def hurried(self, seconds: int) -> contextlib.AbstractContextManager[None]:
+        return hurried(seconds)
 
     # --- What is there
 

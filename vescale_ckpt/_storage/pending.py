@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
 
@@ -78,6 +79,11 @@ class Pending:
             path = os.path.join(self.directory, name)
             _C.rename_file(self.paths[number], path)
             self.paths[number] = path
+
+    def taking_turns(self) -> AbstractContextManager[bool]:
+        """A context that makes those who commit into one directory do so one after the other. It gives False if the
+        file system has no locks. Raises `CheckpointError` if the other one takes too long."""
+        return locks.taking_turns(self.directory)
 
     def committed(self) -> None:
         """Notes that the files belong to the directory now."""

@@ -68,6 +68,10 @@ class Storage(ABC):
         """Raises `CheckpointError`, with the advice `instead`, if other programs and libraries cannot open the files by
         their paths: `what` cannot be in such a storage."""
 
+    @abstractmethod
+    def hurried(self, seconds: int) -> AbstractContextManager[None]:
+        """A context in which a request of this thread is given up after so many seconds, where there are requests."""
+
     # --- What is there
 
     @abstractmethod

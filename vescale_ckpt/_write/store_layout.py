@@ -25,7 +25,6 @@ from .._plan.save_plan import GlobalSavePlan
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._ranks.steps import Steps
-from .._storage.object_clients import ObjectExistsError
 from .._storage.open_storage import storage_at
 from .._storage.pending import new_token
 from ..errors import CheckpointError
@@ -278,7 +277,7 @@ class StoreLayout(SafetensorsLayout):
         with named_system_errors(path):
             try:
                 commit_objects(path, self._names, self._layout.index(self._names), self.options.overwrite)
-            except (ObjectExistsError, CheckpointError):  # it is known that this was not
+            except (FileExistsError, CheckpointError):  # it is known that this was not
                 self._may_be_committed = False
                 raise
 

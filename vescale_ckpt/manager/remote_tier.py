@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from .._checkpoint.native.step_order import complete_steps
-from .._storage.object_clients import hurried
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class RemoteTier:
         if time.monotonic() < self._away_until:
             return otherwise
         try:
-            with hurried(_PATIENCE):
+            with storage_at(self.url).hurried(_PATIENCE):
                 return ask()
         except (OSError, CheckpointError) as error:
             self._away_until = time.monotonic() + _AWAY_SECONDS
@@ -46,7 +46,7 @@ class RemoteTier:
 
     def patience(self) -> AbstractContextManager[None]:
         """A context for requests whose errors are dealt with otherwise."""
-        return hurried(_PATIENCE) if self._has_local() else nullcontext()
+        return storage_at(self.url).hurried(_PATIENCE) if self._has_local() else nullcontext()
 
     def _has_local(self) -> bool:
         return bool(complete_steps(self.local))

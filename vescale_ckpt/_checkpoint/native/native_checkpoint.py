@@ -21,11 +21,11 @@ from ..._engine.options import direct_io_setting, engine_options
 from ..._engine.rows import int_table
 from ..._state import objects
 from ..._state.structure import Path, Structure, structure_of
-from ..._storage import file_kinds
 from ..._storage.open_storage import read_twice, says_nothing, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from .. import file_kinds
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, fill_parts
 from ..record_reader import ReadOptions, RecordReader

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from ..._engine import _C
 from ..._engine.errors import named_system_errors
-from ..._storage import locks
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import Pending
 from ...errors import CheckpointError
@@ -69,7 +68,7 @@ def replace_model(files: Pending, index: IndexOf) -> None:
     """Makes `files`, which are complete and durable, the model of their folder, durably. If this raises, they stay
     pending, unless an index names them already."""
     directory = files.directory
-    with named_system_errors(directory), locks.taking_turns(directory) as alone:
+    with named_system_errors(directory), files.taking_turns() as alone:
         before = _look(directory)
         try:
             names = _commit(files, index, before)

@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Literal
 
-from .open_storage import storage_at
+from .._storage.open_storage import storage_at
 
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _LENGTH_BYTES = 8  # at the start of a safetensors file, with any values; its header follows
