@@ -38,6 +38,9 @@ MOST_BYTES = 1 << 40  # larger limits are none
 #: What the page says of a setting beyond its line in the table of the code.
 MORE = {
     "threads": "Argument: `thread_count=`.",
+    "memory_bytes": "`VESCALE_CKPT_ARENA_BYTES` and `VESCALE_CKPT_CONVERT_BYTES` are as much, "
+    "`VESCALE_CKPT_BROADCAST_BYTES` is half of it, unless they are given themselves. Snapshots have a limit "
+    "of their own.",
     "arena_bytes": "The memory is kept between saves.",
     "broadcast_bytes": "In each process, for `broadcast_checkpoint=`. It is given back after the load.",
     "broadcast_scope": "`node`: ranks read for each other only within a node, so that each node reads once and nothing "

@@ -86,10 +86,10 @@ def save(
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects. For a top-level
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: whether training continues while data is written.
-        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; all ranks write into
-            the same files (into an object store each file is sent by one rank). The state may then hold tensors only.
-            Of several tensors in the same memory the first is stored, and the header maps the other names to it. The
-            keys of a value under the name "" (a module, say) get no prefix.
+        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; a `Safetensors` has
+            options. All ranks write into the same files (into an object store each file is sent by one rank). The state
+            may then hold tensors only. Of several tensors in the same memory the first is stored, and the header maps
+            the other names to it. The keys of a value under the name "" (a module, say) get no prefix.
         planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
             None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
@@ -100,12 +100,7 @@ def save(
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         on_busy: what to do while the group's last asynchronous save is running on any rank: "wait" for it, "skip" this
             save (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
-        max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
-            file of its own.
-        metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
-        fqn_to_index_mapping: for safetensors: the number of the file for each key, from 1 on, as in torch's
-            HuggingFaceStorageWriter and in place of `max_shard_size`. Every key needs one. Files without keys are left
-            out.
+        max_shard_size, metadata, fqn_to_index_mapping: those of `Safetensors`, for format "safetensors".
         extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
             rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
             into the directory after the commit, for other programs. For format "dcp".

@@ -25,7 +25,7 @@ _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 @dataclass(frozen=True)
 class Setting:
     """One row of the table. `least` and `most` bound numbers, `step` divides them, `choices` lists allowed texts (none:
-    any text)."""
+    any text). `memory_part`: where nothing is given, it is this part of `memory_bytes`; 0: it does not follow it."""
 
     name: str
     default: int | str
@@ -34,6 +34,7 @@ class Setting:
     most: int = 1 << 62
     step: int = 1
     choices: tuple[str, ...] = ()
+    memory_part: int = 0
 
     @property
     def variable(self) -> str:
@@ -67,11 +68,14 @@ SETTINGS = {
             least=1,
             most=256,
         ),
+        Setting("memory_bytes", 256 * MiB, "memory for reading and writing; three limits follow it", least=4 * MiB),
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
-        Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
-        Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB),
+        Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB, memory_part=1),
+        Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB, memory_part=2),
         Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
-        Setting("convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB),
+        Setting(
+            "convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB, memory_part=1
+        ),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
         Setting(
@@ -112,7 +116,9 @@ def value(name: str) -> int | str:
     """The setting in force: the environment's, else the default. Raises ValueError for a bad environment variable."""
     setting = SETTINGS[name]
     text = os.environ.get(setting.variable)
-    return setting.default if text is None else setting.parse(text)
+    if text is not None:
+        return setting.parse(text)
+    return max(setting.least, number("memory_bytes") // setting.memory_part) if setting.memory_part else setting.default
 
 
 def lenient(name: str) -> int | str:

@@ -14,13 +14,14 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import vescale_ckpt
-from vescale_ckpt import SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt import SavePlanner, StorageReader
+from vescale_ckpt.integrations.dcp import DefaultWriter
 
 
 def test_options_without_effect_are_taken(tmp_path: Path) -> None:
-    writer = StorageWriter(
+    writer = DefaultWriter(
         tmp_path, per_thread_copy_ahead=1, cache_staged_state_dict=True,
-        serialization_format=SerializationFormat.TORCH_SAVE, _extensions=[], process_group=None,
+        serialization_format=SerializationFormat.TORCH_SAVE, _extensions=[],
     )  # fmt: skip
     dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=SavePlanner(dedup_replicated_tensors=True))
     assert vescale_ckpt.load(tmp_path)["w"].tolist() == [1.0] * 3
@@ -28,11 +29,11 @@ def test_options_without_effect_are_taken(tmp_path: Path) -> None:
 
 def test_options_that_change_the_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format='safetensors'"):
-        StorageWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+        DefaultWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     with pytest.raises(ValueError, match="FileSystemWriter"):
-        StorageWriter(tmp_path, _extensions=[object()])
+        DefaultWriter(tmp_path, _extensions=[object()])
     with pytest.raises(ValueError, match="per_thread_copy_ahead"):
-        StorageWriter(tmp_path, per_thread_copy_ahead=-1)
+        DefaultWriter(tmp_path, per_thread_copy_ahead=-1)
     with pytest.raises(ValueError, match="contradict"):
         SavePlanner(placement="local", dedup_save_to_lowest_rank=True)
 

@@ -79,6 +79,17 @@ def test_thread_count_of_the_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_options(None, "auto")
 
 
+def test_limits_of_memory_follow_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = ("arena_bytes", "broadcast_bytes", "convert_bytes")
+    assert [settings.number(name) for name in follow] == [settings.SETTINGS[name].default for name in follow]
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(32 << 20))
+    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", str(5 << 20))
+    assert [settings.number(name) for name in follow] == [32 << 20, 16 << 20, 5 << 20]
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", "1")
+    with pytest.raises(ValueError, match="MEMORY_BYTES"):
+        settings.number("arena_bytes")
+
+
 def test_every_setting_is_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text()
     missing = [setting.variable for setting in settings.SETTINGS.values() if setting.variable not in page]

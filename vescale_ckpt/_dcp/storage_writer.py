@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,8 +68,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     Args:
         path: the checkpoint's directory, made if missing. A path or a `file://` URL.
         format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
-            their index. All ranks write into the same files, which any reader of that format reads. They hold tensors
-            only, and always have checksums.
+            their index; a `Safetensors` has options. All ranks write into the same files, which any reader of that
+            format reads. They hold tensors only, and always have checksums.
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
         single_file_per_rank: False writes each tensor and object to a file of its own, as DCP's option does.
         sync_files: False skips syncing data; a crash of the machine may then tear a committed checkpoint.
@@ -77,17 +77,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         checksums: False writes no checksums: loads cannot verify the data then.
         direct_io: "auto" bypasses the page cache where the file system allows it, False never does, True raises if it
             is not possible.
-        max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
-            file of its own.
-        metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
-        fqn_to_index_mapping: for safetensors: the number of the file for each key, from 1 on, as in torch's
-            HuggingFaceStorageWriter and in place of `max_shard_size`. Every key needs one. Files without keys are left
-            out.
+        max_shard_size, metadata, fqn_to_index_mapping: those of `Safetensors`, for format "safetensors".
         process_group: has no effect: DCP tells the writer its rank.
-        per_thread_copy_ahead, cache_staged_state_dict: torch's options. They have no effect: how far copies from a
-            device run ahead is bounded by `VESCALE_CKPT_SLOT_BYTES`, and memory of snapshots is always reused.
-        serialization_format: torch's option, by value or name: "torch_save" only.
-        _extensions: torch's option: none may be given.
 
     `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
     lazily conjugated or negated, and saves wrong values.
@@ -111,20 +102,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         metadata: Mapping[str, str] | None = None,
         fqn_to_index_mapping: Mapping[str, int] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        per_thread_copy_ahead: int | None = None,
-        cache_staged_state_dict: bool = False,
-        serialization_format: Any = None,
-        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
-        checked_count("per_thread_copy_ahead", per_thread_copy_ahead)
-        checked_flag("cache_staged_state_dict", cache_staged_state_dict)
-        _check_serialization(serialization_format)
-        if _extensions:
-            raise ValueError(
-                "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
-                "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
-            )
         self._safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
         self.format = "dcp" if self._safetensors is None else "safetensors"
         self.options = SaveOptions(
@@ -269,16 +248,6 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def close(self) -> None:
         Stager().close()
-
-
-def _check_serialization(wanted: Any) -> None:
-    """Raises ValueError for a value of torch's `SerializationFormat` other than `TORCH_SAVE`."""
-    name = str(getattr(wanted, "value", wanted)).lower()
-    if wanted is not None and name != "torch_save":
-        raise ValueError(
-            f"serialization_format={wanted!r}: data files hold tensors as torch.save writes them. For safetensors take "
-            "format='safetensors', which writes files that every reader of safetensors knows"
-        )
 
 
 def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:

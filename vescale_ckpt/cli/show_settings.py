@@ -14,7 +14,9 @@ def run(options: Namespace) -> int:
     rows, wrong = [], False
     for setting in settings.SETTINGS.values():
         text, source = os.environ.get(setting.variable), "default"
-        value: object = setting.default
+        value: object = settings.lenient(setting.name)
+        if setting.memory_part and value != setting.default:
+            source = settings.SETTINGS["memory_bytes"].variable
         error = ""
         if text is not None:
             source = "environment"

@@ -26,13 +26,17 @@ from .._engine import torch_private
 from .._storage.open_storage import storage_at
 from .._write.safetensors_layout import Safetensors
 from ..errors import CheckpointError
-from ..settings import Broadcast
+from ..settings import Broadcast, checked_count, checked_flag
 
 logger = logging.getLogger(__name__)
 
 
 class DefaultWriter(StorageWriter):
-    """A `StorageWriter` with the arguments of torch's `FileSystemWriter`, also by position."""
+    """A `StorageWriter` with the arguments of torch's `FileSystemWriter`, also by position.
+
+    Four of them have no effect: how far copies from a device run ahead is bounded by `VESCALE_CKPT_SLOT_BYTES`, memory
+    of snapshots is always reused, the serialization is torch.save's, and there are no extensions.
+    """
 
     def __init__(
         self,
@@ -51,11 +55,25 @@ class DefaultWriter(StorageWriter):
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=None if thread_count == 1 else thread_count,  # 1 is what torch's writer has by default
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            cache_staged_state_dict=cache_staged_state_dict,
             overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
+        )
+        checked_count("per_thread_copy_ahead", per_thread_copy_ahead)
+        checked_flag("cache_staged_state_dict", cache_staged_state_dict)
+        _check_serialization(serialization_format)
+        if _extensions:
+            raise ValueError(
+                "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
+                "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
+            )
+
+
+def _check_serialization(wanted: Any) -> None:
+    """Raises ValueError for a value of torch's `SerializationFormat` other than `TORCH_SAVE`."""
+    name = str(getattr(wanted, "value", wanted)).lower()
+    if wanted is not None and name != "torch_save":
+        raise ValueError(
+            f"serialization_format={wanted!r}: data files hold tensors as torch.save writes them. For safetensors take "
+            "format='safetensors', which writes files that every reader of safetensors knows"
         )
 
 
