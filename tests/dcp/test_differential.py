@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+import vescale_ckpt
 from vescale_ckpt import (
     CorruptCheckpointError,
     IncompatibleStateError,
@@ -82,6 +83,19 @@ def test_stock_checkpoint_of_many_files(checkpoint: Path, options: dict[str, Any
     state = mixed_state() | {f"{i}": torch.full((i,), i) for i in range(200)}
     stock_save(checkpoint, state, **options)
     assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize("writer", [dcp_save, stock_save])
+def test_metadata_of_more_than_a_mebibyte(checkpoint: Path, writer: Callable[..., Any]) -> None:
+    """As of ten thousand tensors: the beginning is checked before the rest is read."""
+    state = {f"{i}".rjust(8 * KiB, "k"): torch.full((2,), i) for i in range(150)}
+    writer(checkpoint, state)
+    assert (checkpoint / ".metadata").stat().st_size > MiB
+    assert vescale_ckpt.inspect(checkpoint).tensors.keys() == state.keys()
+    assert vescale_ckpt.verify(checkpoint).ok
+    (checkpoint / ".metadata.index").unlink(missing_ok=True)  # which answers in place of the metadata
+    assert_same(load_blank(checkpoint, state), state)
+    assert_same(vescale_ckpt.load(checkpoint), state)
 
 
 @pytest.mark.parametrize("rows", [64, 12 * KiB], ids=["small", "large"])

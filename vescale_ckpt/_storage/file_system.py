@@ -298,10 +298,12 @@ def _read_some(file: io.FileIO, most: int, path: str) -> bytes:
 
 def _check_no_hole(descriptor: int, size: int, path: str) -> None:
     """Raises if a large file has holes: its size may exceed what was ever written to it."""
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
     except OSError:  # the file system does not report holes
         hole = size
+    os.lseek(descriptor, position, os.SEEK_SET)  # the search moved it, and the caller reads on from there
     if hole < size:
         raise UntrustedCheckpointError(
             f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
