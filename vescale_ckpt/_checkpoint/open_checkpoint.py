@@ -65,8 +65,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     if kind == "safetensors":
         return SafetensorsCheckpoint.open(path)
     if kind == "pickle":
-        text = f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again"
-        raise CheckpointError(text, path=path)
+        raise CheckpointError(str(advice_for_file(path)), path=path)
     if kind is None and not is_folder(path):
         raise CheckpointError(f"cannot read {path}: there is no such file or folder", path=path, errno=errno.ENOENT)
     if kind is None:
