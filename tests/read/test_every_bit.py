@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader
+from vescale_ckpt._checkpoint.loadable import crc_of
 from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._checkpoint.native.file_names import crc_of
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import dtype_code
 from vescale_ckpt._engine.options import engine_options

@@ -18,7 +18,6 @@ from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import Damage, VerifyReport
 from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
-from .native.file_names import DELTA_NAME
 from .non_contiguous_records import wrong_form
 from .record_reader import Record
 
@@ -167,38 +166,6 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
     return is_wrapper
-
-
-def check_tables(
-    checkpoint: LoadableCheckpoint, wrappers: set[tuple[str, int]], missing: Collection[str], report: VerifyReport
-) -> None:
-    """Checks the tables of block checksums at the end of data files of this package. Damage of one is harmless: without
-    it a load of a part of a tensor reads and verifies all of its record. `wrappers`: what `check_records` returned."""
-    # The files of a delta save, and those that it names, may hold records that only older metadata names.
-    storage = storage_at(checkpoint.root)
-    may_hold_others = storage.has(DELTA_NAME)
-    crcs: dict[str, dict[int, int]] = {}
-    for tensor in checkpoint.tensors.values():
-        for chunk in tensor.chunks:
-            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read so, as objects are
-            if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
-                crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
-    for name, expected in crcs.items():
-        path = data_path(checkpoint.root, name)
-        try:
-            rows, offset = _C.checksum_table(path)
-            if rows is None and storage.rereads:
-                storage.look_again()
-                rows, offset = _C.checksum_table(path)
-        except _C.EngineError as error:
-            report.harmless.append(Damage(None, path, error.offset, str(error)))
-            continue
-        if rows is None:
-            reason = f"{path} does not end in a sound table of checksums: it is damaged, or was cut off"
-            report.harmless.append(Damage(None, path, offset, reason))
-        elif not expected.items() <= dict(rows).items() or not (may_hold_others or len(rows) == len(expected)):
-            reason = f"the table of checksums of {path} is of other records than the metadata"
-            report.harmless.append(Damage(None, path, offset, reason))
 
 
 def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:

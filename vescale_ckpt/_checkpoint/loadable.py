@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from .._engine import _C
 from .._engine.torch_private import StorageInfo
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, parts_of
-from .native.file_names import checked_location
 from .record_reader import RecordReader
 from .seen_files import SeenFiles
 
@@ -127,3 +126,21 @@ def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
         reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target) for part in parts
     )
     reader.finish()
+
+
+def checked_location(info: object, key: str) -> StorageInfo:
+    """A record location from metadata, with sound types and ranges; the file's name is not checked. Raises
+    `UntrustedCheckpointError` for anything else."""
+    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
+        raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
+    for name in ("offset", "length"):
+        number = getattr(info, name, None)
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
+    return info
+
+
+def crc_of(info: StorageInfo) -> int:
+    """The CRC-32 that saves of this package add to a record location; -1 if it has none."""
+    crc = getattr(info, "crc", -1)
+    return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._checkpoint.checkpoint import not_all_there
-from .._checkpoint.native.file_names import crc_of
+from .._checkpoint.loadable import crc_of
 from .._checkpoint.native.transformed_records import TargetPlanner, read_transformed
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtypes import dtype_code

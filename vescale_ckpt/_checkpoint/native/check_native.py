@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
 from contextlib import suppress
 
 from ..._engine import _C
@@ -12,9 +13,9 @@ from ..._storage.open_storage import says_nothing, stat_of, storage_at
 from ..._storage.paths import check_relative, data_path
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
-from ..check_records import Progress, add_error, check_records, check_tables, file_ends
+from ..check_records import Progress, add_error, check_records, file_ends
 from . import metadata_file
-from .file_names import index_name, metadata_name
+from .file_names import DELTA_NAME, index_name, metadata_name
 from .native_checkpoint import NativeCheckpoint, explained
 
 
@@ -69,7 +70,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
             report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
         wrappers = check_records(checkpoint, missing, report, progress)
         _check_index(directory, rank, index_path, report)
-        check_tables(checkpoint, wrappers, missing, report)
+        _check_tables(checkpoint, wrappers, missing, report)
 
 
 def _check_index(directory: str, rank: int | None, path: str, report: VerifyReport) -> None:
@@ -78,6 +79,38 @@ def _check_index(directory: str, rank: int | None, path: str, report: VerifyRepo
     except (_C.EngineError, OSError) as error:
         if error.errno != errno.ENOENT:
             report.harmless.append(Damage(None, path, getattr(error, "offset", 0), str(error)))
+
+
+def _check_tables(
+    checkpoint: NativeCheckpoint, wrappers: set[tuple[str, int]], missing: Collection[str], report: VerifyReport
+) -> None:
+    """Checks the tables of block checksums at the end of data files of this package. Damage of one is harmless: without
+    it a load of a part of a tensor reads and verifies all of its record. `wrappers`: what `check_records` returned."""
+    # The files of a delta save, and those that it names, may hold records that only older metadata names.
+    storage = storage_at(checkpoint.root)
+    may_hold_others = storage.has(DELTA_NAME)
+    crcs: dict[str, dict[int, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        for chunk in tensor.chunks:
+            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read so, as objects are
+            if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
+                crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
+    for name, expected in crcs.items():
+        path = data_path(checkpoint.root, name)
+        try:
+            rows, offset = _C.checksum_table(path)
+            if rows is None and storage.rereads:
+                storage.look_again()
+                rows, offset = _C.checksum_table(path)
+        except _C.EngineError as error:
+            report.harmless.append(Damage(None, path, error.offset, str(error)))
+            continue
+        if rows is None:
+            reason = f"{path} does not end in a sound table of checksums: it is damaged, or was cut off"
+            report.harmless.append(Damage(None, path, offset, reason))
+        elif not expected.items() <= dict(rows).items() or not (may_hold_others or len(rows) == len(expected)):
+            reason = f"the table of checksums of {path} is of other records than the metadata"
+            report.harmless.append(Damage(None, path, offset, reason))
 
 
 def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:

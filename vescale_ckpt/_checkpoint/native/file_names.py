@@ -1,4 +1,4 @@
-"""Defines the file names of DCP's layout, and checks the record locations in its metadata."""
+"""Defines the file names of DCP's layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 import re
 
 from ..._engine import _C
-from ..._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
+from ..._engine.torch_private import DEFAULT_SUFFIX
 from ..._storage.storage import MARK_PREFIX
-from ...errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
@@ -75,21 +74,3 @@ def may_be_in_use(temporary: str) -> bool:
 def is_of_a_save(name: str) -> bool:
     """Whether a save that died may have left a file of that name."""
     return is_data_file(name) or is_temporary_file(name) or name in (INDEX_NAME, DELTA_NAME)
-
-
-def checked_location(info: object, key: str) -> StorageInfo:
-    """A record location from metadata, with sound types and ranges; the file's name is not checked. Raises
-    `UntrustedCheckpointError` for anything else."""
-    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
-        raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
-    for name in ("offset", "length"):
-        number = getattr(info, name, None)
-        if type(number) is not int or not 0 <= number < 1 << 62:
-            raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
-    return info
-
-
-def crc_of(info: StorageInfo) -> int:
-    """The CRC-32 that saves of this package add to a record location; -1 if it has none."""
-    crc = getattr(info, "crc", -1)
-    return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1

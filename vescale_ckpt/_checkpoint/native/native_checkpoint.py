@@ -27,12 +27,12 @@ from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .. import file_kinds
 from ..checkpoint import Chunk, Read, TensorInfo
-from ..loadable import LoadableCheckpoint, Part, fill_parts
+from ..loadable import LoadableCheckpoint, Part, checked_location, crc_of, fill_parts
 from ..record_reader import ReadOptions, RecordReader
 from ..safetensors import model_names
 from ..seen_files import SeenFiles
 from . import metadata_file, step_order
-from .file_names import checked_location, crc_of, index_name, metadata_name
+from .file_names import index_name, metadata_name
 from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
