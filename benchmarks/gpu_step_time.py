@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import vescale_ckpt
+from vescale_ckpt._bench.by_turns import Row, Steps
 
 from .figures import record
-from .gpu_rounds import synchronize
+from .gpu_rounds import measured, synchronize
 
 Save = Callable[[Path], Any]
 
@@ -114,35 +115,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default=tempfile.gettempdir())
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         training = Training(options.device, options.width, options.layers, options.rows)
-        parameters = sum(parameter.numel() for parameter in training.model.parameters())
-        record(step_time_parameters=parameters)
-        kept = saves(training)
-        for number in range(options.rounds + 1):
-            for name, save in kept.items():
-                try:
-                    seconds = training.seconds(options.steps, options.every, save, Path(folder))
-                except Exception as error:  # the others go on
-                    record(**{f"step_time_{name}": f"failed: {type(error).__name__}: {error}"[:300]})
-                    continue
-                if number:  # the first round takes memory
-                    taken.setdefault(name, []).append(seconds)
-            if number:
-                tell(taken, options.steps)
+        record(step_time_parameters=sum(parameter.numel() for parameter in training.model.parameters()))
+
+        def turn(name: str, save: Save | None) -> Steps:
+            try:
+                return {"steps": training.seconds(options.steps, options.every, save, Path(folder))}
+            except Exception as error:  # the others go on
+                record(**{f"step_time_{name}": f"failed: {type(error).__name__}: {error}"[:300]})
+                return {}
+
+        def figures(row: Row) -> dict[str, float]:
+            found = {f"step_ms_{row.candidate}": row.seconds / options.steps * 1e3}
+            if row.candidate != "none" and row.of_baseline is not None:
+                found[f"step_time_{row.candidate}_slower_percent"] = (1 / row.of_baseline - 1) * 100
+            return found
+
+        turns = {name: partial(turn, name, save) for name, save in saves(training).items()}
+        measured("training", turns, options.rounds, figures, "none")
         dist.destroy_process_group()
-
-
-def tell(taken: dict[str, list[float]], steps: int) -> None:
-    """Records what is known so far. Ratios are of the same round."""
-    for name, seconds in taken.items():
-        record(**{f"step_ms_{name}": statistics.median(seconds) / steps * 1e3})
-        if name != "none" and "none" in taken:
-            ratios = [own / none for own, none in zip(seconds, taken["none"], strict=False)]
-            record(**{f"step_time_{name}_slower_percent": (statistics.median(ratios) - 1) * 100})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from harness.object_server import ObjectServer
 from harness.ranks import in_fork
 
 from benchmarks import __main__ as command
-from benchmarks import background, export, loading
+from benchmarks import background, export, gpu, gpu_step_time, loading
 from benchmarks.planning import cases as planning
 from vescale_ckpt._bench import usage
 from vescale_ckpt._bench.by_turns import CEILING, STOCK
@@ -23,6 +25,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def no_waiting_for_what_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "sync_file_system", lambda directory: None)
+
+
+@pytest.fixture(autouse=True)
+def little_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "TRIES", 1)
+    monkeypatch.setattr(background, "TRAINING_STEPS", 2)
 
 
 Rows = dict[tuple[str, str], dict[str, Any]]  # by step and candidate, of the last case
@@ -75,9 +83,7 @@ def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "replicated: 2 ranks, storage as it is, one node, median of 1" in capsys.readouterr().out
 
 
-def test_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "TRIES", 1)
-    monkeypatch.setattr(background, "TRAINING_STEPS", 2)
+def test_background(tmp_path: Path) -> None:
     rows = run("background", tmp_path, "--gib=0.001", "--candidates=ours,our stager,stock")
     wanted = {"stall", "durable", "training lost", "synchronous save"}
     assert steps(rows) == dict.fromkeys(("ours", "our stager", STOCK), wanted) | {CEILING: {"stall", "durable"}}
@@ -117,3 +123,32 @@ def test_what_cannot_be_done_is_refused(arguments: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         loading.main(arguments)
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "figures"),
+    [
+        (gpu, "--sections=safetensors --gib=0.001 --rounds=1", ["safetensors_large_ours_of_pinned_copy"]),
+        (gpu, "--sections=disk,stock --gib=0.001 --rounds=1", ["disk_write_gb_s", "save_vescale_cold_gb_s"]),
+        (
+            gpu_step_time,
+            "--width=16 --layers=2 --rows=8 --steps=4 --every=2 --rounds=1",
+            [f"step_time_{name}_slower_percent" for name in ("ours", "ours_gate", "stock")],
+        ),
+    ],
+)
+def test_figures_of_the_gpu_check(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: ModuleType,
+    options: str,
+    figures: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--device=cpu", f"--dir={tmp_path}", *options.split()])
+    module.main()
+    found: dict[str, Any] = {}
+    for line in capsys.readouterr().out.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}  # tables are printed, too
+    assert all(isinstance(found[name], float) for name in figures)
+    assert not list(tmp_path.iterdir())
