@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     faults.clear()
+    mock.patch.stopall()  # what the test has started
     for name, value in vars(DcpSavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()

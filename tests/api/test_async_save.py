@@ -11,14 +11,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from harness import faults, snapshots
+from harness import faults, snapshots, steps
 from harness.children import in_child
 from harness.files import only_named_files
 from harness.python_forks import run_python
@@ -31,13 +30,10 @@ import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
     SaveFailedError,
-    SaveHandle,
     SaveInProgressError,
     SavePlanner,
     StorageFullError,
 )
-from vescale_ckpt._collective.handle import settled
-from vescale_ckpt._engine import _C
 
 BOUND = 180.0  # seconds after which something counts as hung
 SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "100"))
@@ -104,9 +100,6 @@ def test_progress(checkpoint: Path, held: threading.Event) -> None:
 
 
 def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> None:
-    counts = iter([(0, 100), (60, 100), (40, 100), (120, 100), (80, 90)])
-    handle = SaveHandle(Future(), settled(), lambda: next(counts))
-    assert [handle.progress() for _ in range(5)] == [(0, 100), (60, 100), (60, 100), (100, 100), (100, 100)]
     faults.inject("sync", errno.EIO, 0, 1000)
     failing = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
     before = failing.progress()
@@ -259,18 +252,13 @@ class Network(nn.Module):
         return self.outer(self.norm(self.inner(x)))  # type: ignore[no-any-return]
 
 
-def test_steps_wait_for_their_gate(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_wait_for_their_gate(checkpoint: Path) -> None:
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     started = threading.Event()
     waited: list[bool] = []
-    wait = _C.Snapshot.wait
-
-    def late(snapshot: Any, timeout: float | None) -> bool:
-        waited.append(started.wait(BOUND))  # copies are not done before the step has begun
-        return bool(wait(snapshot, timeout))
-
-    monkeypatch.setattr(_C.Snapshot, "wait", late)
+    # Copies are not done before the step has begun.
+    steps.before("wait for the copy", lambda *_: waited.append(started.wait(BOUND))).start()
     optimizer.register_step_pre_hook(lambda *_: started.set())
     for _ in range(3):
         model(torch.randn(4, 64)).sum().backward()
@@ -293,13 +281,12 @@ def test_steps_wait_for_their_gate(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert all(waited)
 
 
-def test_a_change_past_the_gate_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_past_the_gate_is_refused(checkpoint: Path) -> None:
     weight = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     vescale_ckpt.save(checkpoint, {"weight": weight})
     changed = threading.Event()
-    wait = _C.Snapshot.wait
-    monkeypatch.setattr(_C.Snapshot, "wait", lambda *args: changed.wait(BOUND) and wait(*args))
+    steps.before("wait for the copy", lambda *_: changed.wait(BOUND)).start()
     handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
     with torch.no_grad():
         weight.mul_(2)
@@ -310,14 +297,10 @@ def test_a_change_past_the_gate_is_refused(checkpoint: Path, monkeypatch: pytest
     assert load(checkpoint, {"weight": torch.zeros(1000)})["weight"].eq(1).all()
 
 
-def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path) -> None:
     weight = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-
-    def refuse(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(_C.Snapshot, "start", refuse)
+    steps.failing("start to copy", MemoryError()).start()
     handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
     optimizer.step()
     with pytest.raises(SaveFailedError, match="MemoryError"):
@@ -332,15 +315,10 @@ TRAINER = """
     import os, sys, threading, torch, vescale_ckpt
     sys.path.insert(0, {tests!r})
     from harness.states import state
-    from vescale_ckpt._collective import background
-    from vescale_ckpt._write.snapshot import StagedPlan
-    background._SECONDS_TO_GIVE_UP = 0.5
-    write = StagedPlan.write
-    def late(part):
-        threading.Event().wait({seconds})
-        return write(part)
+    from harness import steps
+    steps.limit("seconds to give up saves at exit", 0.5).start()
     vescale_ckpt.save({path!r}, state(1))
-    StagedPlan.write = late
+    steps.before("write what was staged", lambda _: threading.Event().wait({seconds})).start()
     vescale_ckpt.save({path!r}, state(2), async_checkpoint=True)
 """
 

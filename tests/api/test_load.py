@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.files import read_metadata, rewrite_metadata
 from harness.states import MiB, assert_same, blank, mixed_state
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -22,9 +23,6 @@ from vescale_ckpt import (
     MissingKeysError,
     UntrustedCheckpointError,
 )
-from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._state.flatten import nested
-from vescale_ckpt._state.key_selection import Selection, renamed, renaming
 from vescale_ckpt.errors import _rebuild
 
 
@@ -125,14 +123,6 @@ def test_keys_select_by_name_prefix_and_pattern(checkpoint: Path) -> None:
     assert report.stats.tensors == 3
 
 
-def test_selection_of_names_that_look_like_patterns() -> None:
-    assert "x[0]" in Selection("x[0]") and "x0" in Selection("x[0]") and "x[0].y" in Selection("x[0]")
-    assert "model2" not in Selection("model") and "model.a.b" in Selection(iter(["model"]))
-    assert "anything" in Selection(None) and "anything" not in Selection([])
-    with pytest.raises(TypeError):
-        Selection([1])  # type: ignore[list-item]
-
-
 def test_rename_by_mapping_and_function(checkpoint: Path) -> None:
     state = {"old": {"net": {"w": torch.ones(2), "head": {"b": torch.ones(3)}}}, "top": torch.ones(1)}
     vescale_ckpt.save(checkpoint, state)
@@ -148,6 +138,8 @@ def test_rename_by_mapping_and_function(checkpoint: Path) -> None:
     assert_same(loaded({"w": torch.zeros(2)}, {"": "old.net"}), {"w": torch.ones(2)})
     assert_same(loaded({"x": {"top": torch.zeros(1)}}, {"x": ""}), {"x": {"top": torch.ones(1)}})
     assert_same(loaded({"TOP": torch.zeros(1)}, str.lower), {"TOP": torch.ones(1)})
+    with pytest.raises(ValueError, match="gives None"):
+        loaded({"top": torch.zeros(1)}, lambda key: None)
     with pytest.raises(CheckpointError, match="'a' and 'b' the same key of the checkpoint, 'top'"):
         loaded({"a": torch.zeros(1), "b": torch.zeros(1)}, {"a": "top", "b": "top"})
 
@@ -158,14 +150,6 @@ def test_a_module_by_another_name(checkpoint: Path) -> None:
     other = nn.Linear(2, 3)
     vescale_ckpt.load(checkpoint, {"model": other}, rename={"model": "module.backbone"})
     assert_same(other.state_dict(), layer.state_dict())
-
-
-def test_longest_prefix_wins_and_stops_at_dots() -> None:
-    of = renaming({"a": "x", "a.b": "y", "a.b.c": "z"})
-    keys = ["a", "a.q", "a.b.q", "a.b.c", "a.b.c.d", "ab"]
-    assert list(renamed(keys, of).values()) == ["x", "x.q", "y.q", "z", "z.d", "ab"]
-    with pytest.raises(ValueError, match="gives None"):
-        renamed(["a"], lambda key: None)  # type: ignore[arg-type, return-value]
 
 
 def test_options_that_have_no_meaning_are_refused(checkpoint: Path) -> None:
@@ -245,11 +229,11 @@ def test_damage_is_found_without_a_state_too(mixed: tuple[Path, dict[str, Any]])
 
 def test_tensors_larger_than_their_records_are_refused_before_memory_is_taken(checkpoint: Path) -> None:
     vescale_ckpt.save(checkpoint, {"w": torch.ones(4)})
-    file = checkpoint / ".metadata"
-    metadata = metadata_file.loads(file.read_bytes(), "")
+    metadata = read_metadata(checkpoint)
     stored = metadata.state_dict_metadata["w"]
     stored.size = stored.chunks[0].sizes = torch.Size([1 << 50])
-    file.write_bytes(metadata_file.dumps(metadata))
+    rewrite_metadata(checkpoint, metadata)
+    (checkpoint / ".metadata.index").unlink()
     with pytest.raises(UntrustedCheckpointError, match="claims 4,503,599,627,370,496 bytes"):
         vescale_ckpt.load(checkpoint)
 
@@ -267,9 +251,14 @@ def test_tensors_larger_than_their_records_are_refused_before_memory_is_taken(ch
         {"a": "xy", "b": ("y",)},
     ],
 )
-def test_places_that_no_state_has_are_refused(paths: dict[str, Any]) -> None:
+def test_places_that_no_state_has_are_refused(checkpoint: Path, paths: dict[str, Any]) -> None:
+    vescale_ckpt.save(checkpoint, {"a": (), "b": 1})
+    metadata = read_metadata(checkpoint)
+    metadata.planner_data = paths
+    rewrite_metadata(checkpoint, metadata)
+    (checkpoint / ".metadata.index").unlink()
     with pytest.raises(UntrustedCheckpointError):
-        nested({"a": {}, "b": 1}, paths)
+        vescale_ckpt.load(checkpoint)
 
 
 def test_no_checkpoint_is_a_named_error(checkpoint: Path) -> None:

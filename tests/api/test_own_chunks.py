@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.files import read_metadata
 from harness.ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,8 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
-from vescale_ckpt._state.describe import Describer
-from vescale_ckpt._state.load_targets import with_memory
 
 FULL = torch.arange(27.0).view(9, 3)
 knows_fields = hasattr(dcp, "CheckpointableTensor")
@@ -264,16 +263,6 @@ def test_targets_without_memory(checkpoint: Path, kind: str, how: str) -> None:
         assert torch.equal(state["a"][at : at + rows], FULL[start : start + rows])
 
 
-@pytest.mark.usefixtures("alone")
-def test_memory_for_a_dtensor_whose_local_tensor_tells() -> None:
-    value = DTensor.from_local(torch.empty(9, 3, device="meta"), DeviceMesh("cpu", [0]), [Shard(0)], run_check=False)
-    local: Any = value._local_tensor
-    local.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([9, 3]))]
-    real = with_memory({"a": value})["a"]
-    assert isinstance(real, DTensor) and real._local_tensor.is_cpu
-    assert real._local_tensor.__create_chunk_list__ is local.__create_chunk_list__
-
-
 # --- Several ranks, as Megatron-FSDP shards: uneven, and mesh dimensions that cut in another order than from the left
 
 ROWS = [4, 3, 0, 6]  # by position among the ranks; placements give 4, 3, 4, 2 rows (13 of them)
@@ -352,10 +341,11 @@ def test_ranks_tell_uneven_chunks_in_an_order_of_their_own(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_own_placement_is_what_the_dtensor_tells_of_it() -> None:
+def test_an_own_placement_is_what_the_dtensor_tells_of_it(checkpoint: Path) -> None:
     own = type("Own", (Shard,), {})(0)
     local = torch.arange(6.0).view(3, 2)
     value = DTensor.from_local(local, DeviceMesh("cpu", [0]), [own], run_check=False)
-    description, _ = Describer().describe({"a": value})
-    ((*_, shape, offset, size),) = description.items
-    assert (shape, offset, size) == ((3, 2), (0, 0), (3, 2))
+    vescale_ckpt.save(checkpoint, {"a": value})
+    stored = read_metadata(checkpoint).state_dict_metadata["a"]
+    ((offset, size),) = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    assert (stored.size, offset, size) == ((3, 2), (0, 0), (3, 2))

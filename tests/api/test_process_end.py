@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import faults
+from harness import faults, steps
 from harness.ranks import forks
 from harness.states import blank, same, small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 120.0
 
@@ -38,15 +37,13 @@ def whole(directory: Path, k: int) -> bool:
 
 def save_in_background(directory: Path) -> None:
     """A save that does not begin to write before the process ends."""
-    write = StagedPlan.write
 
-    def late(part: StagedPlan) -> Any:
+    def late(_: Any) -> None:
         deadline = time.monotonic() + BOUND
         while not multiprocessing.util._exiting and time.monotonic() < deadline:  # type: ignore[attr-defined]
             time.sleep(0.001)
-        return write(part)
 
-    StagedPlan.write = late  # type: ignore[method-assign]
+    steps.before("write what was staged", late).start()
     handle = vescale_ckpt.save(directory, small_state(1), async_checkpoint=True)
     assert not handle.done()
 
@@ -60,13 +57,7 @@ def manage_in_background(directory: Path) -> None:
     saver = CheckpointManager(directory, max_to_keep=1)
     saver.save(1, small_state(1))
     saver.wait()
-    write = StagedPlan.write
-
-    def late(part: StagedPlan) -> Any:
-        time.sleep(0.05)
-        return write(part)
-
-    StagedPlan.write = late  # type: ignore[method-assign]
+    steps.before("write what was staged", lambda _: time.sleep(0.05)).start()
     saver.save(2, small_state(2))
 
 

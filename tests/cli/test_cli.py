@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.commands import difference
+from harness.files import lock, read_metadata
 
 import vescale_ckpt
 from vescale_ckpt import cli
-from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._inspect.diff import ValueDifference, compare, diff
-from vescale_ckpt._storage import locks
 from vescale_ckpt.cli import output
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
@@ -189,7 +188,7 @@ def test_diff_of_special_values(tmp_path: Path) -> None:
     large = torch.tensor([2**62, 2**62 + 1])
     vescale_ckpt.save(tmp_path / "a", {"x": a, "large": large, "empty": torch.ones(0, 3)})
     vescale_ckpt.save(tmp_path / "b", {"x": b, "large": large + torch.tensor([0, 1]), "empty": torch.ones(0, 3)})
-    found = {value.key: value for value in diff(tmp_path / "a", tmp_path / "b", with_values=True).values}
+    found = {value.key: value for value in difference(tmp_path / "a", tmp_path / "b").values}
     assert found.keys() == {"x", "large"} and found["large"].different == 1
     assert (found["x"].different, found["x"].max_abs, found["x"].not_finite_a, found["x"].not_finite_b) == (
         2,
@@ -233,15 +232,21 @@ def test_diff_says_whether_values_and_bits_are_equal(tmp_path: Path, capsys: Any
     assert run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--bits")[0] == (0 if bits else 1)
 
 
-def test_diff_of_integers_that_other_dtypes_round() -> None:
-    for a, b in [
-        (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2.0**53] * 2, dtype=torch.float64)),
-        (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2**53] * 2, dtype=torch.uint64)),
-        (torch.tensor([2**63 + 2048, 1], dtype=torch.uint64), torch.tensor([2.0**63 + 2048, 2.0], dtype=torch.float64)),
-    ]:
-        result = ValueDifference("x")
-        compare(result, a, b)
-        assert result.different == 1
+def test_diff_of_integers_that_other_dtypes_round(tmp_path: Path) -> None:
+    for number, (a, b) in enumerate(
+        [
+            (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2.0**53] * 2, dtype=torch.float64)),
+            (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2**53] * 2, dtype=torch.uint64)),
+            (
+                torch.tensor([2**63 + 2048, 1], dtype=torch.uint64),
+                torch.tensor([2.0**63 + 2048, 2.0], dtype=torch.float64),
+            ),
+        ]
+    ):
+        vescale_ckpt.save(tmp_path / f"{number}a", {"x": a})
+        vescale_ckpt.save(tmp_path / f"{number}b", {"x": b})
+        (found,) = difference(tmp_path / f"{number}a", tmp_path / f"{number}b").values
+        assert found.different == 1
 
 
 def test_stats_of_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +353,7 @@ def test_repair_removes_what_dead_exports_and_conversions_left(tmp_path: Path, c
         (tmp_path / name / inside).touch()
     (tmp_path / "mine.tmp.12.3").mkdir()
     (tmp_path / "mine.tmp.12.3" / "thesis.tex").touch()
-    running = locks.lock(str(tmp_path / "m.pt.tmp.77.3"))  # by an export that is running
+    running = lock(tmp_path / "m.pt.tmp.77.3")  # by an export that is running
     wanted = sorted(str(tmp_path / name) for name in (*dead[:3], "hf.tmp.12.3", "copy.tmp.12.3"))
     before = content_of(tmp_path)
     status, found = run_json(capsys, "repair", tmp_path, "--dry-run")
@@ -470,7 +475,7 @@ def content_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_location_of_nothing_is_one_line(checkpoint: Path, capsys: Any) -> None:
-    metadata = metadata_file.read_metadata(str(checkpoint))
+    metadata = read_metadata(checkpoint)
     metadata.storage_data = {"no index": next(iter(metadata.storage_data.values()))}
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     (checkpoint / ".metadata.index").unlink()

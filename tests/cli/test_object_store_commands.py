@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import stores
+from harness import steps, stores
+from harness.commands import copy
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._convert.copy import copy
-from vescale_ckpt._storage import orphans
-from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.cli import main
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -68,27 +66,24 @@ def test_what_shows_a_checkpoint(url: str, capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, "inspect", url + "/nothing")[0] == 2
 
 
-def test_repair_removes_what_is_old_and_unnamed(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_removes_what_is_old_and_unnamed(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     vescale_ckpt.save(url, state())
-    storage = storage_at(url)
-    storage.write("__3_01234567.distcp", b"of a save that died")
-    named = set(storage.names())
+    stores.write(url, "__3_01234567.distcp", b"of a save that died")
+    named = set(stores.names(url))
     run(capsys, "repair", url)
-    assert set(storage.names()) == named, "it may be that of a save under way"
-    monkeypatch.setattr(orphans, "SAVE_GRACE", 0.5)
+    assert set(stores.names(url)) == named, "it may be that of a save under way"
+    steps.limit("seconds until what a dead save left is removed from a store", 0.5).start()
     time.sleep(2)
     run(capsys, "repair", "--dry-run", url)
-    assert set(storage.names()) == named
+    assert set(stores.names(url)) == named
     status, shown = run(capsys, "repair", "--json", url)
     assert json.loads(shown)["removed"] == [f"{url}/__3_01234567.distcp"] and status == 0
-    assert set(storage.names()) == named - {"__3_01234567.distcp"}
+    assert set(stores.names(url)) == named - {"__3_01234567.distcp"}
     assert_holds(url, state())
 
 
 def test_repair_aborts_uploads_of_dead_saves(
-    bucket_url: str, object_server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bucket_url: str, object_server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     boto3 = pytest.importorskip("boto3", reason="obstore does not list uploads")
     client = boto3.client("s3", endpoint_url=object_server.endpoint)
@@ -102,7 +97,7 @@ def test_repair_aborts_uploads_of_dead_saves(
     client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/__0_01234567.distcp")
     run(capsys, "repair", bucket_url)
     assert uploads() == [f"{prefix}/__0_01234567.distcp"], "it is too young"
-    monkeypatch.setattr(orphans, "SAVE_GRACE", 0.5)
+    steps.limit("seconds until what a dead save left is removed from a store", 0.5).start()
     time.sleep(2)
     run(capsys, "repair", "--dry-run", bucket_url)
     assert uploads()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import faults
+from harness import faults, steps
 from harness.files import only_named_files
 from harness.ranks import run_ranks
 from harness.saves import load, save
@@ -22,7 +22,6 @@ from harness.states import same, state_of_rank, whole_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SaveFailedError, SaveInProgressError
-from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 60.0  # seconds after which something counts as hung
 
@@ -43,7 +42,7 @@ class _Unwilling:
 def _failing(phase: str) -> Any:
     """On this rank."""
     if phase == "stage":
-        with mock.patch.object(StagedPlan, "__init__", side_effect=RuntimeError("no copy today")):
+        with steps.failing("stage", RuntimeError("no copy today")):
             yield
         return
     calls = {"open": "open", "write": "write", "sync": "sync", "commit": "rename"}
@@ -105,13 +104,8 @@ def _dies(directory: str, who: int) -> Any:
     if rank == 0:
         save(directory, whole_state(1))
     dist.barrier()
-    write = StagedPlan.write
-
-    def last_act(part: StagedPlan) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return write(part)
-
-    with mock.patch.object(StagedPlan, "write", last_act) if rank == who else contextlib.nullcontext():
+    last_act = steps.before("write what was staged", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with last_act if rank == who else contextlib.nullcontext():
         handle = vescale_ckpt.save(directory, state_of_rank(2), async_checkpoint=True)
         error = handle.exception(BOUND)
     return f"{type(error).__name__}: {error}"
@@ -128,14 +122,8 @@ def test_a_rank_that_dies_is_named(checkpoint: Path, who: int) -> None:
 def _busy(directory: str, on_busy: Any) -> list[str]:
     """Only rank 1's save goes on when the next one begins."""
     release = threading.Event()
-    write = StagedPlan.write
-
-    def late(part: StagedPlan) -> Any:
-        assert release.wait(BOUND)
-        return write(part)
-
-    patch = mock.patch.object(StagedPlan, "write", late) if dist.get_rank() == 1 else contextlib.nullcontext()
-    with patch:
+    late = steps.before("write what was staged", lambda _: release.wait(BOUND))
+    with late if dist.get_rank() == 1 else contextlib.nullcontext():
         first = vescale_ckpt.save(directory, state_of_rank(1), async_checkpoint=True)
         told = []
         try:

@@ -7,19 +7,17 @@ import random
 import time
 from pathlib import Path
 from typing import NoReturn
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.children import Shared, fork, kill, wait_until
 from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
-from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt.cli import main
 
 
@@ -136,13 +134,11 @@ def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:
 
 def test_a_commit_that_was_done_and_reported_as_failed_has_no_copies_of_the_one_before(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
-    commit = FileSystem.commit
 
-    def answer_lost(directory: FileSystem, name: str, content: bytes, overwrite: bool) -> None:
-        commit(directory, name, content, overwrite)
+    def lose_the_answer(*_: object) -> None:
         raise OSError(errno.EIO, "the answer was lost")
 
-    with mock.patch.object(FileSystem, "commit", answer_lost), pytest.raises(CheckpointError):
+    with steps.behind("commit files", lose_the_answer), pytest.raises(CheckpointError):
         vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
     assert loaded(tmp_path) == (2, files(2))
     assert not (tmp_path / "meta.pt").exists() and not (tmp_path / "config.json").exists()

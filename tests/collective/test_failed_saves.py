@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.ranks import RankDiedError, run_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, load, replicated, save
@@ -28,8 +28,6 @@ from vescale_ckpt import (
     SavePlanner,
     StorageReader,
 )
-from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._write.native_layout import NativeLayout
 
 ERRORS = (CheckpointError, CheckpointException)
 
@@ -112,24 +110,8 @@ def _die(directory: str, phase: str, who: int) -> None:
     old = replicated(1)
     vescale_ckpt.save(path, old, planner=planner)
     if dist.get_rank() == who:
-
-        def die(*args: Any, **kwargs: Any) -> Any:
-            os.kill(os.getpid(), 9)
-
-        if phase == "agree":
-            Exchange.agree = die  # type: ignore[method-assign]
-        elif phase == "write":
-            NativeLayout.open = die  # type: ignore[method-assign]
-        elif phase == "written":
-            original = NativeLayout.finish
-
-            def write_and_die(*args: Any) -> Any:
-                original(*args)
-                die()
-
-            NativeLayout.finish = write_and_die  # type: ignore[method-assign]
-        elif phase == "commit":
-            NativeLayout.commit = die  # type: ignore[method-assign]
+        act = steps.behind if phase == "finish files" else steps.before
+        act(phase, lambda *_, **__: os.kill(os.getpid(), 9)).start()
     with pytest.raises(CheckpointTimeoutError) as caught:
         vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value
@@ -144,7 +126,7 @@ def _load_alone(path: str, state: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
-@pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("write", 2), ("written", 1), ("commit", 0)])
+@pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("open files", 2), ("finish files", 1), ("commit", 0)])
 def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who: int) -> None:
     answers = run_ranks(3, _die, str(tmp_path), phase, who, timeout=BOUND, check=False)
     assert isinstance(answers.pop(who), RankDiedError)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.children import in_child
 from harness.faults import fault
 from harness.files import data_files, drop_from_cache, only_named_files
@@ -39,7 +39,6 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
-from vescale_ckpt._engine import _C
 
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")
@@ -136,7 +135,7 @@ def test_a_commit_that_fails_leaves_no_data(checkpoint: Path) -> None:
     assert outcome(checkpoint, state(3)) is None
 
 
-@pytest.mark.parametrize(("of", "call"), [(os, "listdir"), (_C, "remove_file")])
+@pytest.mark.parametrize(("of", "call"), [(os, "listdir"), steps.STEPS["remove a file"]])
 def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, of: Any, call: str
 ) -> None:
@@ -170,18 +169,16 @@ def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
 
 def test_every_directory_that_is_made_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    sync = _C.sync_directory
 
     def note(directory: str) -> None:
         synced.append(os.path.realpath(directory))
-        sync(directory)
 
     def made_durable(*levels: Path) -> bool:
         found, missing = set(synced), {str(level) for level in levels}
         synced.clear()
         return missing <= found
 
-    monkeypatch.setattr(_C, "sync_directory", note)
+    steps.before("sync a directory", note).start()
     monkeypatch.chdir(tmp_path)
     values = {"a": torch.ones(2)}
     vescale_ckpt.save("a/b/c", values)
@@ -368,7 +365,7 @@ def test_a_full_disk_at_the_commit_keeps_the_old_checkpoint(small_disk: Path) ->
     for free in range(0, 600_000, 40_000):
         ballast = small_disk / "ballast"
         with ballast.open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, (_C.free_bytes(str(small_disk)) or 0) - free)
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - free)
         failure = failed_save(directory, long_names)
         ballast.unlink()
         if failure is None:

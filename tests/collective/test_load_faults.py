@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import faults
+from harness import faults, steps
 from harness.ranks import run_ranks
 from harness.states import MiB, assert_same
 from torch import nn
@@ -23,13 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank, StorageReader
-from vescale_ckpt._dcp.fill_planner import FillPlanner
-from vescale_ckpt._engine import _C
-from vescale_ckpt._routes import routes
-from vescale_ckpt._routes.rounds import RoutedRead
-from vescale_ckpt._state import objects
-from vescale_ckpt._state.application import saved_form
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank
 
 RANKS = 3
 FOREVER = 30.0  # seconds; the timeout of each step where nobody is late
@@ -71,7 +65,7 @@ def _prepare(directory: Path) -> None:
     optimizer.step()
     objects_ = {"layer": layer, "optimizer": optimizer, "witness": Witness(), "rng": PerRank(dist.get_rank()), "n": 7}
     own = {f"own{dist.get_rank()}": _own()}
-    vescale_ckpt.save(directory, {**_values(), **saved_form(objects_), **own})
+    vescale_ckpt.save(directory, {**_values(), **objects_, **own})
 
 
 class Target:
@@ -122,11 +116,13 @@ def _raised(directory: Path, target: Target, timeout: float) -> CheckpointError:
 # --- Errors of one rank, in each step
 
 
-def _failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Callable[[], Any]:
-    """A patch that raises in a function, at its first call but `after`."""
+def _failing(step: str, error: BaseException, after: int = 0) -> Callable[[], Any]:
+    """A patch that raises in a step, at its first call but `after`."""
+
+    place = steps.STEPS.get(step, (os, step))
 
     def patch() -> Any:
-        function, calls = getattr(owner, name), [0]
+        function, calls = getattr(*place), [0]
 
         def fails(*args: Any, **kwargs: Any) -> Any:
             calls[0] += 1
@@ -134,7 +130,7 @@ def _failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Cal
                 raise error
             return function(*args, **kwargs)
 
-        return mock.patch.object(owner, name, fails)
+        return mock.patch.object(*place, fails)
 
     return patch
 
@@ -150,18 +146,28 @@ Fault = tuple[Callable[[], Any], int, type[CheckpointError], str]
 
 #: in each step: how it fails, on which rank, what all raise, and what stands in the text
 FAULTS: dict[str, Fault] = {
-    "reading metadata": (_failing(StorageReader, "unpack_metadata", OSError(5, "gone")), 0, LoadFailedError, "gone"),
-    "planning": (_failing(FillPlanner, "misfits", MemoryError("small")), 0, LoadFailedError, "small"),
-    "planning the reading": (_failing(FillPlanner, "finish_plan", KeyError("x")), 2, LoadFailedError, "KeyError"),
-    "planning the routes": (_failing(routes._Coordinator, "plan", MemoryError("routes")), 0, LoadFailedError, "routes"),
+    "reading metadata": (_failing("read the metadata", OSError(5, "gone")), 0, LoadFailedError, "gone"),
+    "planning": (_failing("see what does not fit", MemoryError("small")), 0, LoadFailedError, "small"),
+    "planning the reading": (_failing("plan the reading", KeyError("x")), 2, LoadFailedError, "KeyError"),
+    "planning the routes": (
+        _failing("plan the routes", MemoryError("routes")),
+        0,
+        LoadFailedError,
+        "routes",
+    ),
     "reading all, the index too": (lambda: _disk_fails(0), 1, CheckpointError, "Input/output error"),
     "the first round": (lambda: _disk_fails(1), 1, CheckpointError, "Input/output error"),
     "a later round": (lambda: _disk_fails(6), 1, CheckpointError, "Input/output error"),
-    "packing": (_failing(_C, "pack_table", MemoryError("packed")), 0, LoadFailedError, "packed"),
-    "placing": (_failing(_C, "place_table", MemoryError("placed"), 2), 2, LoadFailedError, "placed"),
-    "placing the last": (_failing(_C, "place_table", MemoryError("late"), ROUNDS - 1), 1, LoadFailedError, "late"),
-    "reading objects": (_failing(_C, "read_objects", OSError(5, "objects")), 2, LoadFailedError, "objects"),
-    "unpickling": (_failing(objects, "load", ValueError("odd")), 1, LoadFailedError, "odd"),
+    "packing": (_failing("pack a round", MemoryError("packed")), 0, LoadFailedError, "packed"),
+    "placing": (_failing("place a round", MemoryError("placed"), 2), 2, LoadFailedError, "placed"),
+    "placing the last": (
+        _failing("place a round", MemoryError("late"), ROUNDS - 1),
+        1,
+        LoadFailedError,
+        "late",
+    ),
+    "reading objects": (_failing("read objects", OSError(5, "objects")), 2, LoadFailedError, "objects"),
+    "unpickling": (_failing("unpickle an object", ValueError("odd")), 1, LoadFailedError, "odd"),
 }
 
 
@@ -197,8 +203,8 @@ def _without_memory(directory: Path) -> None:
     """Each rank reads for itself then."""
     _prepare(directory)
     for patch in (
-        _failing(os, "memfd_create", OSError(24, "no more")),
-        _failing(_C, "SharedMap", _C.EngineError("no room")),
+        _failing("memfd_create", OSError(24, "no more")),
+        _failing("share memory in a node", steps.EngineError("no room")),
     ):
         target = Target()
         with patch() if dist.get_rank() == 1 else contextlib.nullcontext():
@@ -218,9 +224,9 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hanging(owner: Any, name: str, hang: Callable[[], None], after: int) -> Any:
+def _hanging(step: str, hang: Callable[[], None], after: int) -> Any:
     """A patch after which a function hangs, or worse, at its first call but `after`."""
-    function, calls = getattr(owner, name), [0]
+    function, calls = getattr(*steps.STEPS[step]), [0]
 
     def hangs(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -228,16 +234,16 @@ def _hanging(owner: Any, name: str, hang: Callable[[], None], after: int) -> Any
             hang()
         return function(*args, **kwargs)
 
-    return mock.patch.object(owner, name, hangs)
+    return steps.instead(step, hangs)
 
 
 #: where a rank stops
-STOPS: dict[str, tuple[Any, str, int]] = {
-    "before the rounds": (RoutedRead, "_take_buffer", 0),
-    "reading a round": (_C, "staging_table", 2),
-    "between reading and sending": (RoutedRead, "_send", 3),
-    "placing the last round": (_C, "place_table", ROUNDS - 1),
-    "after the rounds": (_C, "read_objects", 0),
+STOPS: dict[str, tuple[str, int]] = {
+    "before the rounds": ("begin the rounds", 0),
+    "reading a round": ("read a round", 2),
+    "between reading and sending": ("send a round", 3),
+    "placing the last round": ("place a round", ROUNDS - 1),
+    "after the rounds": ("read objects", 0),
 }
 
 
@@ -246,7 +252,7 @@ def _die(directory: Path, where: str) -> list[int]:
     _load_after(directory)  # connects
     dist.barrier()
     target = Target()
-    with _hanging(*STOPS[where][:2], _kill, STOPS[where][2]) if dist.get_rank() == 1 else contextlib.nullcontext():
+    with _hanging(STOPS[where][0], _kill, STOPS[where][1]) if dist.get_rank() == 1 else contextlib.nullcontext():
         error = _raised(directory, target, FOREVER)
     assert isinstance(error, CheckpointTimeoutError) and "died" in str(error), error
     return error.late_ranks
@@ -262,14 +268,14 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
     _prepare(directory)
     late, told = dist.get_rank() == 1, []
     for where in places:
-        owner, name, after = STOPS[where]
+        step, after = STOPS[where]
         given_up = directory / f"{where} was given up"
 
         def wait(given_up: Path = given_up) -> None:
             while not given_up.exists():
                 time.sleep(0.05)
 
-        with _hanging(owner, name, wait, after) if late else contextlib.nullcontext():
+        with _hanging(step, wait, after) if late else contextlib.nullcontext():
             error = _raised(directory, Target(), SHORT)
         given_up.touch()
         assert isinstance(error, CheckpointTimeoutError), f"{where}: {error}"

@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from harness.ranks import run_ranks
-from harness.states import assert_same, bits
+from harness.states import StridedShard, assert_same, bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale_ckpt
-from vescale_ckpt._engine.torch_private import StridedShard
-from vescale_ckpt._state.application import saved_form
 
 # A scalar, even, uneven, fewer rows than ranks, none at all, one dimension, more, and enough for several blocks.
 SHAPES = [(), (16, 8), (7, 5), (1, 3), (2, 9), (0, 4), (11,), (3, 5, 4), (5, 2, 3, 7), (310, 601)]
@@ -168,7 +166,7 @@ def _fsdp_over_tp(directory: Path) -> None:
         assert any(isinstance(placement, StridedShard) for placement in weight.placements)
         for saver in models:
             path = directory / f"{features} {saver}"
-            vescale_ckpt.save(path, saved_form({"model": models[saver]}))
+            vescale_ckpt.save(path, {"model": models[saver]})
             saved = _whole(models[saver])
             for loader, module in models.items():
                 for broadcast in (True, False):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import steps
 from harness.files import flip
 from harness.ranks import run_ranks
 from harness.states import KiB, MiB, assert_same, train
@@ -27,8 +27,6 @@ from vescale_ckpt import (
     MissingKeysError,
     PerRank,
 )
-from vescale_ckpt._load import packed
-from vescale_ckpt._state.application import saved_form
 
 FOREVER = 30.0
 
@@ -52,7 +50,7 @@ def _build(seed: int, *, meta: bool = False, ddp: bool = False) -> tuple[nn.Modu
 def _train_and_save(directory: Path, ddp: bool) -> list[float]:
     model, optimizer = _build(1, ddp=ddp)
     train(model, optimizer)
-    vescale_ckpt.save(directory, saved_form({"model": model, "optimizer": optimizer, "step": 2}))
+    vescale_ckpt.save(directory, {"model": model, "optimizer": optimizer, "step": 2})
     return train(model, optimizer)
 
 
@@ -103,7 +101,7 @@ def _pipeline_stage(directory: Path) -> None:
     for parameter in state["model"].parameters():
         parameter.grad = torch.randn_like(parameter)
     state["optimizer"].step()
-    vescale_ckpt.save(directory, saved_form(state))
+    vescale_ckpt.save(directory, state)
     report = vescale_ckpt.load(directory, other)
     assert report.unexpected == [], "what another rank asks for"
     assert_same(other["model"].state_dict(), state["model"].state_dict())
@@ -185,7 +183,7 @@ def _error(directory: Path, state: dict[str, Any], **options: Any) -> Checkpoint
 def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     """On rank 1 only. The exchange is used on after each failure."""
     state = _state()
-    vescale_ckpt.save(directory, saved_form(state))
+    vescale_ckpt.save(directory, state)
     mine = dist.get_rank() == 1
     errors = []
 
@@ -193,7 +191,7 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     errors.append(_error(directory, {**state, "w": torch.zeros(3 if mine else 64, 8192)}))
     errors.append(_error(directory, state, rename=(lambda key: "w") if mine else None))
 
-    failing = mock.patch.object(packed, "fill_packed", side_effect=OSError(5, "the disk is gone"))
+    failing = steps.failing("fill what is packed", OSError(5, "the disk is gone"))
     with failing if mine else contextlib.nullcontext():
         errors.append(_error(directory, state))
 

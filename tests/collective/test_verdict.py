@@ -6,19 +6,17 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import steps
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointTimeoutError, SavePlanner, StorageFullError
-from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._write.native_layout import NativeLayout
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
@@ -46,15 +44,10 @@ def _state(fill: float) -> dict[str, Any]:
 def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
     rank, path, options = dist.get_rank(), directory / "c", WAYS[way]
     vescale_ckpt.save(path, _state(1), **options).result()
-    may_commit = Exchange.may_commit
 
-    def late(exchange: Exchange) -> None:
-        if asks_first:
-            may_commit(exchange)
+    def wait(_: Any) -> None:
         while len(list(directory.glob("gave up *"))) < 2:  # the run has a limit
             time.sleep(0.01)
-        if not asks_first:
-            may_commit(exchange)
 
     def save() -> CheckpointTimeoutError | None:
         try:
@@ -68,7 +61,7 @@ def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
         error = save()
         (directory / f"gave up {rank}").touch()
     else:
-        with mock.patch.object(Exchange, "may_commit", late):
+        with (steps.behind if asks_first else steps.before)("may commit", wait):
             error = save()
     assert error is not None and error.late_ranks == [0], error
     names = sorted(os.listdir(path))
@@ -104,10 +97,7 @@ def _no_store(directory: Path) -> Any:
     path = directory / "c"
     vescale_ckpt.save(path, _state(1))
     if dist.get_rank() == 0:
-        from vescale_ckpt._ranks.rendezvous import Rendezvous
-        from vescale_ckpt._ranks.store_thread import StoreGoneError
-
-        with mock.patch.object(Rendezvous, "may_commit", side_effect=StoreGoneError()):
+        with steps.failing("ask the store whether to commit", steps.StoreGoneError()):
             error = _error_of_save(path)
     else:
         error = _error_of_save(path)
@@ -131,7 +121,7 @@ def _full_disk(directory: Path) -> None:
     """Every other error of a commit keeps its kind."""
     path = directory / "c"
     full = StorageFullError(str(path), 2, 1)
-    with mock.patch.object(NativeLayout, "commit", side_effect=full), pytest.raises(StorageFullError):
+    with steps.failing("commit", full), pytest.raises(StorageFullError):
         vescale_ckpt.save(path, _state(1))
     vescale_ckpt.save(path, _state(1))
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.files import data_files, flip
+from harness.commands import copy
+from harness.files import DELTA_NAME, MARK_NAME, data_files, flip
 from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
-from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME
-from vescale_ckpt._convert.copy import copy
 from vescale_ckpt.cli import main
 
 State = dict[str, Any]

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import faults
+from harness import faults, steps
 
 from vescale_ckpt import CheckpointError, StorageFullError, convert
-from vescale_ckpt._convert.formats import Format
-from vescale_ckpt._engine import _C
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -39,7 +37,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("format", ["npy", "safetensors"])
 def test_a_kill_while_a_folder_is_replaced_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Format, exchanges: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any, exchanges: bool
 ) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     torch.save({"b": torch.ones(3)}, tmp_path / "b.pt")
@@ -62,9 +60,9 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
 
         with monkeypatch.context() as patched:
             if not exchanges:
-                patched.setattr(_C, "exchange_names", lambda first, second: False)
-            for name in ("rename_file", "exchange_names", "sync_directory", "remove_file"):
-                patched.setattr(_C, name, killed(getattr(_C, name)))
+                patched.setattr(*steps.STEPS["exchange names"], lambda first, second: False)
+            for owner, name in steps.CALLS_OF_A_REPLACEMENT:
+                patched.setattr(owner, name, killed(getattr(owner, name)))
             patched.setattr(shutil, "rmtree", killed(shutil.rmtree))
             convert(tmp_path / "b.pt", made, format=format, max_shard_size=4, overwrite=True)
 

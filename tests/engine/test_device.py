@@ -3,10 +3,15 @@
 from typing import Any
 
 import torch
-from harness.fake_cuda import INSUFFICIENT_DRIVER, device_info, fake_cuda, load_runtime, needs_fake_cuda
+from harness.fake_cuda import (
+    INSUFFICIENT_DRIVER,
+    copies_from_cuda,
+    device_info,
+    fake_cuda,
+    load_runtime,
+    needs_fake_cuda,
+)
 from harness.ranks import in_fork
-
-from vescale_ckpt._engine import _C
 
 
 def test_says_which_devices_there_are_or_why_there_are_none() -> None:
@@ -33,7 +38,7 @@ def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
 def _second_runtime() -> tuple[bool, int]:
     newer, other = load_runtime(), load_runtime(other=True)
     newer.fail("cudaGetDeviceCount", code=INSUFFICIENT_DRIVER)
-    return _C.copies_from_cuda(), other.count("cudaGetDeviceCount")
+    return copies_from_cuda(), other.count("cudaGetDeviceCount")
 
 
 @needs_fake_cuda

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from vescale_ckpt import StorageReader, StorageWriter, settings
-from vescale_ckpt._engine.options import engine_options
 
 NUMBERS = [name for name, setting in settings.SETTINGS.items() if isinstance(setting.default, int)]
 CHOICES = [name for name, setting in settings.SETTINGS.items() if setting.choices]
@@ -70,24 +69,6 @@ def test_direct_io_of_the_environment_where_the_call_leaves_it_open(
         assert options(part("x")).direct_io == meaning
         assert options(part("x", direct_io=True)).direct_io is True
         assert options(part("x", direct_io=False)).direct_io is False
-
-
-def test_thread_count_of_the_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_THREADS", "nonsense")
-    engine_options(2, "auto")
-    with pytest.raises(ValueError, match="VESCALE_CKPT_THREADS"):
-        engine_options(None, "auto")
-
-
-def test_limits_of_memory_follow_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    follow = ("arena_bytes", "broadcast_bytes", "convert_bytes")
-    assert [settings.number(name) for name in follow] == [settings.SETTINGS[name].default for name in follow]
-    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(32 << 20))
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", str(5 << 20))
-    assert [settings.number(name) for name in follow] == [32 << 20, 16 << 20, 5 << 20]
-    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", "1")
-    with pytest.raises(ValueError, match="MEMORY_BYTES"):
-        settings.number("arena_bytes")
 
 
 def test_every_setting_is_documented() -> None:

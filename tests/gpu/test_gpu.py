@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.fake_cuda import device_info
 from harness.ranks import run_ranks
 from harness.snapshots import snapshot_memory
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._ranks.nccl import DeviceGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -278,7 +278,8 @@ def _load_for_each_other(directory: Path) -> tuple[int, bool]:
     torch.zeros(1, device="cuda")
     full = {"w": torch.arange(4 << 20, dtype=torch.float32).view(2048, 2048), "b": torch.arange(999)}
     vescale_ckpt.save(directory, dict(full))
-    swaps = mock.patch.object(DeviceGroup, "swap", autospec=True, side_effect=DeviceGroup.swap)
+    owner, name = steps.STEPS["swap between devices"]
+    swaps = mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
     with swaps as swapped:
         for _ in range(2):
             state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in full.items()}

@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(device_streams, "made_current", lambda streams, devices: nullcontext())
         assert _C.copies_from_cuda(), device_info()
         yield fake
+
+
+def copies_from_cuda() -> bool:
+    """Whether the engine copies from devices itself."""
+    return _C.copies_from_cuda()
+
+
+def no_copies_from_cuda() -> Any:
+    """A context in which the engine finds no CUDA of its own, as on ROCm, whose devices torch calls cuda."""
+    return mock.patch.object(_C, "copies_from_cuda", lambda *_: False)
 
 
 def device_notes() -> list[str]:

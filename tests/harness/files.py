@@ -11,11 +11,18 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
+from vescale_ckpt._storage import locks
+
+#: As docs/format.md names them.
+METADATA_NAME, DELTA_NAME, MARK_NAME, LOCK_NAME = ".metadata", ".metadata.delta", ".referred", ".lock"
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,18 @@ def drop_from_cache(path: Path) -> None:
 
 def data_file_names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")
+
+
+def lock(path: Path) -> Any:
+    """Takes the lock by which a save marks a file that it is writing; None if another has it. It has `release()`."""
+    return locks.lock(str(path))
+
+
+def share(path: Path) -> Any:
+    """Takes the lock by which readers keep a file from being removed; None if it is gone. It has `release()`."""
+    return locks.share(str(path))
+
+
+def safetensors_dtypes() -> dict[str, torch.dtype]:
+    """Those that this torch has, by their names in headers."""
+    return dict(DTYPES)

@@ -31,6 +31,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TIMEOUT = 300.0  # seconds a run may take
 _START_TIMEOUT = 300.0  # the first ranks wait for torch to be imported, from a cold disk perhaps
@@ -297,11 +298,12 @@ def _answer(pipe: Connection, answer: Any) -> None:
 def _tidy(environment: dict[str, str]) -> None:
     from torch.distributed.checkpoint.planner import SavePlanner
 
-    from vescale_ckpt._engine import _C
+    from harness import faults
 
     os.environ.clear()
     os.environ.update(environment)
-    _C.clear_faults()
+    faults.clear()
+    mock.patch.stopall()
     for name in vars(SavePlanner):
         if name.startswith("_cached_"):
             getattr(SavePlanner, name).clear()

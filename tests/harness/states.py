@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.torch_private import StridedShard
 
+__all__ = ["StridedShard"]  # of this torch, whatever its name
 State = dict[str, Any]
 KiB = 1 << 10
 MiB = 1 << 20

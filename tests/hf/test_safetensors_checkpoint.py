@@ -15,6 +15,7 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.files import flip, flipped
 from harness.ranks import run_ranks
 from harness.saves import cause
@@ -37,7 +38,6 @@ from vescale_ckpt import (
     UntrustedCheckpointError,
     safetensors,
 )
-from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt.simulate.models import entries_in_checkpoint
 
 FOREVER = 60.0
@@ -467,7 +467,7 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
         vescale_ckpt.load(tmp_path)
     assert_same(vescale_ckpt.load(tmp_path / "b.safetensors"), {"x": torch.zeros(3), "b": torch.zeros(1)})
     for name in ("one", "two"):
-        (tmp_path / f"{name}{headers.INDEX_SUFFIX}").write_text("{}")
+        (tmp_path / f"{name}.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="several indexes"):
         vescale_ckpt.load(tmp_path)
 
@@ -628,17 +628,8 @@ def _headers_are_read_once(directory: Path) -> int:
         write(directory, values, "us", files=7)
     dist.barrier()
     read: list[str] = []
-    original = headers._Reading._header
-
-    def counted(self: Any, name: str) -> Any:
-        read.append(name)
-        return original(self, name)
-
-    headers._Reading._header = counted  # type: ignore[method-assign]
-    try:
+    with steps.before("read a header", lambda _, name: read.append(name)):
         assert_same(vescale_ckpt.load(directory, timeout=FOREVER), values)
-    finally:
-        headers._Reading._header = original  # type: ignore[method-assign]
     return len(read)
 
 

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch as stock_torch
 import torch
-from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda
-from harness.files import flip
+from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
+from harness.files import flip, safetensors_dtypes
 from harness.ranks import in_fork
 from harness.states import KiB, MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
-from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
-from vescale_ckpt._engine import _C
 
 pytestmark = needs_fake_cuda
 
@@ -91,7 +89,7 @@ def all_kinds() -> dict[str, torch.Tensor]:
         **{f"{i}": numbers(1 + 997 * i, first=i) for i in range(60)},
         **{
             f"{name} {shape}": random_tensor(shape, dtype)
-            for name, dtype in DTYPES.items()
+            for name, dtype in safetensors_dtypes().items()
             for shape in shapes
             if shape or name != "float4_e2m1fn_x2"
         },
@@ -305,7 +303,7 @@ def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.
     values = {"a": numbers(1000), "b": numbers(3, 4)}
     safetensors.save_file(values, tmp_path / "file")
     copied: list[Any] = []
-    monkeypatch.setattr(_C, "copies_from_cuda", lambda: False)  # as on ROCm, whose devices torch calls cuda
+    no_copies_from_cuda().start()  # as on ROCm, whose devices torch calls cuda
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: copied.append(device) or self)
     assert same(safetensors.load_file(tmp_path / "file", "cuda:1"), values)
     with safetensors.safe_open(tmp_path / "file", device="cuda:1") as file:

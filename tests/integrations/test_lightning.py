@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import steps
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
@@ -35,7 +36,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MissingKeysError, SaveFailedError, UntrustedCheckpointError
-from vescale_ckpt._collective.save import Save
 from vescale_ckpt.integrations import lightning as ours
 
 pytestmark = pytest.mark.slow
@@ -187,16 +187,14 @@ class Held:
         self.go.set()
         self.fails_at = 0
         self.count = 0
-        write = Save._write_and_commit
 
-        def held(save: Save) -> None:
+        def held(save: Any) -> None:
             assert self.go.wait(60)
             self.count += 1
             if self.count == self.fails_at:
                 save.steps.error = OSError("no disk")
-            write(save)
 
-        monkeypatch.setattr(Save, "_write_and_commit", held)
+        steps.before("write and commit", held).start()
 
 
 class Watcher(Callback):

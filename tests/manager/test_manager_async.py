@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import faults
+from harness import faults, steps
 from harness.children import in_child
 from harness.ranks import run_ranks
 from harness.snapshots import held, snapshot_memory
@@ -34,9 +34,6 @@ from vescale_ckpt import (
     StorageFullError,
     api,
 )
-from vescale_ckpt._collective import background
-from vescale_ckpt._collective.background import BackgroundQueue
-from vescale_ckpt._ranks.groups import PerGroup
 from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.running_save import RunningSave
 
@@ -124,7 +121,7 @@ def test_a_process_that_ends_removes_what_its_last_save_supersedes(
     handle = saver.save(2, small_state(2))
     assert handle is not None and handle.result(BOUND).tensors > 0
     with let_go_by(threading.Thread, "join", ending):
-        background._finish_before_exit()
+        steps.finish_before_exit()
     assert steps_in(checkpoint) == [2]
 
 
@@ -168,10 +165,10 @@ def test_a_save_that_fails(checkpoint: Path) -> None:
 
 
 def test_a_failure_that_one_rank_has_seen_is_told_to_all(checkpoint: Path) -> None:
-    for restored_step, unseen, then, waited, steps in run_ranks(2, fail_on_one_of_two, checkpoint):
+    for restored_step, unseen, then, waited, kept in run_ranks(2, fail_on_one_of_two, checkpoint):
         assert restored_step == 1  # a failed save is no reason not to restore
         assert unseen.startswith("SaveFailedError") and "step-2 before this one" in unseen
-        assert then == waited == "" and steps == [1, 4]
+        assert then == waited == "" and kept == [1, 4]
 
 
 def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
@@ -199,7 +196,7 @@ def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
 
 def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
     one, other = CheckpointManager(checkpoint / "one"), CheckpointManager(checkpoint / "other")
-    with one, held() as event, let_go_by(BackgroundQueue, "wait_until_done", event):
+    with one, held() as event, let_go_by(*steps.STEPS["wait for the save before"], event):
         one.save(1, small_state(1))
         handle = other.save(1, small_state(1))  # waits for that of `one`
         assert one.steps() == [1] and handle is not None
@@ -254,11 +251,9 @@ def test_restoring_waits_for_the_save_that_goes_on(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("prepare", [True, False])
-def test_the_first_save_after_restoring_plans_nothing(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, prepare: bool
-) -> None:
+def test_the_first_save_after_restoring_plans_nothing(checkpoint: Path, prepare: bool) -> None:
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(api, "_planners", PerGroup(SavePlanner))  # knows no plans
+    steps.no_plans_known().start()
     with CheckpointManager(checkpoint) as saver, counted_plans() as plans:
         values = blank(small_state(0))
         saver.restore(values, prepare=prepare)
@@ -409,7 +404,7 @@ def save_out_of_step(directory: Path) -> str:
 
 def test_the_last_save_waits_for_the_one_before(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
-        with held() as event, let_go_by(BackgroundQueue, "wait_until_done", event):
+        with held() as event, let_go_by(*steps.STEPS["wait for the save before"], event):
             saver.save(1, small_state(1))
             os.kill(os.getpid(), signal.SIGTERM)
             handle = saver.save(2, small_state(2))

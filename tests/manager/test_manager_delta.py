@@ -12,17 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.children import fork, killed_before
-from harness.files import data_files, flip
+from harness.files import LOCK_NAME, MARK_NAME, METADATA_NAME, data_files, flip, share
 from harness.ranks import run_ranks
 from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, CorruptCheckpointError
-from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
-from vescale_ckpt._storage.file_system import FileSystem
-from vescale_ckpt._storage.locks import share
-from vescale_ckpt._storage.storage import LOCK_NAME
 from vescale_ckpt.cli import main
 from vescale_ckpt.manager import step_directories
 
@@ -132,7 +129,7 @@ def files_of(root: Path, step: int) -> list[str]:
 
 def test_a_step_that_is_being_read_stays_whole(tmp_path: Path) -> None:
     save_steps(tmp_path, range(2))
-    lock = share(str(tmp_path / "step-0" / METADATA_NAME))
+    lock = share(tmp_path / "step-0" / METADATA_NAME)
     assert lock is not None
     assert step_directories.remove(str(tmp_path), [0]) == []
     assert loads(tmp_path, 0, lora(0))
@@ -199,10 +196,7 @@ def test_what_is_damaged_is_named_by_no_later_step(
 
 #: what changes a directory in a save or a clean-up
 CHANGES = [
-    *(
-        (FileSystem, name)
-        for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside", "remove_folder")
-    ),
+    *steps.CHANGES_OF_FOLDERS,
     *((os, "unlink"), (os, "rmdir")),
 ]
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import stores
+from harness import steps, stores
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._storage import object_clients
-from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager import remote_tier
 from vescale_ckpt.manager.clean_up import clean_up
 
@@ -55,9 +53,8 @@ def test_a_damaged_checkpoint_is_passed_over(url: str, caplog: pytest.LogCapture
     with CheckpointManager(url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
-        storage = storage_at(f"{url}/step-2")
-        (name,) = (name for name in storage.names() if name.endswith(".distcp"))
-        storage.remove(name)
+        (name,) = (name for name in stores.names(f"{url}/step-2") if name.endswith(".distcp"))
+        stores.remove(f"{url}/step-2", name)
         with caplog.at_level(logging.WARNING):
             assert manager.latest() == 1
             assert manager.restore(state(0)) == 1
@@ -206,15 +203,15 @@ def test_one_flipped_bit_costs_no_checkpoint(
 def test_an_object_that_was_put_back_is_no_damage(url: str) -> None:
     with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
         manager.save(1, state(1))
-        storage = storage_at(f"{url}/step-1")
-        (name,) = (name for name in storage.names() if name.endswith(".distcp"))
-        content = storage.read(name)
+        step = f"{url}/step-1"
+        (name,) = (name for name in stores.names(step) if name.endswith(".distcp"))
+        content = stores.read(step, name)
         assert manager.restore(state(0)) == 1
-        storage.write(name, content[:-3000])  # this process sees it truncated
+        stores.write(step, name, content[:-3000])  # this process sees it truncated
         assert not vescale_ckpt.verify(f"{url}/step-1").ok
         with pytest.raises(vescale_ckpt.CorruptCheckpointError):
             vescale_ckpt.load(f"{url}/step-1", state(0))
-        storage.write(name, content)  # from a backup
+        stores.write(step, name, content)  # from a backup
         target = state(0)
         vescale_ckpt.load(f"{url}/step-1", target)
         assert vescale_ckpt.verify(f"{url}/step-1").ok and target["w"][0] == 1
@@ -240,9 +237,8 @@ def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, m
         assert clean_up(url, manager.retention, 1, frozenset({2})) == {2}
         assert manager.steps() == [1, 2]
         # It is damaged indeed: it goes, and what a load would fall back to stays.
-        storage = storage_at(f"{url}/step-2")
-        (name,) = (name for name in storage.names() if name.endswith(".distcp"))
-        storage.remove(name)
+        (name,) = (name for name in stores.names(f"{url}/step-2") if name.endswith(".distcp"))
+        stores.remove(f"{url}/step-2", name)
         manager.save(3, state(3))
         assert manager.steps() == [1, 3]
         manager.save(4, state(4))
@@ -252,9 +248,8 @@ def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, m
 def test_a_retired_checkpoint_goes_with_few_requests(fault_proxy: Any, bucket_url: str) -> None:
     with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=1) as manager:
         manager.save(1, state(1))
-        storage = storage_at(f"{bucket_url}/step-1")
         for rank in range(1, 30):
-            storage.write(f"__{rank}_01234567.distcp", b"")
+            stores.write(f"{bucket_url}/step-1", f"__{rank}_01234567.distcp", b"")
         fault_proxy.clear()
         manager.save(2, state(2))
         assert manager.steps() == [2] and fault_proxy.count("delete_many") + fault_proxy.count("delete") < 8
@@ -361,14 +356,12 @@ def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "30")
     monkeypatch.setattr(remote_tier, "_PATIENCE", 1)
     waits: list[int] = []
-    open_store = object_clients._open
 
-    def noted(root: str) -> Any:
+    def noted(_: str) -> None:
         if threading.current_thread() is threading.main_thread():  # another one uploads, and waits as long as it likes
-            waits.append(object_clients._patience())
-        return open_store(root)
+            waits.append(steps.patience_with_stores())
 
-    monkeypatch.setattr(object_clients, "_open", noted)
+    steps.before("open a store", noted).start()
     fault_proxy.add(Rule(action, times=100_000))
     manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
     assert manager.steps() == [1, 2] and manager.tiers() == {1: "local", 2: "local"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -14,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from vescale_ckpt._engine import _C
-
 ROOT = Path(__file__).resolve().parents[2]
+(ENGINE,) = Path(importlib.util.find_spec("vescale_ckpt").origin).parent.glob("_engine/_C.*.so")  # type: ignore[union-attr, arg-type]
 
 OLD_SETUPTOOLS = """
 import runpy, setuptools
@@ -115,10 +115,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         / "vescale_ckpt"
         / "_engine"
-        / Path(_C.__file__).name
+        / ENGINE.name
     )
     built.parent.mkdir(parents=True)
-    shutil.copyfile(_C.__file__, built)
+    shutil.copyfile(ENGINE, built)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     environment = {**os.environ, "CXX": shutil.which("true") or "true"}
     make = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(source)]

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.machines import Machines, why_not
+from harness.steps import SECONDS_OF_GRACE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._ranks.rendezvous import GRACE
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -97,7 +97,7 @@ def test_each_byte_crosses_to_a_machine_once(tmp_path: Path) -> None:
 
 TIMEOUT = 2.0  # seconds
 LOAD_OF_THE_MACHINE = 20.0  # seconds that tests allow on top: to tell what ends from what hangs
-MOST_SECONDS = TIMEOUT + GRACE + LOAD_OF_THE_MACHINE
+MOST_SECONDS = TIMEOUT + SECONDS_OF_GRACE + LOAD_OF_THE_MACHINE
 Trouble = Literal["frozen", "lost", "deaf", "down", "power"]
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from harness.machines import FAULTS, Fault, Machines, why_not
+from harness.steps import SECONDS_OF_GRACE
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
-from vescale_ckpt._ranks.rendezvous import GRACE
 
 TIMEOUT = 2.0  # seconds
 LOAD_OF_THE_MACHINE = 15.0  # seconds that tests allow on top: to tell what ends from what hangs
@@ -92,14 +92,14 @@ def _part(directory: Path, name: str, fault: Fault, pause: float, after: float) 
         time.sleep(after)
         machines.part(fault, 1)
         # Two calls, each of which may wait for a save in the background before its own step.
-        told = ranks.hear(4 * (TIMEOUT + GRACE) + LOAD_OF_THE_MACHINE)
+        told = ranks.hear(4 * (TIMEOUT + SECONDS_OF_GRACE) + LOAD_OF_THE_MACHINE)
         ranks.say("end")
     return told
 
 
 def _check(told: list[tuple[float, Any]]) -> None:
     for rank, (longest, errors) in enumerate(told):
-        assert longest < TIMEOUT + 2 * GRACE + LOAD_OF_THE_MACHINE, told
+        assert longest < TIMEOUT + 2 * SECONDS_OF_GRACE + LOAD_OF_THE_MACHINE, told
         kind, late, text = errors[0]
         healthy = {0, 1} if rank < 2 else {2, 3}
         assert kind in (CheckpointTimeoutError.__name__, "StoreGoneError", "SaveFailedError"), text
@@ -124,11 +124,11 @@ def _heal(directory: Path, name: str, fault: Fault, seconds: float) -> None:
         time.sleep(seconds)
         machines.heal(fault, 1)
         ranks.say("enough")
-        told = ranks.hear(4 * (TIMEOUT + GRACE) + LOAD_OF_THE_MACHINE)
+        told = ranks.hear(4 * (TIMEOUT + SECONDS_OF_GRACE) + LOAD_OF_THE_MACHINE)
         ranks.say("go on")
-        good = ranks.hear(8 * (TIMEOUT + GRACE) + LOAD_OF_THE_MACHINE)
+        good = ranks.hear(8 * (TIMEOUT + SECONDS_OF_GRACE) + LOAD_OF_THE_MACHINE)
         ranks.say("end")
-    assert all(longest < TIMEOUT + 2 * GRACE + LOAD_OF_THE_MACHINE for longest, _ in told), told
+    assert all(longest < TIMEOUT + 2 * SECONDS_OF_GRACE + LOAD_OF_THE_MACHINE for longest, _ in told), told
     assert good == [True] * 4, told
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-from array import array
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +26,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.rows import words
 from vescale_ckpt._ranks.node import ranks_of_this_node
-from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.begin import BroadcastLoad
 
 FOREVER = 60.0
@@ -243,27 +238,6 @@ def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -
 def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
     own = int(by == "us")
     assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
-
-
-def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> None:
-    def needs(files: list[str], *rows: tuple[int, int, int], group: bytes = b"") -> tuple[bytes, bytes, bytes]:
-        numbers = [(item, file, offset, 10, 7) for item, file, offset in rows]
-        return array("q", chain.from_iterable(numbers)).tobytes(), json.dumps(files).encode(), group
-
-    def common(*of_ranks: tuple[bytes, bytes, bytes]) -> list[list[int]]:
-        with mock.patch.object(routes, "_object_locations", wraps=routes._object_locations) as looked:
-            rows = [words(table).tolist() for table in routes._common_objects(list(of_ranks))]
-        assert looked.call_count == len(set(of_ranks)), "what ranks have in common is looked at once"
-        return rows
-
-    mine = needs(["a", "b"], (5, 0, 100), (6, 1, 100), (7, 1, 200))
-    other = needs(["b", "a"], (1, 0, 200), (2, 1, 300), (3, 1, 100))
-    assert common(mine, other, mine) == [[0, 2], [2, 0], [0, 2]]
-    assert common(mine, mine) == [[0, 1, 2]] * 2
-    assert common(mine, needs([])) == [[], []]
-    assert common(mine, needs(["a"], (5, 0, 100), group=b"another save")) == [[], []]
-    with mock.patch.object(routes, "_MOST_OBJECT_BYTES", 19):
-        assert common(mine, other) == [[], []]
 
 
 def _damaged_object(directory: Path) -> str:

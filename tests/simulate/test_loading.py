@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import steps
 from harness.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._routes import routes
 from vescale_ckpt.cli import main
 from vescale_ckpt.settings import Broadcast
 from vescale_ckpt.simulate.loading import simulate_load
@@ -80,18 +80,18 @@ def test_replicas_on_nodes_get_one_copy_over_each_link() -> None:
     assert found.seconds == pytest.approx(max(found.node_received_most, found.node_sent_most) / 1e6)
 
 
-def test_a_load_is_simulated_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_simulated_part_by_part() -> None:
     whole = simulate_load(TENSORS, Parallelism(8, 4, 1, 1), Parallelism(3, 3, 1, 1), True, 2)
-    monkeypatch.setattr(routes, "_MOST_GATHERED_BYTES", 1000)
+    steps.limit("bytes gathered to plan one part of a load", 1000).start()
     parts = simulate_load(TENSORS, Parallelism(8, 4, 1, 1), Parallelism(3, 3, 1, 1), True, 2)
     assert parts.planning_parts > 3
     assert parts.read == pytest.approx(whole.read, rel=0.05)
 
 
-def test_parts_are_even_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_even_together() -> None:
     """Each part alone is too small to be cut evenly over its ranks."""
     tensors = [Entry(f"model.layers.{i}.up.weight", (1536, 1024), torch.float32) for i in range(16)]
-    monkeypatch.setattr(routes, "_MOST_GATHERED_BYTES", 1000)
+    steps.limit("bytes gathered to plan one part of a load", 1000).start()
     found = simulate_load(tensors, Parallelism(8), Parallelism(1), True, 2)
     assert found.planning_parts > 3
     mean = found.read / found.ranks

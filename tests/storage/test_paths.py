@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import steps
 from harness.snapshots import held
 from harness.states import blank, same, small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
-from vescale_ckpt._collective.background import BackgroundQueue
-from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
 
 
@@ -49,16 +48,9 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
 
 def test_a_save_that_waits_for_another_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
     here, there = here_and_there
-    wait = BackgroundQueue.wait_until_done
-    with held() as event, pytest.MonkeyPatch.context() as patch:
+    waiting = threading.Event()
+    with held() as event, steps.before("wait for the save before", lambda *_: waiting.set()):
         first = vescale_ckpt.save("first", small_state(1), async_checkpoint=True)
-        waiting = threading.Event()
-
-        def noted(*args: Any) -> None:
-            waiting.set()
-            wait(*args)
-
-        patch.setattr(BackgroundQueue, "wait_until_done", noted)
         other = threading.Thread(target=vescale_ckpt.save, args=("second", small_state(2)))
         other.start()
         assert waiting.wait(60)
@@ -166,7 +158,7 @@ def test_what_is_no_local_path_is_refused(
     ],
 )
 def test_all_parts_count(url: str, path: str) -> None:
-    assert checkpoint_path(url) == path
+    assert steps.checkpoint_path(url) == path
 
 
 def test_a_working_directory_that_is_gone(here_and_there: tuple[Path, Path]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.ranks import run_ranks
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left
@@ -23,8 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Gate, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
-from vescale_ckpt._engine import _C
-from vescale_ckpt._write.native_layout import NativeLayout
 
 BOUND = 60.0
 
@@ -258,19 +257,15 @@ def test_optimizers_that_are_made_for_graphs(checkpoint: Path) -> None:
 
 
 @contextmanager
-def changed_in_the_middle(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> Iterator[None]:
+def changed_in_the_middle(change: Callable[[], None]) -> Iterator[None]:
     """By another thread, as soon as this rank has written its tensors."""
-    write = NativeLayout.write_table
 
-    def then_change(*arguments: Any) -> Any:
-        placed = write(*arguments)
+    def then_change(*_: Any) -> None:
         thread = threading.Thread(target=change)
         thread.start()
         thread.join()
-        return placed
 
-    with monkeypatch.context() as patched:
-        patched.setattr(NativeLayout, "write_table", then_change)
+    with steps.behind("write tensors", then_change):
         yield
 
 
@@ -294,7 +289,7 @@ def test_a_state_that_changes_while_it_is_saved(checkpoint: Path, monkeypatch: p
     vescale_ckpt.save(checkpoint, {"weight": torch.ones(1000), "n": 1})
     weight = torch.full((1000,), 2.0)
     with (
-        changed_in_the_middle(monkeypatch, _add(weight)),
+        changed_in_the_middle(_add(weight)),
         pytest.raises((CheckpointError, CheckpointException), match="weight was changed while it was saved"),
     ):
         SAVES[way](checkpoint, {"weight": weight, "n": 2})
@@ -307,19 +302,16 @@ def test_memory_that_goes_while_it_is_saved(checkpoint: Path, monkeypatch: pytes
     state = {"fine": torch.ones(10), "weight": torch.ones(1000), "lazy": torch.ones(10, dtype=torch.cfloat).conj()}
     freed = state["weight"][5:]
     with (
-        changed_in_the_middle(monkeypatch, lambda: _free(freed)),
+        changed_in_the_middle(lambda: _free(freed)),
         pytest.raises(CheckpointError, match="weight was changed"),
     ):
         vescale_ckpt.save(checkpoint, state)
 
 
 def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
-
     weight = torch.ones(1000)
     vescale_ckpt.save(tmp_path, {"weight": weight}, format="safetensors")
-    write = SafetensorsLayout.write_table
-    monkeypatch.setattr(SafetensorsLayout, "write_table", lambda *arguments: (write(*arguments), weight.add_(1))[0])
+    steps.behind("write tensors of an export", lambda *_: weight.add_(1)).start()
     with pytest.raises(CheckpointError, match="weight was changed"):
         vescale_ckpt.save(tmp_path, {"weight": weight}, format="safetensors")
     assert vescale_ckpt.load(tmp_path)["weight"].eq(1).all()
@@ -328,8 +320,7 @@ def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, path = torch.ones(1000), tmp_path / "x.safetensors"
     vescale_ckpt.safetensors.save_file({"weight": weight}, path)
-    write = _C.write_safetensors
-    monkeypatch.setattr(_C, "write_safetensors", lambda *args, **options: (write(*args, **options), weight.add_(1)))
+    steps.behind("write a safetensors file", lambda *_, **__: weight.add_(1)).start()
     with pytest.raises(CheckpointError, match="weight was changed"):
         vescale_ckpt.safetensors.save_file({"weight": weight}, path)
     assert vescale_ckpt.safetensors.load_file(path)["weight"].eq(1).all()
@@ -337,8 +328,7 @@ def test_a_file_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_copy_of_what_changes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(1000)
-    copy = _C.Snapshot.copy
-    monkeypatch.setattr(_C.Snapshot, "copy", lambda snapshot: (copy(snapshot), weight.add_(1))[0])
+    steps.behind("copy", lambda _: weight.add_(1)).start()
     with pytest.raises(CheckpointError, match="weight was changed"):
         vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True).result(BOUND)
     with pytest.raises(CheckpointError, match=r"model\.weight was changed"):
@@ -380,10 +370,9 @@ def _save_on_ranks(path: str) -> None:
     weight = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     scale = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
     vescale_ckpt.save(path, {"weight": weight, "scale": scale})
-    monkeypatch = pytest.MonkeyPatch()
     change = _add(weight) if dist.get_rank() == 1 else lambda: None
     with (
-        changed_in_the_middle(monkeypatch, change),
+        changed_in_the_middle(change),
         pytest.raises(CheckpointError, match=r"rank 1: .*weight was changed while it was saved"),
     ):
         vescale_ckpt.save(path, {"weight": weight, "scale": scale})
@@ -397,5 +386,5 @@ def test_all_ranks_refuse(checkpoint: Path) -> None:
 def test_what_a_rank_does_not_write_may_change(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"weight": torch.ones(10), "note": "text"}
     other = torch.ones(10)
-    with changed_in_the_middle(monkeypatch, _add(other)):
+    with changed_in_the_middle(_add(other)):
         vescale_ckpt.save(checkpoint, state)

@@ -1,0 +1,157 @@
+"""Steps of saves and loads by name, before, behind or in place of which tests act; and limits that tests make small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from vescale_ckpt import SavePlanner, StorageReader, api
+from vescale_ckpt._checkpoint.native import commit_metadata, step_order
+from vescale_ckpt._checkpoint.safetensors import headers
+from vescale_ckpt._collective import background
+from vescale_ckpt._collective.background import BackgroundQueue
+from vescale_ckpt._collective.save import Save
+from vescale_ckpt._dcp.fill_planner import FillPlanner
+from vescale_ckpt._engine import _C
+from vescale_ckpt._load import packed
+from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt._ranks.groups import PerGroup
+from vescale_ckpt._ranks.nccl import DeviceGroup
+from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
+from vescale_ckpt._ranks.store_thread import StoreGoneError
+from vescale_ckpt._routes import routes
+from vescale_ckpt._routes.begin import BroadcastLoad
+from vescale_ckpt._routes.rounds import RoutedRead
+from vescale_ckpt._state import objects
+from vescale_ckpt._storage import locks, object_clients, orphans
+from vescale_ckpt._storage.file_system import FileSystem
+from vescale_ckpt._storage.open_storage import checkpoint_path
+from vescale_ckpt._write.native_layout import NativeLayout
+from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
+from vescale_ckpt._write.snapshot import StagedPlan
+
+__all__ = ["EngineError", "StoreGoneError", "checkpoint_path"]
+EngineError = _C.EngineError
+STEPS: dict[str, tuple[Any, str]] = {
+    "agree": (Exchange, "agree"),
+    "stage": (StagedPlan, "__init__"),
+    "start to copy": (_C.Snapshot, "start"),
+    "wait for the copy": (_C.Snapshot, "wait"),
+    "copy": (_C.Snapshot, "copy"),
+    "wait for the save before": (BackgroundQueue, "wait_until_done"),
+    "write and commit": (Save, "_write_and_commit"),
+    "write what was staged": (StagedPlan, "write"),
+    "open files": (NativeLayout, "open"),
+    "write tensors": (NativeLayout, "write_table"),
+    "write tensors of an export": (SafetensorsLayout, "write_table"),
+    "write a safetensors file": (_C, "write_safetensors"),
+    "finish files": (NativeLayout, "finish"),
+    "may commit": (Exchange, "may_commit"),
+    "ask the store whether to commit": (Rendezvous, "may_commit"),
+    "commit": (NativeLayout, "commit"),
+    "commit the metadata": (commit_metadata, "commit"),
+    "commit files": (FileSystem, "commit"),
+    "note the order of steps": (step_order, "write"),
+    "share a lock": (locks, "share_made"),
+    "sync a directory": (_C, "sync_directory"),
+    "ask for free space": (_C, "free_bytes"),
+    "remove a file": (_C, "remove_file"),
+    "exchange names": (_C, "exchange_names"),
+    "begin a broadcast load": (BroadcastLoad, "begin"),
+    "see what does not fit": (FillPlanner, "misfits"),
+    "plan the reading": (FillPlanner, "finish_plan"),
+    "plan the routes": (routes._Coordinator, "plan"),
+    "share memory in a node": (_C, "SharedMap"),
+    "begin the rounds": (RoutedRead, "_take_buffer"),
+    "read a round": (_C, "staging_table"),
+    "pack a round": (_C, "pack_table"),
+    "send a round": (RoutedRead, "_send"),
+    "place a round": (_C, "place_table"),
+    "read the metadata": (StorageReader, "unpack_metadata"),
+    "read objects": (_C, "read_objects"),
+    "unpickle an object": (objects, "load"),
+    "fill what is packed": (packed, "fill_packed"),
+    "swap between devices": (DeviceGroup, "swap"),
+    "read the index of a model": (headers, "_weight_map"),
+    "read a header": (headers._Reading, "_header"),
+    "read a safetensors file": (_C, "read_safetensors"),
+    "open a store": (object_clients, "_open"),
+}
+LIMITS: dict[str, tuple[Any, str]] = {
+    "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
+    "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
+    "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
+}
+CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]
+CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C, "sync_directory")]
+#: What changes a directory in a save or a clean-up, for `children.killed_before`.
+CHANGES_OF_FOLDERS = [
+    (FileSystem, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside", "remove_folder")
+]
+#: Seconds by which ranks may learn of each other's failures after a timeout.
+SECONDS_OF_GRACE = GRACE
+
+
+def instead(step: str, action: Callable[..., Any]) -> Any:
+    """A context, which `start()` makes last for the rest of the process: `action` gets the arguments of the step."""
+    owner, name = STEPS[step]
+    return mock.patch.object(owner, name, action)
+
+
+def before(step: str, action: Callable[..., Any]) -> Any:
+    original = getattr(*STEPS[step])
+
+    def both(*arguments: Any, **options: Any) -> Any:
+        action(*arguments, **options)
+        return original(*arguments, **options)
+
+    return instead(step, both)
+
+
+def behind(step: str, action: Callable[..., Any]) -> Any:
+    original = getattr(*STEPS[step])
+
+    def both(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        action(*arguments, **options)
+        return result
+
+    return instead(step, both)
+
+
+def results(step: str, into: list[Any]) -> Any:
+    """A context in which what a step returns is noted."""
+    original = getattr(*STEPS[step])
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        into.append(original(*arguments, **options))
+        return into[-1]
+
+    return instead(step, noted)
+
+
+def failing(step: str, error: BaseException) -> Any:
+    owner, name = STEPS[step]
+    return mock.patch.object(owner, name, side_effect=error)
+
+
+def limit(what: str, value: float) -> Any:
+    """A context in which a limit is another."""
+    owner, name = LIMITS[what]
+    return mock.patch.object(owner, name, value)
+
+
+def no_plans_known() -> Any:
+    """A context in which saves know no plans of earlier ones."""
+    return mock.patch.object(api, "_planners", PerGroup(SavePlanner))
+
+
+def patience_with_stores() -> int:
+    """Seconds for which this thread waits for a store."""
+    return object_clients._patience()
+
+
+def finish_before_exit() -> None:
+    """What the package does when the process ends."""
+    background._finish_before_exit()
