@@ -350,7 +350,7 @@ def test_without_locks_leftovers_stay_for_a_day(checkpoint: Path) -> None:
     with mock.patch.object(locks, "try_lock_alone", return_value=None):
         save(checkpoint, {"a": torch.ones(1)})
         assert any(abandoned.token in name for name in os.listdir(checkpoint))
-        for name in abandoned.names:
+        for name in model_names.file_names(2):
             os.utime(checkpoint / model_names.temporary_name(name, abandoned.token), (0, 0))
         save(checkpoint, {"a": torch.ones(1)})
     assert os.listdir(checkpoint) == ["model.safetensors"]
