@@ -16,7 +16,7 @@ import vescale_ckpt
 from vescale_ckpt import settings
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import NO_LIMIT
-from vescale_ckpt._state.tensor_table import device_number, ready_tensors, tensor_table
+from vescale_ckpt._state.tensor_table import device_number, read_tensors
 from vescale_ckpt._write.host_batches import new_snapshot, write_table
 
 from .figures import record
@@ -49,7 +49,7 @@ def kinds(device: str, scale: float = 1.0) -> dict[str, Callable[[], list[torch.
 
 def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     """Name → a copy of all tensors to the host; ours into memory of snapshots, which is kept and page-locked."""
-    ready = ready_tensors(tensors, tensor_table(tensors))
+    ready = read_tensors(tensors).ready
     table, devices = write_table(tensors), array("q", map(device_number, ready))
 
     def ours() -> None:

@@ -30,7 +30,7 @@ from ._checkpoint.safetensors.header_texts import (
     checked_metadata,
     with_ties,
 )
-from ._engine import _C, device_streams
+from ._engine import _C
 from ._engine.dtypes import DTYPE_CODES
 from ._engine.errors import check_space, named_errors
 from ._engine.gc import gc_paused
@@ -38,7 +38,7 @@ from ._engine.options import direct_io_setting, engine_options
 from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
 from ._state.shared_memory import shared_memory_error, sharing_memory
-from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, ready_tensors, tensor_table
+from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table
 from ._state.watch import WatchedState
 from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
@@ -152,11 +152,10 @@ def _check_tensors(tensors: object) -> None:
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
     """The tensors, with copies in host memory for those that the engine cannot read in place, and their table."""
-    table = tensor_table(tensors)
-    ready = ready_tensors(tensors, table)
-    others = [row for row, flag in enumerate(ready) if flag != ON_HOST]
+    reads = read_tensors(tensors)
+    others = [row for row, flag in enumerate(reads.ready) if flag != ON_HOST]
     if not others:
-        return tensors, table
+        return tensors, reads.table
     hosts = list(tensors)
     for row in others:
         try:
@@ -246,19 +245,19 @@ class _Opened:
             return None
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
+    def _streams(self) -> list[tuple[int, int]]:
+        """The CUDA device and its current stream; none for host memory."""
+        return [] if self.cuda is None else [(self.cuda, torch.cuda.current_stream(self.cuda).cuda_stream)]
+
     def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
         """Memory for what the engine reads."""
         return torch.empty(shape, dtype=DTYPES[name], device="cpu" if self.cuda is None else self.device)
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        file = (self.file, numbers, self.verify, self.options)
+        device, stream = (self._streams() or [(-1, 0)])[0]
         with self._errors_of_torch(numbers):
-            if self.cuda is None:
-                load = _C.SafetensorsLoad(*file)
-            else:
-                stream = torch.cuda.current_stream(self.cuda).cuda_stream
-                load = _C.SafetensorsLoad(*file, self.cuda, stream, self._empty)
-        tensors = load.tensors(from_dlpack, self._empty) if self.cuda is None else load.tensors_on_device(_part_of)
+            load = _C.SafetensorsLoad(self.file, numbers, self.verify, self.options, self._empty, device, stream)
+        tensors = load.tensors(from_dlpack, _part_of)
         with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
             load.finish()
         return self._on_device(tensors)
@@ -272,9 +271,9 @@ class _Opened:
             box = (len(shape), *shape, *offsets, *sizes, filled.data_ptr(), *filled.stride())
             table = int_table([0, at, length, self.file.head_crc, code, *box])
             devices = int_table([-1 if self.cuda is None else self.cuda])
-            producers = device_streams.producers(devices, torch.cuda.current_stream)
             with named_errors(lambda _: self.tensors[number][0], self.path):
-                _C.read_safetensors(self.file, table, self.verify, self.options, devices, producers)
+                reads = _C.SafetensorsReads(self.file, self.verify, self.options)
+                reads.read_tensors([self.path], table, devices, self._streams())
         return self._on_device([filled])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:

@@ -25,20 +25,20 @@ namespace vescale_ckpt::bindings {
 
 namespace py = pybind11;
 
-void bind_device(py::module_& module);       // device: accelerators
-void bind_bytes(py::module_& module);        // format, io: files made of pieces; archives
-void bind_engine(py::module_& module);       // io, read, write: bytes between memory and files
-void bind_export(py::module_& module);       // hf, write: sets of safetensors files that all ranks write
-void bind_index(py::module_& module);        // metadata: `.metadata`, its index, load plans
-void bind_inventory(py::module_& module);    // state: what a rank holds
-void bind_plan(py::module_& module);         // plan: which rank writes what
-void bind_remote(py::module_& module);       // io: files of object stores
-void bind_routes(py::module_& module);       // share: which rank reads what for others; copies from pieces to tensors
-void bind_safetensors(py::module_& module);  // hf: safetensors files
-void bind_stage(py::module_& module);        // stage: snapshots in memory
-void bind_state_form(py::module_& module);   // state: the form of nested states
-void bind_tensors(py::module_& module);      // state: where torch's tensors are
-void bind_torch_calls(py::module_& module);  // state: what else is to be known of them
+void bind_device(py::module_& module);        // device: accelerators
+void bind_bytes(py::module_& module);         // format, io: files made of pieces; archives
+void bind_engine(py::module_& module);        // io, read, write: bytes between memory and files
+void bind_export(py::module_& module);        // hf, write: sets of safetensors files that all ranks write
+void bind_index(py::module_& module);         // metadata: `.metadata`, its index, load plans
+void bind_inventory(py::module_& module);     // state: what a rank holds
+void bind_plan(py::module_& module);          // plan: which rank writes what
+void bind_remote(py::module_& module);        // io: files of object stores
+void bind_routes(py::module_& module);        // share: which rank reads what for others; copies from pieces to tensors
+void bind_safetensors(py::module_& module);   // hf: safetensors files
+void bind_stage(py::module_& module);         // stage: snapshots in memory
+void bind_state_form(py::module_& module);    // state: the form of nested states
+void bind_tensors(py::module_& module);       // state: where torch's tensors are
+void bind_tensor_facts(py::module_& module);  // state: what else torch says of them
 
 py::dict stats_dict(const io::TransferStats& stats);
 py::dict read_dict(const read::ReadReport& report);

@@ -49,5 +49,5 @@ PYBIND11_MODULE(_C, module) {
   bind_stage(module);
   bind_state_form(module);
   bind_tensors(module);
-  bind_torch_calls(module);
+  bind_tensor_facts(module);
 }

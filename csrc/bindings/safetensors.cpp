@@ -80,19 +80,6 @@ const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, 
   return file.header.tensors()[index];
 }
 
-py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool verify, const io::EngineOptions& options,
-              const py::buffer& device_buffer, const Producers& producers) {
-  const Table words(table), devices(device_buffer);
-  std::unique_ptr<read::ReadReport> report;
-  {
-    const py::gil_scoped_release release;
-    const auto to_devices = device_load(devices.values(), producers);
-    report = hf::read_safetensors(file, words.values(), verify, options, devices.values(), to_devices.get());
-    if (to_devices) to_devices->finish();
-  }
-  return read_dict(*report);
-}
-
 dlpack::DataType data_type(std::string_view torch_name) {
   if (torch_name == "int8") return {dlpack::kInt, 8, 1};
   if (torch_name == "uint8") return {dlpack::kUInt, 8, 1};
@@ -137,16 +124,16 @@ py::object made(const py::function& empty, const hf::SafetensorsLoad::Tensor& te
 // A load, and what one to an accelerator writes into and copies with.
 class Load {
  public:
-  Load(std::shared_ptr<const hf::SafetensorsFile> file, std::span<const size_t> numbers, bool verify,
-       const io::EngineOptions& options) {
-    const py::gil_scoped_release release;
-    load_.emplace(std::move(file), numbers, verify, options);
-  }
-
-  // `empty` makes memory of that device, whose current stream for this thread is `stream`.
-  Load(std::shared_ptr<const hf::SafetensorsFile> file, std::span<const size_t> numbers, bool verify,
-       const io::EngineOptions& options, int device, device::StreamHandle stream, py::function empty)
+  // `empty` makes memory. `device`: a CUDA device, whose current stream for this thread is `stream`; -1: host memory.
+  Load(std::shared_ptr<const hf::SafetensorsFile> file, const std::vector<size_t>& numbers, bool verify,
+       const io::EngineOptions& options, py::function empty, int device, device::StreamHandle stream)
       : empty_(std::move(empty)) {
+    for (const size_t number : numbers) tensor_at(*file, number);
+    if (device < 0) {
+      const py::gil_scoped_release release;
+      load_.emplace(std::move(file), numbers, verify, options);
+      return;
+    }
     const auto take = [this](const hf::SafetensorsLoad::Tensor* alone, uint64_t bytes) {
       blocks_.append(alone != nullptr ? made(empty_, *alone) : empty_(std::vector{bytes}, "uint8"));
       return reinterpret_cast<std::byte*>(blocks_[blocks_.size() - 1].attr("data_ptr")().cast<uintptr_t>());
@@ -170,21 +157,14 @@ class Load {
   Load(const Load&) = delete;
   Load& operator=(const Load&) = delete;
 
-  py::list tensors(const py::function& from_dlpack, const py::function& empty) const {
-    py::list tensors(load_->tensors().size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const hf::SafetensorsLoad::Tensor& loaded = load_->tensors()[i];
-      tensors[i] = loaded.data == nullptr ? made(empty, loaded) : from_dlpack(capsule_of(loaded));
-    }
-    return tensors;
-  }
-
-  py::list tensors_on_device(const py::function& part) const {
+  py::list tensors(const py::function& from_dlpack, const py::function& part) const {
     py::list tensors(load_->tensors().size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       const hf::SafetensorsLoad::Tensor& loaded = load_->tensors()[i];
       if (loaded.data == nullptr) {
         tensors[i] = made(empty_, loaded);
+      } else if (blocks_.empty()) {  // in host memory
+        tensors[i] = from_dlpack(capsule_of(loaded));
       } else if (loaded.alone) {
         tensors[i] = blocks_[loaded.block];
       } else {
@@ -211,8 +191,6 @@ class Load {
   std::unique_ptr<stage::DeviceLoad> to_device_;
   std::optional<hf::SafetensorsLoad> load_;
 };
-
-using Paths = std::vector<std::string>;
 
 }  // namespace
 
@@ -256,33 +234,24 @@ void bind_safetensors(py::module_& module) {
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
 
   py::class_<Load>(module, "SafetensorsLoad")
-      .def(py::init([](const std::shared_ptr<hf::SafetensorsFile>& file, const std::vector<size_t>& numbers,
-                       bool verify, const io::EngineOptions& options) {
-             for (const size_t number : numbers) tensor_at(*file, number);
-             return std::make_unique<Load>(file, numbers, verify, options);
-           }),
-           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"))
-      .def(py::init([](const std::shared_ptr<hf::SafetensorsFile>& file, const std::vector<size_t>& numbers,
-                       bool verify, const io::EngineOptions& options, int device, device::StreamHandle stream,
-                       const py::function& empty) {
-             for (const size_t number : numbers) tensor_at(*file, number);
-             return std::make_unique<Load>(file, numbers, verify, options, device, stream, empty);
-           }),
-           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"), py::arg("device"),
-           py::arg("stream"), py::arg("empty"),
-           "to a CUDA device, into blocks made by empty(shape, dtype's name); `stream` is current there")
-      .def("tensors", &Load::tensors, py::arg("from_dlpack"), py::arg("empty"),
-           "made by from_dlpack(capsule), or empty(shape, dtype's name) where there are no bytes")
-      .def("tensors_on_device", &Load::tensors_on_device, py::arg("part"),
-           "blocks, or parts of blocks, made by part(block, begin and end in bytes, shape, dtype's name)")
+      .def(py::init<std::shared_ptr<hf::SafetensorsFile>, const std::vector<size_t>&, bool, const io::EngineOptions&,
+                    py::function, int, device::StreamHandle>(),
+           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"), py::arg("empty"),
+           py::arg("device") = -1, py::arg("stream") = device::StreamHandle(),
+           "into host memory, or into blocks made by empty(shape, dtype's name) on a CUDA device")
+      .def("tensors", &Load::tensors, py::arg("from_dlpack"), py::arg("part"),
+           "in host memory made by from_dlpack(capsule); on a device blocks, or parts of blocks, made by part(block, "
+           "begin and end in bytes, shape, dtype's name); without bytes, by `empty`")
       .def("finish", &Load::finish);
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))
+      .def(py::init<std::shared_ptr<hf::SafetensorsFile>, bool, const io::EngineOptions&>(), py::arg("file"),
+           py::arg("verify"), py::arg("options"), "reads this file under its path, whatever has that name by now")
       .def(
           "read_tensors",
-          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table, const py::buffer& device_buffer,
-             const Producers& producers) {
+          [](hf::SafetensorsReads& reads, const std::vector<std::string>& paths, const py::buffer& table,
+             const py::buffer& device_buffer, const Producers& producers) {
             const Table words(table), devices(device_buffer);
             std::unique_ptr<read::ReadReport> report;
             {
@@ -296,7 +265,7 @@ void bind_safetensors(py::module_& module) {
           py::arg("paths"), py::arg("table"), py::arg("devices") = py::bytes(), py::arg("producers") = Producers())
       .def(
           "check_tensors",
-          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
+          [](hf::SafetensorsReads& reads, const std::vector<std::string>& paths, const py::buffer& table) {
             const Table words(table);
             std::unique_ptr<read::ReadReport> report;
             {
@@ -320,8 +289,6 @@ void bind_safetensors(py::module_& module) {
       "torch's names of all dtypes that a safetensors file can hold");
 
   module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
-  module.def("read_safetensors", &read, py::arg("file"), py::arg("table"), py::arg("verify"), py::arg("options"),
-             py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -52,14 +52,6 @@ py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, co
   return bytes_of(reader.words());
 }
 
-std::vector<int64_t> tensor_devices(const py::bytes& table) {
-  const Words words(table);
-  const state::TensorTable tensors(words.values());
-  std::vector<int64_t> devices(tensors.size());
-  for (size_t i = 0; i < devices.size(); ++i) devices[i] = tensors[i].device;
-  return devices;
-}
-
 // --- Items
 
 std::string utf8(const py::handle& name) {
@@ -257,7 +249,6 @@ py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const
 void bind_tensors(py::module_& module) {
   module.def("tensor_table", &tensor_table, py::arg("tensors"), py::arg("plain_types"), py::arg("dtype_codes"),
              py::arg("row_in_python"));
-  module.def("tensor_devices", &tensor_devices, py::arg("table"));
   module.def(
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
@@ -265,8 +256,6 @@ void bind_tensors(py::module_& module) {
         return state::same_shapes(state::TensorTable(a.values()), state::TensorTable(b.values()));
       },
       "whether two tables of tensors agree in all dtypes and shapes");
-  module.def("any_complex",
-             [](const py::bytes& table) { return state::any_complex(state::TensorTable(Words(table).values())); });
   module.def(
       "not_contiguous",
       [](const py::bytes& table) {
@@ -281,15 +270,6 @@ void bind_tensors(py::module_& module) {
       "are_dense_and_apart",
       [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Words(table).values())); },
       py::arg("table"), "whether each tensor is contiguous, in memory of its own");
-  module.def(
-      "ready_tensors",
-      [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,
-         const std::vector<int64_t>& storage_bytes) {
-        const Words words(table);
-        return bytes_of(state::ready_tensors(state::TensorTable(words.values()), with_cuda, view(lazy), storage_offsets,
-                                             storage_bytes));
-      },
-      py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
   module.def("offered_hashes", &offered_hashes, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
              py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("offered"),
              "a hash of each item, 0 for none; and the items that are to be hashed in Python");

@@ -5,7 +5,6 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
-#include "base/memory.h"
 #include "format/torch_record.h"
 #include "read/table.h"
 
@@ -19,14 +18,13 @@ namespace {
                        path, 0);
 }
 
-// Makes of an item that names a record and the CRC-32 of a head one of that tensor in the file with this header, which
-// must outlive it.
-void complete(read::ReadItem& item, const SafetensorsHeader& header, uint32_t head_crc, const std::string& path) {
-  if (item.crc != int64_t{head_crc}) replaced(path);
+// Makes of an item that names a record and the CRC-32 of a head one of that tensor in `file`, which must outlive it.
+void complete(read::ReadItem& item, const SafetensorsFile& file, const std::string& path) {
+  if (item.crc != int64_t{file.head_crc}) replaced(path);
   item.bare = true;
   item.crc = read::kUnknownCrc;
   if (item.record_length == 0) return;
-  const auto tensors = header.tensors();
+  const auto tensors = file.header.tensors();
   const auto found = std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
                                               &SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
   if (found == tensors.end() || found->begin != item.record_offset ||
@@ -34,7 +32,7 @@ void complete(read::ReadItem& item, const SafetensorsHeader& header, uint32_t he
       format::tensor_bytes(format::dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
     throw Error::invalid("file " + path + " has no such tensor at offset " + std::to_string(item.record_offset));
   }
-  item.blocks = header.blocks(*found);
+  item.blocks = file.header.blocks(*found);
 }
 
 // Calls `work(item)` for each item. What it throws becomes an Error with the item's row.
@@ -51,35 +49,29 @@ void for_each_row(std::vector<read::ReadItem>& items, const Work& work) {
 
 }  // namespace
 
-std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
-                                                   bool verify, const io::EngineOptions& options,
-                                                   std::span<const int64_t> devices, read::DeviceSink* sink) {
-  std::vector<read::ReadItem> items = read::parse_read_table(table, devices);
-  const std::vector<std::string> paths = {file.file->path()};
-  for_each_row(items, [&](read::ReadItem& item) {
-    if (item.file != 0) throw Error::invalid("no such file in the table");
-    complete(item, file.header, file.head_crc, paths[0]);
-  });
-  std::vector<std::span<const std::byte>> targets;
-  for (const read::ReadItem& item : items) {
-    if (item.device < 0 && item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
-  }
-  prefer_huge_pages(std::move(targets));
-  const read::OpenFile open = [&](uint32_t) { return file.file; };
-  return read::read_tensors(paths, open, items, verify, options, sink);
+SafetensorsReads::SafetensorsReads(std::shared_ptr<const SafetensorsFile> file, bool verify,
+                                   const io::EngineOptions& options)
+    : verify_(verify), options_(options) {
+  const std::string path = file->file->path();
+  known_.emplace(path, std::move(file));
 }
 
 // Opens a file and makes sure that it begins as it did when it was opened first.
 std::shared_ptr<io::File> SafetensorsReads::open(const std::string& path) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto known = known_.find(path); known != known_.end() && known->second->file) return known->second->file;
+  }
   std::shared_ptr<io::File> file = io::File::open(path, options_.widest, options_.read_cached);
   const std::string head = SafetensorsFile::read_head(*file);
   const uint32_t crc = crc32(0, head.data(), head.size());
   const std::lock_guard lock(mutex_);
   if (const auto known = known_.find(path); known != known_.end()) {
-    if (known->second.head_crc != crc) replaced(path);
+    if (known->second->head_crc != crc) replaced(path);
     return file;
   }
-  known_.emplace(path, Known{SafetensorsHeader::parse(head, file->size(), path, verify_), crc});
+  auto header = SafetensorsHeader::parse(head, file->size(), path, verify_);
+  known_.emplace(path, std::make_shared<SafetensorsFile>(nullptr, std::move(header), crc));
   return file;
 }
 
@@ -95,8 +87,7 @@ read::OpenFile SafetensorsReads::prepare(std::span<const std::string> paths, std
       if (held.size() <= kMostHeld) entry->second = std::move(file);
     }
     const std::lock_guard lock(mutex_);
-    const Known& known = known_.at(path);
-    complete(item, known.header, known.head_crc, path);
+    complete(item, *known_.at(path), path);
   });
   return [this, paths, held = std::move(held)](uint32_t number) {
     const auto& file = held.at(number);

@@ -14,21 +14,16 @@
 
 namespace vescale_ckpt::hf {
 
-// The table of all reads below: rows as of read/table.h, but for the CRC-32, which is that of the file's head. So all
-// ranks of a job read what one of them has planned.
-
-// Reads from one open file, which has number 0 in the rows. Throws Error: corrupt (with the row as item), io, invalid.
-// Bytes without checksums are counted as unverified.
-// `devices` and `sink`: as for parse_read_table and read_tensors.
-std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
-                                                   bool verify, const io::EngineOptions& options,
-                                                   std::span<const int64_t> devices = {},
-                                                   read::DeviceSink* sink = nullptr);
-
-// Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Thread-safe.
+// Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Bytes without
+// checksums are counted as unverified. Thread-safe.
+//
+// The rows of its tables are those of read/table.h, but for the CRC-32, which is that of the file's head. So all ranks
+// of a job read what one of them has planned.
 class SafetensorsReads {
  public:
   SafetensorsReads(bool verify, const io::EngineOptions& options) : verify_(verify), options_(options) {}
+  // `file` is read under its path, whatever has that name by now.
+  SafetensorsReads(std::shared_ptr<const SafetensorsFile> file, bool verify, const io::EngineOptions& options);
 
   // `table`: rows as of parse_read_table. Throws Error: corrupt (with the row as item; also if a file has another head
   // than its rows say), io, invalid.
@@ -39,18 +34,13 @@ class SafetensorsReads {
   std::unique_ptr<read::ReadReport> check(std::span<const std::string> paths, std::span<const int64_t> table);
 
  private:
-  struct Known {
-    SafetensorsHeader header;
-    uint32_t head_crc;
-  };
-
   std::shared_ptr<io::File> open(const std::string& path);
   read::OpenFile prepare(std::span<const std::string> paths, std::vector<read::ReadItem>& items);
 
   const bool verify_;
   const io::EngineOptions options_;
-  std::mutex mutex_;  // guards `known_`, whose elements stay where they are
-  std::map<std::string, Known> known_;
+  std::mutex mutex_;                                                     // guards `known_`
+  std::map<std::string, std::shared_ptr<const SafetensorsFile>> known_;  // those without a file are closed
 };
 
 }  // namespace vescale_ckpt::hf

@@ -183,14 +183,6 @@ bool same_shapes(const TensorTable& left, const TensorTable& right) {
   return true;
 }
 
-bool any_complex(const TensorTable& tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t dtype = tensors[i].dtype;
-    if (dtype >= 0 && format::dtypes()[static_cast<size_t>(dtype)].name.starts_with("complex")) return true;
-  }
-  return false;
-}
-
 std::vector<size_t> not_contiguous(const TensorTable& tensors) {
   std::vector<size_t> found;
   for (size_t i = 0; i < tensors.size(); ++i) {

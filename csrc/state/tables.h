@@ -46,8 +46,6 @@ class TensorTable {
 // Whether two tables hold tensors of the same dtypes and shapes, wherever those are.
 bool same_shapes(const TensorTable& left, const TensorTable& right);
 
-bool any_complex(const TensorTable& tensors);
-
 // The numbers of tensors whose elements do not lie one behind another, or of which that is not known: they have no
 // plain memory.
 std::vector<size_t> not_contiguous(const TensorTable& tensors);

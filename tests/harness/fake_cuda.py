@@ -13,7 +13,6 @@ import mmap
 import os
 import subprocess
 import tempfile
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -89,20 +88,18 @@ class FakeCuda:
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     fake = load_runtime()
-    read = _C.tensor_table
+    read = tensor_table.tensor_row
 
-    def moved(tensors: list[torch.Tensor], *how: Any) -> bytes:
-        words, at = array("q", read(tensors, *how)), 0
-        for tensor in tensors:
-            if words[at + 2] == 1 and tensor.numel() > LEAST:
-                words[at + 2] = 2 + (device_of(tensor) << 32)
-                fake.allocate(tensor)
-            at += 4 + 2 * words[at + 3]
-        return words.tobytes()
+    def row_on_device(tensor: torch.Tensor) -> list[int]:
+        row = read(tensor)
+        if row[2] == tensor_table.HOST_DEVICE and tensor.numel() > LEAST:
+            row[2] = 2 + (device_of(tensor) << 32)
+            fake.allocate(tensor)
+        return row
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_table, "torch_calls", lambda: None)  # else the table is made within one call
-        patch.setattr(_C, "tensor_table", moved)
+        patch.setattr(tensor_table, "PLAIN_TYPES", ())  # so all are read in Python
+        patch.setattr(tensor_table, "tensor_row", row_on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=fake.streams[device]))
         patch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
         patch.setattr(

@@ -75,7 +75,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
     "read a header": (headers._Reading, "_header"),
-    "read a safetensors file": (_C, "read_safetensors"),
+    "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
     "open a store": (object_clients, "_open"),
 }
 LIMITS: dict[str, tuple[Any, str]] = {

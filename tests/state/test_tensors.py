@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import types
 import warnings
 from array import array
 from collections.abc import Callable
@@ -23,13 +21,11 @@ from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
-from vescale_ckpt._state import tensor_table as tensor_table_module
 from vescale_ckpt._state.inventory_rows import packed_row
 from vescale_ckpt._state.shard_boxes import ShardBox
 from vescale_ckpt._state.tensor_table import (
     PLAIN_TYPES,
     read_tensors,
-    ready_tensors,
     tensor_row,
     tensor_table,
 )
@@ -105,6 +101,13 @@ def make(kind: str) -> torch.Tensor:
         return KINDS[kind]()
 
 
+def said_by_torch(tensor: torch.Tensor, name: str, otherwise: Any) -> Any:
+    try:
+        return getattr(tensor, name)
+    except RuntimeError:
+        return otherwise
+
+
 def rows(table: bytes) -> list[list[int]]:
     """The rows of a table of tensors: address, dtype, device, sizes and strides."""
     words = array("q", table)
@@ -122,7 +125,7 @@ def test_one_call_says_what_python_says(kind: str) -> None:
     tensor = make(kind)
     table = tensor_table([tensor])
     assert rows(table) == [tensor_row(tensor)]
-    assert ready_tensors([tensor], table) == bytes([is_host_memory(tensor)])
+    assert read_tensors([tensor]).ready == bytes([is_host_memory(tensor)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,34 +149,26 @@ def test_what_is_contiguous_and_what_an_inventory_says_of_it(kind: str) -> None:
     assert array("q", sources[2]).tolist() == [2, len(shape), *box.offset]
 
 
-def test_this_torch_has_the_functions_that_spare_python() -> None:
-    assert torch_private.torch_calls() is not None
-
-
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_itself_says_what_python_says(kind: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_private.torch_calls() is not None
+def test_what_is_read_of_a_tensor_is_what_torch_says(kind: str, inference: bool) -> None:
     with torch.inference_mode(inference):
-        _compare_torch_with_python(kind, monkeypatch)
-
-
-def _compare_torch_with_python(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [make(kind), torch.ones(3), make(kind)]
-    if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
-        tensors[2].data.zero_()
-
-    def said() -> tuple[Any, ...]:
+        tensors = [make(kind), torch.ones(3), make(kind)]
+        if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
+            tensors[2].data.zero_()
         reads = read_tensors(tensors)
-        storages = list(map(torch_private.storage_identity, reads.storages))
-        return dataclasses.replace(reads, storages=[]), storages, torch_private.tensor_facts(tensors)
-
-    by_torch = said()
-    assert by_torch[0].table == tensor_table(tensors)
-    assert by_torch[0].ready == ready_tensors(tensors, by_torch[0].table)
-    for module in (torch_private, tensor_table_module):
-        monkeypatch.setattr(module, "torch_calls", lambda: None)
-    assert said() == by_torch
+        assert reads.table == tensor_table(tensors)
+        assert reads.ready == bytes(map(is_host_memory, tensors))
+        with_memory = [tensor for tensor in tensors if tensor_row(tensor)[2] >= 0]
+        storages = [tensor.untyped_storage() for tensor in with_memory]
+        identities = [list(map(torch_private.storage_identity, of)) for of in (reads.storages, storages)]
+        assert identities[0] == identities[1]
+        assert reads.storage_bytes.tolist() == [storage.nbytes() for storage in storages]
+        for tensor, version, flag in zip(tensors, reads.versions, reads.requires_grad, strict=True):
+            assert (version, flag) == (
+                said_by_torch(tensor, "_version", -1),
+                said_by_torch(tensor, "requires_grad", False),
+            )
 
 
 def test_counters_and_flags_of_inference_and_training() -> None:
@@ -186,22 +181,13 @@ def test_counters_and_flags_of_inference_and_training() -> None:
     assert (versions.tolist(), list(requires_grad)) == ([-1, 2, 2], [0, 1, 0])
 
 
-def test_a_torch_without_these_functions_is_asked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Missing:
-        def __init__(self, **names: str) -> None:
-            _C.TorchCalls(**{**names, "version": "no_such_function"})
-
-    monkeypatch.setattr(torch_private, "_C", types.SimpleNamespace(TorchCalls=Missing, EngineError=_C.EngineError))
-    assert torch_private.torch_calls.__wrapped__() is None
-
-
 @settings(deadline=None)  # the first tensor of some kinds takes seconds of imports
 @given(st.lists(st.sampled_from(sorted(KINDS)), max_size=12))
 def test_lists_of_all_kinds(kinds: list[str]) -> None:
     tensors = [make(kind) for kind in kinds]
     table = tensor_table(tensors)
     assert rows(table) == list(map(tensor_row, tensors))
-    assert ready_tensors(tensors, table) == bytes(map(is_host_memory, tensors))
+    assert read_tensors(tensors).ready == bytes(map(is_host_memory, tensors))
 
 
 def test_rows_are_what_torch_says() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +24,8 @@ from torch import nn
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Stager, StorageWriter
 from vescale_ckpt._engine import _C, device_streams
-from vescale_ckpt._state import tensor_table as tensor_table_module
-from vescale_ckpt._state.tensor_table import NOT_READY, ON_HOST, ready_tensors, tensor_table
+from vescale_ckpt._state import tensor_table
+from vescale_ckpt._state.tensor_table import HOST_DEVICE, NOT_READY, ON_HOST, read_tensors, tensor_row
 from vescale_ckpt._write import snapshot
 
 MiB = 1 << 20
@@ -43,14 +42,16 @@ class Pretended:
     most_in_use: int = 0
 
 
-def moved(tensors: list[torch.Tensor], table: bytes) -> bytes:
-    """The table with all tensors of more than 100 elements in host memory on CUDA devices 0 and 1 in turn."""
-    words, at = array("q", table), 0
-    for number, tensor in enumerate(tensors):
-        if words[at + 2] == 1 and tensor.numel() > 100:
-            words[at + 2] = 2 + (number % 2 << 32)
-        at += 4 + 2 * words[at + 3]
-    return words.tobytes()
+def device_of(tensor: torch.Tensor) -> int:
+    """The CUDA device that a tensor of more than 100 elements counts as being on."""
+    return tensor.numel() // 100 % 2
+
+
+def row_on_device(tensor: torch.Tensor) -> list[int]:
+    row = tensor_row(tensor)
+    if row[2] == HOST_DEVICE and tensor.numel() > 100:
+        row[2] = 2 + (device_of(tensor) << 32)
+    return row
 
 
 def _on_host(function: Any, arguments: int) -> Any:
@@ -60,7 +61,6 @@ def _on_host(function: Any, arguments: int) -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     asked = Pretended()
-    read = _C.tensor_table
 
     class Snapshot(_C.Snapshot):
         def __init__(
@@ -70,8 +70,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
             asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
             asked.most_in_use = max(asked.most_in_use, snapshot_memory()["in_use_bytes"])
 
-    monkeypatch.setattr(tensor_table_module, "torch_calls", lambda: None)  # else the table is made within one call
-    monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))
+    monkeypatch.setattr(tensor_table, "PLAIN_TYPES", ())  # so all are read in Python
+    monkeypatch.setattr(tensor_table, "tensor_row", row_on_device)
     monkeypatch.setattr(_C, "copies_from_cuda", lambda batches: True)
     monkeypatch.setattr(_C, "Snapshot", Snapshot)
     for name, arguments in (("read_tensors", 4), ("copy_boxes", 2)):  # loads fill that memory as the host's
@@ -114,7 +114,7 @@ def test_without_cuda_of_our_own_nothing_is_ready_there(
 ) -> None:
     monkeypatch.setattr(_C, "copies_from_cuda", lambda batches: False)
     values = [torch.ones(500), torch.ones(3)]
-    assert list(ready_tensors(values, tensor_table(values))) == [NOT_READY, ON_HOST]
+    assert list(read_tensors(values).ready) == [NOT_READY, ON_HOST]
     vescale_ckpt.save(checkpoint, state(1))  # by copies that torch makes
     assert same(load(checkpoint, state(0)), state(1))
     assert not any(producers for _, producers, _ in pretended.snapshots)

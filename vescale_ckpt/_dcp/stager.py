@@ -22,7 +22,7 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
-from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
+from .._state.tensor_table import NOT_READY, device_number, read_tensors
 from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
 from .._write import snapshot_budget
 from .._write.host_batches import new_snapshot, write_table
@@ -94,7 +94,7 @@ class Stager(AsyncStager):
             number: told[number].tensors if number in told else local_parts(value) for number, value in values.items()
         }
         found = [part for of_value in parts.values() for part in of_value]
-        flags = iter(ready_tensors(found, tensor_table(found)))
+        flags = iter(read_tensors(found).ready)
         ready: list[int] = []
         for number, of_value in list(parts.items()):
             ready_parts = [next(flags) for _ in of_value]

@@ -137,30 +137,6 @@ def inject_fault(call: str, error: int, skip: int = 0, times: int = 1) -> None: 
 def clear_faults() -> None: ...
 def calls_seen(call: str) -> int: ...
 
-class TorchCalls:
-    def __init__(
-        self,
-        *,
-        library: str,
-        core_library: str,
-        version: str,
-        requires_grad: str,
-        is_neg: str,
-        storage_offset: str,
-        storage_bytes: str,
-    ) -> None: ...
-    def storage(self, tensor: Any) -> tuple[bool, int, int]: ...
-    def facts(self, tensors: list[Any], torch_types: tuple[type, ...]) -> tuple[bytes, bytes]: ...
-    def read(
-        self,
-        tensors: list[Any],
-        plain_types: tuple[type, ...],
-        dtype_codes: dict[Any, int],
-        row_in_python: Callable[[Any], list[int]],
-        untyped_storage: Callable[[Any], Any],
-        copies_from_cuda: Callable[[], bool],
-    ) -> tuple[bytes, bytes, bytes, bytes, list[Any], bytes, bool]: ...
-
 class StateForm:
     @staticmethod
     def of(state: Mapping[str, Any], tensors: Iterable[object], scalars: Iterable[object]) -> StateForm | None: ...
@@ -174,9 +150,7 @@ def tensor_table(
     dtype_codes: dict[Any, int],
     row_in_python: Callable[[Any], list[int]],
 ) -> bytes: ...
-def tensor_devices(table: bytes) -> list[int]: ...
 def same_shapes(left: bytes, right: bytes) -> bool: ...
-def any_complex(table: bytes) -> bool: ...
 def not_contiguous(table: bytes) -> list[int]: ...
 def inventory_of_tensors(
     names: list[str],
@@ -188,9 +162,15 @@ def inventory_of_tensors(
 ) -> tuple[bytes, bytes] | None: ...
 def rows_of_tensors(table: bytes, requires_grad: bytes) -> tuple[list[bytes | None], list[bytes]]: ...
 def are_dense_and_apart(table: bytes) -> bool: ...
-def ready_tensors(
-    table: bytes, with_cuda: bool, lazy: bytes, storage_offsets: Sequence[int], storage_bytes: Sequence[int]
-) -> bytes: ...
+def tensor_facts(tensors: list[Any]) -> tuple[bytes, bytes]: ...
+def tensor_reads(
+    tensors: list[Any],
+    plain_types: tuple[type, ...],
+    dtype_codes: dict[Any, int],
+    row_in_python: Callable[[Any], list[int]],
+    copies_from_cuda: Callable[[], bool],
+    is_host_memory: Callable[[Any], bool],
+) -> tuple[bytes, bytes, bytes, bytes, list[Any], bytes]: ...
 def offered_hashes(
     inventory: bytes,
     sources: bytes,
@@ -350,29 +330,28 @@ class SafetensorsFile:
     def head_crc(self) -> int: ...
 
 class SafetensorsLoad:
-    @overload
-    def __init__(self, file: SafetensorsFile, numbers: Sequence[int], verify: bool, options: Options) -> None: ...
-    @overload
     def __init__(
         self,
         file: SafetensorsFile,
         numbers: Sequence[int],
         verify: bool,
         options: Options,
-        device: int,
-        stream: int,
         empty: Callable[[list[int], str], torch.Tensor],
+        device: int = -1,
+        stream: int = 0,
     ) -> None: ...
     def tensors(
-        self, from_dlpack: Callable[[Any], torch.Tensor], empty: Callable[[list[int], str], torch.Tensor]
-    ) -> list[torch.Tensor]: ...
-    def tensors_on_device(
-        self, part: Callable[[torch.Tensor, int, int, list[int], str], torch.Tensor]
+        self,
+        from_dlpack: Callable[[Any], torch.Tensor],
+        part: Callable[[torch.Tensor, int, int, list[int], str], torch.Tensor],
     ) -> list[torch.Tensor]: ...
     def finish(self) -> dict[str, Any]: ...
 
 class SafetensorsReads:
+    @overload
     def __init__(self, verify: bool, options: Options) -> None: ...
+    @overload
+    def __init__(self, file: SafetensorsFile, verify: bool, options: Options) -> None: ...
     def read_tensors(
         self,
         paths: Sequence[str],
@@ -443,11 +422,3 @@ def crc32_of_memory(address: int, bytes: int) -> int: ...
 def crc32_combine(first: int, second: int, second_bytes: int) -> int: ...
 def read_bytes(paths: Sequence[str], table: Any, options: Options) -> dict[str, int]: ...
 def write_safetensors(writer: FileWriter, layout: SafetensorsLayout, table: Any, sync: bool) -> dict[str, int]: ...
-def read_safetensors(
-    file: SafetensorsFile,
-    table: Any,
-    verify: bool,
-    options: Options,
-    devices: Any = ...,
-    producers: Sequence[tuple[int, int]] = ...,
-) -> dict[str, Any]: ...

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +62,6 @@ __all__ = [
     "set_element",
     "sharded_tensor_over",
     "storage_identity",
-    "torch_calls",
     "versions",
     "weights_only_globals",
 ]
@@ -127,10 +125,6 @@ def storage_identity(holder: torch.Tensor | torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-_VERSION = attrgetter("_version")
-_TORCH_TYPES = (torch.Tensor, torch.nn.Parameter, DTensor)
-
-
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Torch's version counter of each tensor, which rises with every in-place change that torch knows. -1 for tensors
     of inference mode, which have none."""
@@ -139,76 +133,8 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def tensor_facts(tensors: list[torch.Tensor]) -> tuple[array[int], bytes]:
     """The same as an array of 64-bit integers, and for each tensor whether it requires a gradient: 1 or 0."""
-    if (calls := torch_calls()) is not None:
-        counters, flags = calls.facts(tensors, _TORCH_TYPES)
-        return array("q", counters), flags
-    return _facts_in_python(tensors)
-
-
-def _facts_in_python(tensors: list[torch.Tensor]) -> tuple[array[int], bytes]:
-    try:
-        counters = array("q", map(_VERSION, tensors))
-    except RuntimeError:
-        counters = array("q", map(_version_if_any, tensors))
-    return counters, bytes(map(_requires_grad_if_any, tensors))
-
-
-def _version_if_any(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def _requires_grad_if_any(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.requires_grad
-    except Exception:  # a subclass may do anything
-        return False
-
-
-@cache
-def torch_calls() -> _C.TorchCalls | None:
-    """Torch's own functions for the version, the flags and the storage of a tensor, which cost a tenth of what they
-    cost by Python. None if this torch has not all of them, or if they do not say what Python says."""
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        calls = _C.TorchCalls(
-            library=str(folder / "libtorch_cpu.so"),
-            core_library=str(folder / "libc10.so"),
-            version="_ZNK2at10TensorBase8_versionEv",
-            requires_grad="_ZNK3c1010TensorImpl13requires_gradEv",
-            # Not the operator of this name: in inference mode dispatch negates the tensor before that is asked.
-            is_neg="_ZN2at6native6is_negERKNS_6TensorE",
-            storage_offset="aoti_torch_get_storage_offset",
-            storage_bytes="aoti_torch_get_storage_size",
-        )
-        return calls if _say_what_python_says(calls) else None
-    except (_C.EngineError, RuntimeError):
-        return None
-
-
-def _say_what_python_says(calls: _C.TorchCalls) -> bool:
-    numbers = torch.arange(24, dtype=torch.float32, device="cpu")
-    numbers.add_(1).add_(1)
-    trained = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device="cpu"))
-    part = numbers[5:].view(19)
-    negative = torch._neg_view(numbers)[7:]
-    cut = torch.ones(9, device="cpu")
-    cut.untyped_storage().resize_(16)
-    empty = torch.empty(0, 3, dtype=torch.int64, device="cpu")
-    tensors = [numbers, trained, trained.detach(), part, negative, cut, empty]
-    counters, flags = calls.facts(tensors, _TORCH_TYPES)
-    if (array("q", counters), flags) != _facts_in_python(tensors):
-        return False
-    for is_inference in (False, True):
-        with torch.inference_mode(is_inference):
-            tensors.append(torch._neg_view(torch.ones(2, device="cpu")))
-            for tensor in tensors:
-                wanted = tensor.is_neg(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
-                if calls.storage(tensor) != wanted:
-                    return False
-    return True
+    counters, flags = _C.tensor_facts(tensors)
+    return array("q", counters), flags
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:

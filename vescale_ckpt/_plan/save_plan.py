@@ -185,7 +185,7 @@ class PackedItems(LazyList):
         return _C.copy_table(*self._tables(rows))
 
     def ready_rows(self) -> bytes:
-        """For each row of a tensor what `ready_tensors` says of that tensor."""
+        """For each row of a tensor what `TensorReads.ready` says of that tensor."""
         return _C.ready_rows(*self._tables(None))
 
     def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:

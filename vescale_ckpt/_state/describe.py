@@ -34,7 +34,7 @@ class Description:
     sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
     tensors: list[torch.Tensor]  #: on this rank; `table` is valid as long as these live unchanged
     table: bytes  #: `tensor_table` of them
-    ready: bytes  #: for each, the flag of `ready_tensors`: whether the engine or a snapshot may use its memory
+    ready: bytes  #: for each, the flag of `TensorReads.ready`: whether the engine or a snapshot may use its memory
     objects: dict[str, Any]  #: values of the items that are no tensors
     other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are subclasses of other kinds
     wrappers: dict[int, DTensor]  #: by the number of their local tensor; each has its own version counter
@@ -135,11 +135,11 @@ class Describer:
             reads.ready,
             {state.keys[position]: values[position] for position in items.objects},
             {state.keys[position]: values[position] for position in items.other},
-            dict(state.wrappers),
+            state.wrappers,
             reads.storages,
             reads.storage_bytes,
             reads.versions + versions,
         )
-        state.tensors, state.wrappers = [], []  # else the describer would keep a model in memory
+        state.tensors, state.wrappers = [], {}  # else the describer would keep a model in memory
         self._last = state, items
         return description, same

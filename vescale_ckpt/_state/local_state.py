@@ -91,7 +91,7 @@ class LocalState:
     chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
     requires_grad: bytes  #: of the plain tensors, then of the DTensors, then of wrapper subclasses: 1 or 0
     tensors: list[torch.Tensor]
-    wrappers: list[tuple[int, DTensor]]  #: DTensors, each with the number of a tensor that holds it
+    wrappers: dict[int, DTensor]  #: by the number of the tensor that holds it
     table: bytes
 
     def like(self, other: LocalState) -> bool:
@@ -126,16 +126,19 @@ def look(
         else ask(keys[position], values[position])
         for position in groups.chunked
     ]  # fmt: skip
-    tensors, wrappers = [*plain, *local], list(enumerate(dtensors, len(plain)))
+    tensors = [*plain, *local]
+    wrappers = {number: dtensor for number, dtensor in enumerate(dtensors, len(plain))}
     for position, chunks in zip(groups.chunked, chunked, strict=True):
         if chunks is not None:
             if isinstance(values[position], DTensor):
-                wrappers += [(len(tensors) + number, values[position]) for number in range(len(chunks.tensors))]
+                wrappers.update(
+                    dict.fromkeys(range(len(tensors), len(tensors) + len(chunks.tensors)), values[position])
+                )
             tensors += chunks.tensors
     first_subclass = len(tensors)
     tensors += _at(values, groups.wrapper_subclasses)
     reads = read_tensors(tensors)
-    versions, requires_grad = torch_private.tensor_facts([dtensor for _, dtensor in wrappers])
+    versions, requires_grad = torch_private.tensor_facts(list(wrappers.values()))
     state = LocalState(
         keys,
         types,

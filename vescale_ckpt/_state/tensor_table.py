@@ -18,14 +18,13 @@ from .._engine import _C
 from .._engine.device_streams import copies_from_cuda
 from .._engine.dtypes import DTYPE_CODES
 from .._engine.tensor_checks import is_host_memory, is_plain_tensor
-from .._engine.torch_private import tensor_facts, torch_calls
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-HOST_DEVICE, CUDA_DEVICE = 1, 2  # DLPack's codes
+HOST_DEVICE = 1  # DLPack's code
 
-# The flags of `ready_tensors`. ON_DEVICE + i: on CUDA device i.
+# The flags of `TensorReads.ready`. ON_DEVICE + i: on CUDA device i.
 NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
 
 
@@ -92,10 +91,12 @@ def _narrowed_wrapper(tensor: torch.Tensor, offset: Sequence[int], size: Sequenc
 
 @dataclass(frozen=True)
 class TensorReads:
-    """What is to be known of tensors to plan and to write them, read in one pass."""
+    """What is to be known of tensors to plan and to write them."""
 
     table: bytes  #: `tensor_table` of them
-    ready: bytes  #: `ready_tensors` of them
+    #: For each whether its memory may be used directly. ON_HOST: the whole engine may use it (see `is_host_memory`).
+    #: ON_DEVICE and above: it is memory of a CUDA device, which snapshots copy. CUDA is used only if tensors are there.
+    ready: bytes
     versions: array[int]  #: torch's counter of changes of each; -1 in inference mode
     requires_grad: bytes  #: 1 or 0 for each
     storages: list[torch.UntypedStorage]  #: of the tensors that have plain memory
@@ -103,58 +104,16 @@ class TensorReads:
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
-    if (calls := torch_calls()) is not None:
-        table, counters, requires_grad, ready, storages, packed, any_without = calls.read(
-            tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, torch.Tensor.untyped_storage, copies_from_cuda
-        )
-        versions, sizes = array("q", counters), array("q", packed)
-        if any_without:
-            ready = _with_others(tensors, _C.tensor_devices(table), ready)
-    else:
-        table = tensor_table(tensors)
-        versions, requires_grad = tensor_facts(tensors)
-        ready, storages, sizes = _memory(tensors, table)
-    return TensorReads(table, ready, versions, requires_grad, storages, sizes)
-
-
-def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
-    """For each tensor, whether its memory may be used directly. `table` is the `tensor_table` of them.
-
-    ON_HOST: the whole engine may use it (see `is_host_memory`). ON_DEVICE and above: it is memory of a CUDA device,
-    which snapshots copy. CUDA is used only if there are tensors on it.
-    """
-    return _memory(tensors, table)[0]
-
-
-def _memory(tensors: list[torch.Tensor], table: bytes) -> tuple[bytes, list[torch.UntypedStorage], array[int]]:
-    """`ready_tensors`, and the storages of the tensors that have plain memory, with the bytes of each.
-
-    It maps torch's C methods over the tensors, so that no Python code runs for a tensor in host memory.
-    """
-    devices = _C.tensor_devices(table)
-    asked, with_cuda = tensors, False
-    if devices.count(HOST_DEVICE) != len(tensors):
-        wanted = {HOST_DEVICE}
-        on_cuda = set(filter(_is_cuda, devices))
-        if on_cuda and copies_from_cuda():
-            with_cuda = True
-            wanted |= on_cuda
-        asked = [tensor for tensor, device in zip(tensors, devices, strict=True) if device in wanted]
-    lazy = bytes(map(torch.Tensor.is_neg, asked))
-    if _C.any_complex(table):  # nothing else is lazily conjugated
-        lazy = bytes(tensor.is_conj() or tensor.is_neg() for tensor in asked)
-    offsets: list[int] = list(map(torch.Tensor.storage_offset, asked))  # type: ignore[arg-type]
-    storages = list(map(torch.Tensor.untyped_storage, asked))
-    sizes = array("q", map(torch.UntypedStorage.nbytes, storages))
-    ready = _C.ready_tensors(table, with_cuda, lazy, offsets, sizes)
-    if -1 in devices:
-        ready = _with_others(tensors, devices, ready)
-    return ready, storages, sizes
+    """Reads all in one pass. It runs no Python code for a tensor in plain memory."""
+    table, ready, versions, requires_grad, storages, sizes = _C.tensor_reads(
+        tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, copies_from_cuda, is_host_memory
+    )
+    return TensorReads(table, ready, array("q", versions), requires_grad, storages, array("q", sizes))
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """The flag of `ready_tensors` for one tensor."""
-    return ready_tensors([tensor], tensor_table([tensor]))[0]
+    """Whether the memory of one tensor may be used directly, as `TensorReads.ready` says it."""
+    return read_tensors([tensor]).ready[0]
 
 
 _LEAST_RUN = 4 << 10  # bytes
@@ -172,18 +131,6 @@ def is_fast_to_fill(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _with_others(tensors: list[torch.Tensor], devices: list[int], ready: bytes) -> bytes:
-    """`ready` with the flags of tensors for which the table has no memory."""
-    return bytes(
-        is_host_memory(tensor) if device == -1 else flag
-        for tensor, device, flag in zip(tensors, devices, ready, strict=True)
-    )
-
-
-def _is_cuda(device: int) -> bool:
-    return device & 0xFFFFFFFF == CUDA_DEVICE
-
-
 def device_number(ready: int) -> int:
-    """The CUDA device of a flag of `ready_tensors`; -1 for none."""
+    """The CUDA device of a flag of `TensorReads.ready`; -1 for none."""
     return ready - ON_DEVICE if ready >= ON_DEVICE else -1

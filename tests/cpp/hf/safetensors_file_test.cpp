@@ -85,6 +85,12 @@ std::vector<int64_t> whole_rows(const SafetensorsFile& file, const std::vector<M
   return table;
 }
 
+std::unique_ptr<read::ReadReport> read_file(const File& file, const std::vector<int64_t>& table, bool verify,
+                                            const io::EngineOptions& options) {
+  const std::vector<std::string> paths = {file->file->path()};
+  return SafetensorsReads(file, verify, options).read(paths, table);
+}
+
 class SafetensorsModes : public AccessTest {
  protected:
   io::EngineOptions options() const {
@@ -110,7 +116,7 @@ TEST_P(SafetensorsModes, GivesBackWhatWasWritten) {
           crc32(0, saved.memory[i].data(), kSizes[i]));
       targets.emplace_back(kSizes[i], place);
     }
-    const auto report = read_safetensors(*file, whole_rows(*file, targets), true, options());
+    const auto report = read_file(file, whole_rows(*file, targets), true, options());
     EXPECT_EQ(report->unverified_bytes, 0u);
     for (size_t i = 0; i < kSizes.size(); ++i) ASSERT_EQ(targets[i].text(), saved.memory[i].text()) << i;
     std::filesystem::remove(path("file"));
@@ -143,7 +149,7 @@ TEST_P(SafetensorsModes, ReadsBoxes) {
     const Memory target(static_cast<uint64_t>(rows * columns));
     std::vector<int64_t> table;
     add_row(table, *file, 1, {kRows, kColumns}, {row, column}, {rows, columns}, target);
-    read_safetensors(*file, table, i % 3 != 0, options());
+    read_file(file, table, i % 3 != 0, options());
     for (int64_t r = 0; r < rows; ++r) {
       const auto from = static_cast<size_t>((row + r) * kColumns + column);
       ASSERT_EQ(target.text().substr(static_cast<size_t>(r * columns), static_cast<size_t>(columns)),
@@ -177,7 +183,7 @@ TEST_F(SafetensorsFileTest, NamesTheTensorAndTheBlockOfADamagedByte) {
     for (const uint64_t at : {tensor.begin, (tensor.begin + tensor.end) / 2, tensor.end - 1}) {
       flip(at);
       try {
-        read_safetensors(*file, whole_rows(*file, targets), true, options_);
+        read_file(file, whole_rows(*file, targets), true, options_);
         FAIL() << "tensor " << i << ", offset " << at;
       } catch (const Error& error) {
         EXPECT_EQ(error.kind, Error::Kind::corrupt) << error.what();
@@ -185,12 +191,12 @@ TEST_F(SafetensorsFileTest, NamesTheTensorAndTheBlockOfADamagedByte) {
         EXPECT_EQ(error.path, path("file"));
         EXPECT_EQ(error.offset, std::max(tensor.begin, align_down(at, format::kChecksumBlock)));
       }
-      const auto report = read_safetensors(*file, whole_rows(*file, targets), false, options_);
+      const auto report = read_file(file, whole_rows(*file, targets), false, options_);
       EXPECT_NE(targets[static_cast<size_t>(i)].text(), saved.memory[static_cast<size_t>(i)].text());
       flip(at);
     }
   }
-  read_safetensors(*file, whole_rows(*file, targets), true, options_);
+  read_file(file, whole_rows(*file, targets), true, options_);
 }
 
 TEST_F(SafetensorsFileTest, LeavesAnUnfinishedFileUnreadableAndThenNone) {
@@ -213,7 +219,7 @@ TEST_F(SafetensorsFileTest, StaysTheSameFileWhenAnotherTakesItsName) {
   std::filesystem::rename(path("new"), path("file"));
   std::vector<Memory> targets;
   targets.emplace_back(70'000);
-  read_safetensors(*file, whole_rows(*file, targets), true, options_);
+  read_file(file, whole_rows(*file, targets), true, options_);
   EXPECT_EQ(targets[0].text(), saved.memory[0].text());
 }
 
@@ -224,11 +230,11 @@ TEST_F(SafetensorsFileTest, RefusesTablesThatMakeNoSense) {
   const Memory target(10);
   std::vector<int64_t> sound;
   add_row(sound, *file, 0, {10}, {2}, {3}, target);
-  read_safetensors(*file, sound, true, options_);
+  read_file(file, sound, true, options_);
   const auto changed = [&](size_t word, int64_t change, Error::Kind kind = Error::Kind::invalid) {
     std::vector<int64_t> table = sound;
     table[word] += change;
-    return row_of_error([&] { read_safetensors(*file, table, true, options_); }, kind);
+    return row_of_error([&] { read_file(file, table, true, options_); }, kind);
   };
   EXPECT_EQ(changed(0, 1), 0);  // another file
   EXPECT_EQ(changed(0, -1), 0);

@@ -101,14 +101,6 @@ TEST(ReadyTensors, HaveMemory) {
   EXPECT_TRUE(ready(0, 0, 0));
 }
 
-TEST(AnyComplex, IsTrueOfOneAmongOthers) {
-  const int64_t float32 = code_of("float32");
-  EXPECT_FALSE(any_complex(TensorTable(Words{8, float32, 1, 0, 8, -1, -1, 0})));
-  for (const char* dtype : {"complex32", "complex64", "complex128"}) {
-    EXPECT_TRUE(any_complex(TensorTable(Words{8, float32, 1, 0, 8, code_of(dtype), 1, 0})));
-  }
-}
-
 TEST(DenseAndApart, MayTouchAndMayBeEmpty) {
   const int64_t float32 = code_of("float32");
   const Words apart = {4096, float32, 1, 2, 2, 3, 3, 1, 4120, float32, 1, 0, 4000, float32, 1, 3, 4, 1, 6, 6, 9, 1};
