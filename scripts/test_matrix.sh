@@ -13,7 +13,7 @@ pip() { "$1/bin/python" -m pip "${@:2}" -q --disable-pip-version-check; }
 
 # What the tests need of the sources, without the package: Python must import the installed one.
 git archive HEAD | tar -x -C "$work"
-rm -rf "$work/vescale_ckpt" "$work/csrc" "$work/tests/project"
+rm -rf "$work/vescale_ckpt" "$work/tests/project"
 
 failed=() pythons=()
 for version in "${versions[@]}"; do
