@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -62,13 +63,20 @@ def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     _C.prepare_snapshots(sum(tensor.nbytes + 64 for tensor in tensors), settings.number("threads"))
     on_device = tensors[0].is_cuda
     pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in tensors[:4096]]
-    stager, state = DefaultStager(StagingOptions(on_device, False, False, on_device)), dict(enumerate(tensors))
+    stager, state = stock_stager(StagingOptions(on_device, False, False, on_device)), dict(enumerate(tensors))
 
     def non_blocking() -> None:
         for number, tensor in enumerate(tensors):
             pinned[number % len(pinned)].copy_(tensor, non_blocking=True)
 
-    return {"vescale": ours, "pinned, non_blocking": non_blocking, STOCK: lambda: stager.stage(state)}  # type: ignore[arg-type]
+    return {"vescale": ours, "pinned, non_blocking": non_blocking, STOCK: lambda: stager().stage(state)}  # type: ignore[arg-type]
+
+
+def stock_stager(options: StagingOptions) -> Callable[[], DefaultStager]:
+    """Gives stock's stager for each call: one that is kept, or a new one where it serves one call only (torch 2.11)."""
+    serves_once = "close()" in inspect.getsource(DefaultStager._stage)
+    kept = DefaultStager(options)
+    return lambda: DefaultStager(options) if serves_once else kept
 
 
 def pack_sizes(device: str, gib: float) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +28,7 @@ import vescale_ckpt
 from vescale_ckpt._bench.by_turns import Row, Steps
 
 from .figures import record
+from .gpu_copies import stock_stager
 from .gpu_rounds import measured, synchronize
 
 Save = Callable[[Path], Any]
@@ -89,7 +90,7 @@ class Training:
 
 
 def saves(training: Training) -> dict[str, Save | None]:
-    stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+    stager = stock_stager(StagingOptions(torch.cuda.is_available(), False, False, False))
 
     def ours(path: Path) -> Any:
         return vescale_ckpt.save(path, training.state(), async_checkpoint=True)
@@ -98,7 +99,7 @@ def saves(training: Training) -> dict[str, Save | None]:
         return vescale_ckpt.save(path, training.state(), async_checkpoint=True, gate=training.optimizer)
 
     def stock(path: Path) -> Any:
-        answer = async_save(training.state(), checkpoint_id=path, async_stager=stager)
+        answer = async_save(training.state(), checkpoint_id=path, async_stager=stager())
         return answer if isinstance(answer, Future) else answer.upload_completion
 
     return {"none": None, "ours": ours, "ours_gate": gated, "stock": stock}

@@ -536,7 +536,10 @@ def fail_at_every_call(directory: Path, kind: type) -> int:
             if kind is StorageWriter:
                 expect_failure(f"{method} on rank {rank}", save_on_ranks, directory, 2, failing)
             else:
-                expect_failure(f"{method} on rank {rank}", check_on_ranks, directory, 1, failing)
+                told = f"{method} on rank {rank}"
+                if method == "read_metadata":  # torch 2.11 tells in other words that there is none
+                    told += "|metadata is None"
+                expect_failure(told, check_on_ranks, directory, 1, failing)
             check_on_ranks(directory, 1)
             save_on_ranks(directory, 1)
             if dist.get_rank() == 0:

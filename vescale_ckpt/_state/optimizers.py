@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -146,7 +147,9 @@ class OptimizerState:
                     group[name] = torch.zeros_like(group[name]) if isinstance(group[name], torch.Tensor) else 0.0
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
-            step(optimizer)
+            # Counters of steps are made on the default device, and on "meta" they could not be read.
+            with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
+                step(optimizer)
         except Exception as error:
             self.take_back()
             raise CheckpointError(
