@@ -97,7 +97,7 @@ CASES = [
         for value in (True, 5e9, "5 bananas", 0, None)
     ),
     *(refused(call, "metadata", {"a": "b"}, "put it into the state") for call in (save, StorageWriter)),
-    *(refused(call, "metadata", ["a"], "a mapping of texts is wanted") for call in (save, StorageWriter)),
+    *(refused(call, "metadata", ["a"], "expected a mapping of texts or None") for call in (save, StorageWriter)),
     refused(save, "gate", 3, "a torch.optim.Optimizer is wanted"),
     refused(save, "planner", DefaultSavePlanner(), "a vescale_ckpt.SavePlanner is wanted"),
     refused(load, "planner", LoadPlanner, "a planner of loads is wanted"),

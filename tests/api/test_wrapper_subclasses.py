@@ -146,7 +146,7 @@ def test_values_of_it(checkpoint: Path, writer: str, caplog: pytest.LogCaptureFi
     plain = {"q": torch.zeros(ROWS, 8)}
     vescale_ckpt.load(checkpoint, plain)
     assert torch.equal(plain["q"], given.values())
-    assert "q (wrapper_tensors.Quantized): stored as inner tensors, loaded as the values" in caplog.text
+    assert "q (harness.wrapper_tensors.Quantized): stored as inner tensors, loaded as the values" in caplog.text
     assert torch.equal(vescale_ckpt.load(checkpoint)["q"], given.values())
     part = {"q": torch.zeros(ROWS, 8)}
     vescale_ckpt.load(checkpoint, part, broadcast_checkpoint=True)

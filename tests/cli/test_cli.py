@@ -348,13 +348,13 @@ def test_repair_removes_what_dead_exports_and_conversions_left(tmp_path: Path, c
     dead += ["m.safetensors.tmp.1.0", "m.pt.tmp.77.3"]
     for name in (*dead, "notes.txt.tmp.1.0", "model.safetensors.tmp"):
         (tmp_path / name).write_bytes(b"half")
-    for name, inside in (("hf.tmp.12.3", "model.safetensors"), ("copy.tmp.12.3", ".copy.journal")):
+    for name, inside in (("hf.tmp.12.3", "model.safetensors"), ("c.copy.tmp.12.3", "notes.txt")):
         (tmp_path / name).mkdir()
         (tmp_path / name / inside).touch()
     (tmp_path / "mine.tmp.12.3").mkdir()
     (tmp_path / "mine.tmp.12.3" / "thesis.tex").touch()
     running = lock(tmp_path / "m.pt.tmp.77.3")  # by an export that is running
-    wanted = sorted(str(tmp_path / name) for name in (*dead[:3], "hf.tmp.12.3", "copy.tmp.12.3"))
+    wanted = sorted(str(tmp_path / name) for name in (*dead[:3], "hf.tmp.12.3", "c.copy.tmp.12.3"))
     before = content_of(tmp_path)
     status, found = run_json(capsys, "repair", tmp_path, "--dry-run")
     assert (status, sorted(found["removed"])) == (0, wanted) and content_of(tmp_path) == before
