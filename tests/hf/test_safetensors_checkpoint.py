@@ -467,7 +467,7 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
         vescale_ckpt.load(tmp_path)
     assert_same(vescale_ckpt.load(tmp_path / "b.safetensors"), {"x": torch.zeros(3), "b": torch.zeros(1)})
     for name in ("one", "two"):
-        (tmp_path / f"{name}.index.json").write_text("{}")
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="several indexes"):
         vescale_ckpt.load(tmp_path)
 
