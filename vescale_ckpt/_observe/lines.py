@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from ..reports import LoadStats, SaveStats
+from .phase_times import OpenPhase, PhaseTimes
 from .texts import seconds_text, size
-
-if TYPE_CHECKING:
-    from .timeline import OpenPhase, Timeline
 
 logger = logging.getLogger("vescale_ckpt")
 
@@ -17,12 +14,12 @@ _LEAST_SHARE = 0.005  # of all time, for a phase to be named
 _LATE_SHARE = 0.1  # of all time, for the rank that came last to be named
 
 
-def log_begin(timeline: Timeline, note: str) -> None:
+def log_begin(timeline: PhaseTimes, note: str) -> None:
     ranks = f" with {timeline.ranks} ranks" if timeline.ranks > 1 else ""
     logger.log(_level(timeline), "%s%s%s: begins", timeline.doing, ranks, note)
 
 
-def log_end(timeline: Timeline, stats: SaveStats | LoadStats | None, error: BaseException | None) -> None:
+def log_end(timeline: PhaseTimes, stats: SaveStats | LoadStats | None, error: BaseException | None) -> None:
     if stats is None:
         logger.log(
             _level(timeline), "%s: failed after %s: %s%s",
@@ -33,7 +30,7 @@ def log_end(timeline: Timeline, stats: SaveStats | LoadStats | None, error: Base
         logger.log(_level(timeline), "%s: %s", timeline.doing, summary(stats))
 
 
-def log_still(timeline: Timeline, phase: OpenPhase, seconds: float, moved: bool) -> None:
+def log_still(timeline: PhaseTimes, phase: OpenPhase, seconds: float, moved: bool) -> None:
     """A phase goes on for long. `moved`: whether bytes were written or read since the last such line."""
     text = f"{timeline.doing}: rank {timeline.rank} of {timeline.ranks} is in '{phase.name}'"
     text += f" ({phase.detail})" if phase.detail else ""
@@ -80,6 +77,6 @@ def summary(stats: SaveStats | LoadStats) -> str:
     return "; ".join(text for text in texts if text)
 
 
-def _level(timeline: Timeline) -> int:
+def _level(timeline: PhaseTimes) -> int:
     """One rank of the job tells what all do."""
     return logging.INFO if timeline.rank == 0 else logging.DEBUG

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .._engine.torch_private import Store
-from .._observe.timeline import WAIT
+from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
 from .in_time import in_time

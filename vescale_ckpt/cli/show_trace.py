@@ -9,7 +9,7 @@ from . import draw, output
 from .output import FINE
 
 if TYPE_CHECKING:
-    from .._inspect.trace import Operation
+    from .._inspect.merge_traces import Operation
 
 _MOST_RANKS = 12  # that are listed, the slowest ones
 _MOST_LABELS = 32  # of ranks in a picture
@@ -28,15 +28,15 @@ _COLOURS = {
 
 
 def run(options: Namespace) -> int:
-    from .._inspect import trace
+    from .._inspect.merge_traces import operations, read_events, write_merged
 
     draw.check(options.plot)
-    events = trace.read_events(options.directory)
-    found = [operation for operation in trace.operations(events) if options.of in operation.doing]
+    events = read_events(options.directory)
+    found = [operation for operation in operations(events) if options.of in operation.doing]
     if not found:
         raise ValueError(f"{options.directory} has no save or load{f' of {options.of!r}' if options.of else ''}")
     if options.out:
-        trace.write_merged(events, options.out)
+        write_merged(events, options.out)
     if options.plot:
         _draw(found[-1], options.plot)
     if options.json:

@@ -6,14 +6,11 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from .. import settings
 from . import lines
 from .bar import Bar
-
-if TYPE_CHECKING:
-    from .timeline import OpenPhase, Timeline
+from .phase_times import OpenPhase, PhaseTimes
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +22,7 @@ _LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 class _Watched:
     """What the thread knows of one timeline."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: PhaseTimes) -> None:
         self.timeline = timeline
         self.times = 1  # `here` may be nested
         self._phase: OpenPhase | None = None
@@ -77,7 +74,7 @@ class _Watch:
         self._watched: dict[int, _Watched] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, timeline: Timeline) -> None:
+    def add(self, timeline: PhaseTimes) -> None:
         with self._changed:
             known = self._watched.get(id(timeline))
             if known is not None:
@@ -93,7 +90,7 @@ class _Watch:
             elif len(self._watched) == 1:
                 self._changed.notify()
 
-    def remove(self, timeline: Timeline) -> None:
+    def remove(self, timeline: PhaseTimes) -> None:
         with self._changed:
             known = self._watched.get(id(timeline))
             if known is None:  # it was added before a fork
@@ -120,18 +117,18 @@ class _Watch:
                     logger.debug("a look at a running save or load failed", exc_info=True)
 
 
-def _wants_bar(timeline: Timeline) -> bool:
+def _wants_bar(timeline: PhaseTimes) -> bool:
     return timeline.rank == 0 and settings.lenient("progress") == 1
 
 
 _watch = _Watch()
 
 
-def add(timeline: Timeline) -> None:
+def add(timeline: PhaseTimes) -> None:
     _watch.add(timeline)
 
 
-def remove(timeline: Timeline) -> None:
+def remove(timeline: PhaseTimes) -> None:
     _watch.remove(timeline)
 
 

@@ -90,17 +90,24 @@ def _events_of(path: Path) -> list[dict[str, Any]]:
         if text in ("[", "]", ""):
             continue
         try:
-            event = json.loads(text)
-            ok = isinstance(event, dict) and isinstance(event.get("pid"), int) and isinstance(event.get("name"), str)
-            if ok and event.get("ph") == "X":
-                event["ts"], event["dur"] = float(event["ts"]), float(event["dur"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            ok = False
-        if ok:
-            events.append(event)
-        elif number != len(lines) - 1:
-            raise CheckpointError(f"{path} is no trace: line {number + 1} is no event", path=str(path))
+            events.append(_event(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if number != len(lines) - 1:
+                raise CheckpointError(f"{path} is no trace: line {number + 1} is no event", path=str(path)) from None
     return events
+
+
+def _event(event: dict[str, Any]) -> dict[str, Any]:
+    """Checks an event. Raises the errors of what is missing or of another type."""
+    if not isinstance(event["pid"], int) or not isinstance(event["name"], str):
+        raise TypeError
+    if event["ph"] == "X":
+        event["ts"], event["dur"] = float(event["ts"]), float(event["dur"])
+        event["cat"], args = str(event["cat"]), event["args"]
+        args["id"] = str(args["id"])
+        if "seconds" in args:
+            args["seconds"] = {str(name): float(seconds) for name, seconds in args["seconds"].items()}
+    return event
 
 
 def operations(events: list[dict[str, Any]]) -> list[Operation]:
@@ -108,40 +115,24 @@ def operations(events: list[dict[str, Any]]) -> list[Operation]:
     n-th on the others."""
     found: dict[tuple[str, int], Operation] = {}
     counts: defaultdict[tuple[int, str], int] = defaultdict(int)
-    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("save", "load")]
-    wholes = [event for event in spans if event["name"] not in PHASES]
-    phases: defaultdict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    spans = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"])
+    phases: defaultdict[tuple[int, str], list[tuple[str, float, float]]] = defaultdict(list)
     for event in spans:
         if event["name"] in PHASES:
-            phases[event["pid"], event["cat"]].append(event)
-    for event in sorted(wholes, key=lambda event: event["ts"]):
-        rank, doing = event["pid"], event["name"]
-        counts[rank, doing] += 1
-        operation = found.setdefault((doing, counts[rank, doing]), Operation(doing, event["cat"]))
-        begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        times = operation.ranks[rank] = RankTimes(begin, end)
-        inside = [
-            (phase["name"], phase["ts"] / 1e6, (phase["ts"] + phase["dur"]) / 1e6)
-            for phase in phases[rank, event["cat"]]
-            if event["ts"] <= phase["ts"] and phase["ts"] + phase["dur"] <= event["ts"] + event["dur"] + 1
-        ]
-        times.spans = sorted(inside, key=lambda span: (span[1], -span[2]))
-        times.seconds = _exclusive(times.spans)
+            phases[event["pid"], event["args"]["id"]].append((event["name"], *_seconds(event)))
+    for event in spans:
+        if "seconds" in event["args"]:
+            rank, doing = event["pid"], event["name"]
+            counts[rank, doing] += 1
+            operation = found.setdefault((doing, counts[rank, doing]), Operation(doing, event["cat"]))
+            inside, seconds = phases[rank, event["args"]["id"]], event["args"]["seconds"]
+            operation.ranks[rank] = RankTimes(*_seconds(event), inside, seconds)
     return sorted(found.values(), key=lambda operation: operation.begin)
 
 
-def _exclusive(spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds by phase, where those of an inner phase do not count for the outer one. `spans`: by their beginnings."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    outer: list[tuple[str, float]] = []  # phases that are open, and their ends
-    for name, begin, end in spans:
-        while outer and outer[-1][1] <= begin:
-            outer.pop()
-        seconds[name] += end - begin
-        if outer:
-            seconds[outer[-1][0]] -= end - begin
-        outer.append((name, end))
-    return dict(seconds)
+def _seconds(event: dict[str, Any]) -> tuple[float, float]:
+    """When an event begins and ends."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def write_merged(events: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
