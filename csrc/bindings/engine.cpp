@@ -15,7 +15,6 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
-#include "base/trace.h"
 #include "bindings/bindings.h"
 #include "bindings/device_load.h"
 #include "format/checksum_table.h"
@@ -242,15 +241,6 @@ std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
   return table;
 }
 
-py::tuple take_trace() {
-  const trace::Taken taken = trace::take();
-  py::list spans;
-  for (const trace::Span& span : taken.spans) {
-    spans.append(py::make_tuple(trace::name_of(span.step), span.lane, span.begin, span.end, span.bytes));
-  }
-  return py::make_tuple(std::move(spans), taken.dropped);
-}
-
 Call named_call(const std::string& name) {
   const auto call = system::call_named(name);
   if (!call) throw py::value_error("unknown system call \"" + name + "\"");
@@ -394,8 +384,6 @@ void bind_engine(py::module_& module) {
   });
 
   // For tests: let system calls fail.
-  module.def("enable_trace", &trace::enable, py::arg("on"));
-  module.def("take_trace", &take_trace, "(step, lane, begin, end, bytes) in nanoseconds of CLOCK_MONOTONIC; dropped");
   module.def("bytes_read", &io::bytes_read);
   module.def(
       "inject_fault",

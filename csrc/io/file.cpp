@@ -9,7 +9,6 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/system.h"
-#include "base/trace.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080  // Linux 6.14
@@ -170,10 +169,8 @@ void File::complete(uint64_t size, bool sync) {
     close();
     return;
   }
-  trace::Laps laps;
   window_->finish(size);
   size_ = size;
-  laps.lap(trace::Step::sync, size_);
 }
 
 void File::discard() {
@@ -204,9 +201,7 @@ void File::truncate(uint64_t size) {
 }
 
 void File::sync() {
-  trace::Laps laps;
   if (const int result = system::sync(plain_); result < 0) throw Error::system("sync", path_, 0, -result);
-  laps.lap(trace::Step::sync, size_);
 }
 
 void File::write_back() {

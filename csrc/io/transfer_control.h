@@ -14,7 +14,6 @@ class TransferControl {
   // `path` is for messages; 0 bytes a second: no limit.
   TransferControl(std::string path, uint64_t bytes_per_second);
 
-  bool limited() const { return limit_.limited(); }
   void cancel() { cancelled_ = true; }
 
   // Throws Error(cancelled) after cancel().

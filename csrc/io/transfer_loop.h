@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "base/memory.h"
-#include "base/trace.h"
 #include "base/workers.h"
 #include "io/transfer.h"
 #include "io/transfer_control.h"
@@ -59,19 +58,10 @@ void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const N
     while (!stop.load(std::memory_order_relaxed) && queue.take(next)) {
       Flight flight;
       if (needs_slot(next)) flight.slot.emplace(arena.acquire());
-      trace::Laps laps;
       prepare(next, flight);
-      const bool reads = flight.transfer.call == Call::read;
-      const uint64_t bytes = flight.transfer.size + flight.moved_before;
-      if (!reads) laps.lap(trace::Step::checksum, bytes);
-      if (control != nullptr) {
-        control->admit(bytes, stop);
-        if (control->limited()) laps.lap(trace::Step::limit, bytes);
-      }
+      if (control != nullptr) control->admit(flight.transfer.size + flight.moved_before, stop);
       perform(flight.transfer);
-      laps.lap(reads ? trace::Step::read : trace::Step::write, bytes);
       complete(flight);
-      if (reads) laps.lap(trace::Step::verify, bytes);
     }
     guard.armed = false;
   };

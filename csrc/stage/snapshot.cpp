@@ -13,7 +13,6 @@
 
 #include "base/error.h"
 #include "base/system.h"
-#include "base/trace.h"
 #include "base/workers.h"
 #include "stage/snapshot_layout.h"
 #include "stage/stream_copy.h"
@@ -186,10 +185,7 @@ class Snapshot::Copy {
       for (size_t piece = 0; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
         if (stop.load(std::memory_order_relaxed)) return;
         if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
-        trace::Laps laps;
-        const uint64_t bytes = copy_piece(cuts_[piece], cuts_[piece + 1]);
-        laps.lap(trace::Step::copy, bytes);
-        control.copied_bytes.fetch_add(bytes, std::memory_order_relaxed);
+        control.copied_bytes.fetch_add(copy_piece(cuts_[piece], cuts_[piece + 1]), std::memory_order_relaxed);
       }
     });
   }
