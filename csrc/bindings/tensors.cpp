@@ -19,29 +19,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-// Any contiguous buffer of whole 64-bit words, whatever its items are, valid while this lives.
-class Words {
- public:
-  explicit Words(const py::handle& object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-    // An empty array.array lies anywhere.
-    if (buffer_.len % 8 != 0 || (buffer_.len != 0 && reinterpret_cast<uintptr_t>(buffer_.buf) % 8 != 0)) {
-      PyBuffer_Release(&buffer_);
-      throw py::type_error("a table is a contiguous buffer of 64-bit integers");
-    }
-  }
-  ~Words() { PyBuffer_Release(&buffer_); }
-  Words(const Words&) = delete;
-  Words& operator=(const Words&) = delete;
-
-  std::span<const int64_t> values() const {
-    return {static_cast<const int64_t*>(buffer_.buf), static_cast<size_t>(buffer_.len) / 8};
-  }
-
- private:
-  Py_buffer buffer_{};
-};
-
 // --- Tensors
 
 py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, const py::dict& dtype_codes,
@@ -98,7 +75,7 @@ void add_source(int64_t tensor, size_t dims, std::vector<int64_t>& sources) {
 // (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
 // rows are one object; None for a tensor of a dtype that no checkpoint can hold.
 py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
-  const Words words(table);
+  const Table words(table);
   const state::TensorTable tensors(words.values());
   const std::span<const std::byte> flags = view(requires_grad);
   if (flags.size() > tensors.size()) throw Error::invalid("more flags than tensors");
@@ -128,7 +105,7 @@ py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad
 py::object inventory_of_tensors(const py::list& names, const py::bytes& table, const py::bytes& requires_grad,
                                 const std::vector<size_t>& objects, const std::vector<uint64_t>& object_bytes,
                                 int64_t node) {
-  const Words words(table);
+  const Table words(table);
   const state::TensorTable tensors(words.values());
   const std::span<const std::byte> flags = view(requires_grad);
   if (objects.size() != object_bytes.size() || flags.size() != tensors.size() ||
@@ -163,7 +140,7 @@ py::object inventory_of_tensors(const py::list& names, const py::bytes& table, c
 
 py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                      const py::bytes& tensors, const py::bytes& ready) {
-  const Words row_words(rows), source_words(sources), tensor_words(tensors);
+  const Table row_words(rows), source_words(sources), tensor_words(tensors);
   const state::Inventory items(view(inventory));
   const state::CopyTable table =
       state::make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
@@ -172,7 +149,7 @@ py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const p
 
 py::tuple read_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                      const py::bytes& tensors, const py::bytes& ready) {
-  const Words row_words(rows), source_words(sources), tensor_words(tensors);
+  const Table row_words(rows), source_words(sources), tensor_words(tensors);
   const state::Inventory items(view(inventory));
   const state::FillTable table =
       state::make_read_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
@@ -187,7 +164,7 @@ using SampleArgument = std::tuple<uint32_t, uint32_t, uint64_t>;
 struct HashedItems {
   HashedItems(const state::StateTables& state, std::span<const uint32_t> items, const SampleArgument& sample,
               const py::bytes& factors) {
-    const Words words(factors);
+    const Table words(factors);
     const std::vector<uint64_t> of_elements(words.values().begin(), words.values().end());
     const auto& [of_small, of_large, large_bytes] = sample;
     hashes = state::replica_hashes(state, items, {of_small, of_large, large_bytes}, of_elements);
@@ -198,7 +175,7 @@ struct HashedItems {
 py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
                          const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
                          const py::bytes& offered) {
-  const Words source_words(sources), tensor_words(tensors);
+  const Table source_words(sources), tensor_words(tensors);
   const state::Inventory all(view(inventory));
   const std::span<const std::byte> flags = view(offered);
   if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("a flag for each item is wanted");
@@ -221,7 +198,7 @@ py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, c
 py::tuple replica_sum(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
                       const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
                       const py::bytes& holders) {
-  const Words source_words(sources), tensor_words(tensors);
+  const Table source_words(sources), tensor_words(tensors);
   const state::Inventory all(view(inventory));
   const std::vector<plan::Summand> summands = plan::replica_summands(all, view(holders));
   std::vector<uint32_t> items;
@@ -239,7 +216,7 @@ py::tuple replica_sum(const py::bytes& inventory, const py::bytes& sources, cons
 template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
-  const Words row_words(rows), source_words(sources), tensor_words(tensors);
+  const Table row_words(rows), source_words(sources), tensor_words(tensors);
   const state::Inventory items(view(inventory));
   return bytes_of(make({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values()));
 }
@@ -252,14 +229,14 @@ void bind_tensors(py::module_& module) {
   module.def(
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
-        const Words a(left), b(right);
+        const Table a(left), b(right);
         return state::same_shapes(state::TensorTable(a.values()), state::TensorTable(b.values()));
       },
       "whether two tables of tensors agree in all dtypes and shapes");
   module.def(
       "not_contiguous",
       [](const py::bytes& table) {
-        const Words words(table);
+        const Table words(table);
         return state::not_contiguous(state::TensorTable(words.values()));
       },
       "the numbers of tensors that are not contiguous, or have no plain memory");
@@ -268,7 +245,7 @@ void bind_tensors(py::module_& module) {
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
   module.def(
       "are_dense_and_apart",
-      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Words(table).values())); },
+      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Table(table).values())); },
       py::arg("table"), "whether each tensor is contiguous, in memory of its own");
   module.def("offered_hashes", &offered_hashes, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
              py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("offered"),
