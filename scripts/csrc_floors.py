@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that a folder of csrc includes headers of lower floors only, and of its own."""
+"""Checks that folders of csrc include headers of lower floors and their own only, and that each header has its name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in fol
 def main() -> int:
     csrc = Path(__file__).parent.parent / "csrc"
     wrong = []
+    headers: dict[str, Path] = {}
     for path in sorted(csrc.rglob("*")):
         if path.suffix not in (".h", ".cpp", ".cu"):
             continue
+        if path.suffix == ".h" and (other := headers.setdefault(path.name, path)) != path:
+            wrong.append(f"{path}: {other} has the same name")
         folder = path.relative_to(csrc).parts[0]
         if folder not in FLOOR:
             wrong.append(f"{path}: no floor has the folder {folder}")

@@ -11,7 +11,7 @@
 #include "bindings/bindings.h"
 #include "format/archive.h"
 #include "format/checksum_table.h"
-#include "io/table.h"
+#include "io/table_cursor.h"
 #include "read/reader.h"
 
 namespace vescale_ckpt::bindings {

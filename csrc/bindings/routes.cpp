@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/device_load.h"
+#include "bindings/make_device_load.h"
 #include "io/box_copy.h"
 #include "io/shared_counter.h"
 #include "io/shared_map.h"

@@ -10,8 +10,8 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "bindings/device_load.h"
 #include "bindings/dlpack.h"
+#include "bindings/make_device_load.h"
 #include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
 #include "hf/safetensors_file.h"

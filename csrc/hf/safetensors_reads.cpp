@@ -6,7 +6,7 @@
 #include "base/crc32.h"
 #include "base/error.h"
 #include "format/torch_record.h"
-#include "read/table.h"
+#include "read/read_table.h"
 
 namespace vescale_ckpt::hf {
 namespace {

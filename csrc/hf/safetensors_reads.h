@@ -17,8 +17,8 @@ namespace vescale_ckpt::hf {
 // Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Bytes without
 // checksums are counted as unverified. Thread-safe.
 //
-// The rows of its tables are those of read/table.h, but for the CRC-32, which is that of the file's head. So all ranks
-// of a job read what one of them has planned.
+// The rows of its tables are those of read/read_table.h, but for the CRC-32, which is that of the file's head. So all
+// ranks of a job read what one of them has planned.
 class SafetensorsReads {
  public:
   SafetensorsReads(bool verify, const io::EngineOptions& options) : verify_(verify), options_(options) {}

@@ -6,7 +6,7 @@
 
 #include "base/workers.h"
 #include "format/torch_record.h"
-#include "io/table.h"
+#include "io/table_cursor.h"
 
 namespace vescale_ckpt::io {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/overlap.h"
+#include "plan/find_overlap.h"
 
 namespace vescale_ckpt::plan {
 

@@ -8,8 +8,8 @@
 
 namespace vescale_ckpt::share {
 
-// The engine's read table (read/table.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave the
-// memory; the engine checks what concerns the chunk.
+// The engine's read table (read/read_table.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave
+// the memory; the engine checks what concerns the chunk.
 std::vector<int64_t> make_staging_table(std::span<const int64_t> staged, std::span<const std::byte> memory);
 
 // The engine's copy table (io/box_copy.h) for RouteRound::packs. Throws Error (invalid, row) in the same way.

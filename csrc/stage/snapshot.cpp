@@ -16,7 +16,7 @@
 #include "base/workers.h"
 #include "stage/snapshot_layout.h"
 #include "stage/stream_copy.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::stage {
 

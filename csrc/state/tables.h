@@ -72,9 +72,9 @@ struct StateTables {
   std::span<const std::byte> ready;
 };
 
-// The engine's write table (write/table.h) for rows of a local plan: item, dim, start, length, where dim -1 stands for
-// the whole box and any other for `length` indices of it along dim. Objects have no row. Throws Error (invalid, row of
-// the part) for what is not in memory or leaves its tensor.
+// The engine's write table (write/write_table.h) for rows of a local plan: item, dim, start, length, where dim -1
+// stands for the whole box and any other for `length` indices of it along dim. Objects have no row. Throws Error
+// (invalid, row of the part) for what is not in memory or leaves its tensor.
 std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan);
 
 // The same for a snapshot (stage/snapshot.h), of tensors in host memory and on devices, and for each row -1 or its

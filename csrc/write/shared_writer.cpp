@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/workers.h"
-#include "io/table.h"
+#include "io/table_cursor.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::write {

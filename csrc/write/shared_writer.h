@@ -35,9 +35,9 @@ class SharedWriter {
   // Throws Error(invalid, row).
   SharedWriter(std::vector<std::string> paths, std::span<const int64_t> targets, const io::EngineOptions& options);
 
-  // `table`: of memory, as for FileWriter::write (write/table.h); `rows`: which target each row of it is written to.
-  // Throws Error: io, full, cancelled, or invalid with the row of the table, also for bytes of a remote file that are
-  // in no range.
+  // `table`: of memory, as for FileWriter::write (write/write_table.h); `rows`: which target each row of it is written
+  // to. Throws Error: io, full, cancelled, or invalid with the row of the table, also for bytes of a remote file that
+  // are in no range.
   void write(std::span<const int64_t> table, std::span<const int64_t> rows);
 
   // `ranges`: what the ranks of the node put together: rows of file, begin, end, writer, round, offset in the writer's

@@ -9,7 +9,7 @@
 #include "base/crc32.h"
 #include "data_files.h"
 #include "hf/export_layout.h"
-#include "io/table.h"
+#include "io/table_cursor.h"
 #include "plan/ranks.h"
 #include "tables.h"
 #include "write/shared_writer.h"

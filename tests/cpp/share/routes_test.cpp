@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "io/box_copy.h"
-#include "read/table.h"
+#include "read/read_table.h"
 #include "share/route_tables.h"
 #include "share/split_reads.h"
 #include "share/words.h"

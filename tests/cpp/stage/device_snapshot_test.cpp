@@ -12,7 +12,7 @@
 #include "device/notes.h"
 #include "stage/snapshot.h"
 #include "tensors.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::stage {
 namespace {

@@ -14,7 +14,7 @@
 #include "base/system.h"
 #include "scratch.h"
 #include "tables.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::stage {
 namespace {

@@ -6,9 +6,9 @@
 #include <limits>
 #include <random>
 
-#include "read/table.h"
+#include "read/read_table.h"
 #include "tables.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::state {
 namespace {

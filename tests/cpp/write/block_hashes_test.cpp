@@ -8,7 +8,7 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::write {
 namespace {

@@ -1,4 +1,4 @@
-#include "read/table.h"
+#include "read/read_table.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 
 #include "io/box_copy.h"
 #include "tables.h"
-#include "write/table.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::read {
 namespace {

@@ -1,9 +1,9 @@
-#include "write/table.h"
+#include "write/write_table.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "io/table.h"
+#include "io/table_cursor.h"
 
 namespace vescale_ckpt::write {
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {

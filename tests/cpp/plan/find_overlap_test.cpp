@@ -1,4 +1,4 @@
-#include "plan/overlap.h"
+#include "plan/find_overlap.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
-#include "read/table.h"
+#include "read/read_table.h"
 
-#include "io/table.h"
+#include "io/table_cursor.h"
 
 namespace vescale_ckpt::read {
 namespace {
