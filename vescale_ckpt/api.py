@@ -23,7 +23,7 @@ from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import chosen_format
 from ._engine import _C
-from ._engine.errors import named_errors
+from ._engine.engine_errors import named_errors
 from ._engine.gc import gc_paused
 from ._engine.rows import words
 from ._observe.timeline import Timeline, phase

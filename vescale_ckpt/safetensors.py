@@ -31,11 +31,10 @@ from ._checkpoint.safetensors.header_texts import (
     with_ties,
 )
 from ._engine import _C
-from ._engine.dtypes import DTYPE_CODES
-from ._engine.errors import check_space, named_errors
+from ._engine.engine_errors import check_space, named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
-from ._engine.rows import int_table
+from ._engine.rows import DTYPE_CODES, int_table
 from ._engine.tensor_checks import as_host_tensor
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._bench.by_turns import STOCK, Steps, Turn
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.dtypes import DTYPE_CODES
-from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory
+from vescale_ckpt._engine.rows import DTYPE_CODES, OBJECT, TENSOR, Inventory
 
 COLLECTED = f"{STOCK}, collector on"
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

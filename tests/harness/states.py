@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.rows import DTYPE_CODES
 from vescale_ckpt._engine.torch_private import StridedShard
 
 __all__ = ["StridedShard"]  # of this torch, whatever its name

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.dtypes import CODE_DTYPES, dtype_code
+from vescale_ckpt._engine.rows import CODE_DTYPES, dtype_code
 
 Row = tuple[str, Any, ChunkStorageMetadata | None]  #: name, its entry in state_dict_metadata, the chunk
 

@@ -22,7 +22,7 @@ from harness.ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import metrics
 from vescale_ckpt._inspect import merge_traces as traces
-from vescale_ckpt._observe import bar, logs
+from vescale_ckpt._observe import bar, lines
 from vescale_ckpt._observe.bar import Bar
 from vescale_ckpt._observe.texts import seconds_text, size
 from vescale_ckpt._observe.timeline import Timeline, phase
@@ -137,7 +137,7 @@ def test_log_setting_prints_lines_with_the_rank(
 ) -> None:
     monkeypatch.setenv("VESCALE_CKPT_LOG", "info")
     monkeypatch.setenv("RANK", "5")
-    monkeypatch.setattr(logs, "_handler", None)
+    monkeypatch.setattr(lines, "_handler", None)
     package = logging.getLogger("vescale_ckpt")
     level, handlers = package.level, [*package.handlers]
     try:

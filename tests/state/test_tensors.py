@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vescale_ckpt._engine import _C, torch_private
-from vescale_ckpt._engine.dtypes import DTYPE_CODES
-from vescale_ckpt._engine.rows import TENSOR
+from vescale_ckpt._engine.rows import DTYPE_CODES, TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._state.inventory_rows import packed_row
 from vescale_ckpt._state.shard_boxes import ShardBox

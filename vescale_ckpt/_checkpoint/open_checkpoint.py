@@ -6,7 +6,7 @@ import errno
 from contextlib import suppress
 from typing import Literal
 
-from .._engine.errors import named_system_errors, of_system
+from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.message import pack, unpack
 from .._storage.open_storage import is_file, is_folder, says_nothing, storage_at
 from ..errors import CheckpointError

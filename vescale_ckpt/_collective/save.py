@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from .. import settings
 from .._dcp.save_planner import SavePlanner
 from .._dcp.write_plan import write_plan
-from .._engine.errors import named_system_errors
+from .._engine.engine_errors import named_system_errors
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems

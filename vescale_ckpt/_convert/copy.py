@@ -25,7 +25,7 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.headers import SUFFIX
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
+from .._engine.engine_errors import check_space, named_system_errors
 from .._engine.torch_private import DEFAULT_SUFFIX
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
 from .._storage.pending import PendingFile, PendingFolder

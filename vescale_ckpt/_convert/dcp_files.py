@@ -9,9 +9,8 @@ from typing import Any
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
-from .._engine.dtypes import dtype_code
-from .._engine.errors import named_errors
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, words
+from .._engine.engine_errors import named_errors
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, dtype_code, words
 from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.inventory_rows import packed_row

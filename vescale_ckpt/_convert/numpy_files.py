@@ -13,7 +13,7 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.numpy_checkpoint import DTYPES_NAME, SUFFIX, UNSIGNED
-from .._engine.errors import named_errors
+from .._engine.engine_errors import named_errors
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .plan import Output

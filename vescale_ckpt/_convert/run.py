@@ -18,7 +18,7 @@ from .._checkpoint.check_records import Progress
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.folder import shard_bytes
-from .._engine.errors import of_system
+from .._engine.engine_errors import of_system
 from .._ranks.exchange import Exchange
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.pending import PendingFolder, put_back

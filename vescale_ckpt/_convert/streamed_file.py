@@ -12,7 +12,7 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
-from .._engine.errors import named_errors
+from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._storage.open_storage import storage_at
 from .._storage.pending import PendingFile

@@ -11,7 +11,7 @@ import torch
 
 from .._checkpoint.check_records import Progress
 from .._engine import _C
-from .._engine.errors import named_errors
+from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import overlap
 from .._engine.rows import int_table

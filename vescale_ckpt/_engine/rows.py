@@ -1,9 +1,14 @@
-"""Names the columns, kinds and limits of the engine's tables of 64-bit integers, for modules that read or make them."""
+"""Names the columns, dtypes, kinds and limits of the engine's tables, for modules that read or make them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+
+import torch
+
+from ..errors import CheckpointError
+from . import _C
 
 # Integers in a row:
 PLAN_ROW = 4  #: a row of a local plan: item, dim (-1: the whole box), start, length
@@ -21,6 +26,25 @@ MOST_BYTES = 1 << 62
 NO_LIMIT = MOST_BYTES
 #: Planning makes no piece of a box that is smaller.
 LEAST_PIECE_BYTES = 1 << 20
+
+#: The code of each dtype in the tables, for every dtype that torch.save can store
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, (name, _, _) in enumerate(_C.dtypes()) if hasattr(torch, name)
+}
+
+CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def dtype_code(dtype: torch.dtype, key: str) -> int:
+    """Raises `CheckpointError` with the key for a dtype that torch itself has no way to store."""
+    try:
+        return DTYPE_CODES[dtype]
+    except KeyError:
+        raise CheckpointError(
+            f"{key} has dtype {dtype}, which torch.save cannot store either: save it as a view of uint8",
+            key=key,
+            dtype=str(dtype),
+        ) from None
 
 
 def words(table: bytes) -> memoryview:

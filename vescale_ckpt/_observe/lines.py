@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 
+from .. import settings
 from ..reports import LoadStats, SaveStats
 from .phase_times import OpenPhase, PhaseTimes
 from .texts import seconds_text, size
@@ -12,6 +14,28 @@ logger = logging.getLogger("vescale_ckpt")
 
 _LEAST_SHARE = 0.005  # of all time, for a phase to be named
 _LATE_SHARE = 0.1  # of all time, for the rank that came last to be named
+
+_handler: logging.Handler | None = None
+
+
+class _WithRank(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = os.environ.get("RANK", "0")
+        return super().format(record)
+
+
+def set_up_logging() -> None:
+    """Sets up logging to standard error as `VESCALE_CKPT_LOG` asks, for programs that do not set up logging. Called at
+    the beginning of each save and load. The setting counts at its first call with one."""
+    global _handler
+    level = str(settings.lenient("log"))
+    if level == "off" or _handler is not None:
+        return
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(_WithRank("%(asctime)s vescale_ckpt [rank %(rank)s] %(levelname)s %(message)s"))
+    logger.addHandler(_handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
 
 
 def log_begin(timeline: PhaseTimes, note: str) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 
 from .. import settings
 from ..reports import LoadStats, SaveStats
-from . import lines, listeners, logs, slow_phases, write_trace
+from . import lines, listeners, slow_phases, write_trace
 from .listeners import Finished
 from .phase_times import Kind, OpenPhase, PhaseTimes
 from .write_trace import Span
@@ -22,7 +22,7 @@ class Timeline(PhaseTimes):
     """One save or load of this rank. One thread at a time goes on with it, within `here`."""
 
     def __init__(self, kind: Kind, path: str, doing: str, rank: int = 0, ranks: int = 1) -> None:
-        logs.set_up()
+        lines.set_up_logging()
         super().__init__(kind, path, doing, rank, ranks)
         self.ended = False
         self._trace_directory = str(settings.lenient("trace"))

@@ -19,8 +19,19 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
-from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import LEAST_PIECE_BYTES, LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, words
+from .._engine.rows import (
+    CODE_DTYPES,
+    LEAST_PIECE_BYTES,
+    LOCATION_ROW,
+    NO_LIMIT,
+    OBJECT,
+    PLAN_ROW,
+    SHARD,
+    TENSOR,
+    Inventory,
+    dtype_code,
+    words,
+)
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row

@@ -12,9 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .._engine import _C, device_streams
-from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.errors import named_errors
-from .._engine.rows import int_table
+from .._engine.engine_errors import named_errors
+from .._engine.rows import CODE_DTYPES, dtype_code, int_table
 from .._observe.timeline import phase
 from .._plan.read_plan import PackedReads
 from .._ranks.connections import Connections

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from .._engine import _C, torch_private
-from .._engine.dtypes import dtype_code
-from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.rows import OBJECT, SHARD, TENSOR, dtype_code
 from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError

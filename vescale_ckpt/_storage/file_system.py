@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
+from .._engine.engine_errors import check_space, named_system_errors
 from ..errors import CheckpointError, UntrustedCheckpointError
 from . import locks
 from .locks import READ, FileLock

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import settings
 from .._engine import _C
-from .._engine.errors import of_system
+from .._engine.engine_errors import of_system
 from ..errors import CheckpointError
 from . import object_leases, paths
 from .object_clients import (

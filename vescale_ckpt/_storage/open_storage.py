@@ -10,7 +10,7 @@ from typing import TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
-from .._engine.errors import of_system
+from .._engine.engine_errors import of_system
 from ..errors import CorruptCheckpointError, UntrustedCheckpointError
 from . import paths
 from .file_system import FileSystem

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from .._engine import _C
-from .._engine.errors import named_errors, named_system_errors
+from .._engine.engine_errors import named_errors, named_system_errors
 from . import locks, orphans
 from .file_system import FileSystem
 from .open_storage import storage_at

@@ -21,7 +21,7 @@ from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
 from .._checkpoint.native.named_files import named_files
 from .._engine import _C
-from .._engine.errors import named_errors, named_system_errors
+from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import LOCATION_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION

@@ -22,7 +22,7 @@ from .._checkpoint.safetensors.folder import ExportFolder, file_numbers, shard_b
 from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS, checked_metadata, with_ties
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
-from .._engine.errors import named_errors
+from .._engine.engine_errors import named_errors
 from .._engine.options import engine_options
 from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._engine import _C
-from .._engine.errors import named_errors
+from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, words
 from .._observe.timeline import phase

@@ -17,7 +17,7 @@ from typing import Any
 from .._checkpoint.safetensors.commit import check_replaceable, commit_objects, holds_model
 from .._checkpoint.safetensors.model_names import holds_export, object_names
 from .._engine import _C
-from .._engine.errors import named_errors, named_system_errors
+from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import engine_options
 from .._engine.rows import int_table, words
 from .._observe.timeline import phase

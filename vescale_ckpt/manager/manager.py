@@ -25,7 +25,7 @@ from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_step
 from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
-from .._engine.errors import named_system_errors
+from .._engine.engine_errors import named_system_errors
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._storage.open_storage import checkpoint_path, says_nothing, storage_at

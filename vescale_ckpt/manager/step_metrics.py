@@ -16,7 +16,7 @@ from typing import Any
 from .._checkpoint.native.file_names import METRICS_NAME
 from .._checkpoint.native.metadata_file import metadata_mark
 from .._engine import _C
-from .._engine.errors import of_system
+from .._engine.engine_errors import of_system
 from .._storage.open_storage import says_nothing, storage_at
 
 FILE_NAME = METRICS_NAME

@@ -18,7 +18,7 @@ from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._collective import at_exit
 from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
-from .._engine.errors import named_system_errors
+from .._engine.engine_errors import named_system_errors
 from .._engine.live_objects import LiveObjects
 from .._observe.texts import size
 from .._storage.open_storage import storage_at

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._engine import _C
-from .._engine.dtypes import dtype_code
-from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.rows import OBJECT, SHARD, TENSOR, dtype_code
 from .._engine.torch_private import DTensorLayout, StridedShard
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox, boxes_at

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from ..._engine import _C
-from ..._engine.errors import of_system
+from ..._engine.engine_errors import of_system
 from ..._storage.open_storage import says_nothing, stat_of, storage_at
 from ..._storage.paths import check_relative, data_path
 from ...errors import CheckpointError

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..._engine import _C
-from ..._engine.errors import of_system
+from ..._engine.engine_errors import of_system
 from ..._engine.gc import gc_paused
 from ..._engine.rows import MOST_BYTES
 from ..._engine.torch_private import MemoryFormatEncoding, StorageInfo

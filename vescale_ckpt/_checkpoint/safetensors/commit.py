@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..._engine import _C
-from ..._engine.errors import named_system_errors
+from ..._engine.engine_errors import named_system_errors
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import Pending
 from ...errors import CheckpointError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..._engine import _C
-from ..._engine.errors import check_space, named_system_errors
+from ..._engine.engine_errors import check_space, named_system_errors
 from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from ..._engine import _C
-from ..._engine.dtypes import CODE_DTYPES, DTYPE_CODES
-from ..._engine.errors import named_errors, translate
+from ..._engine.engine_errors import named_errors, translate
 from ..._engine.options import direct_io_setting, engine_options
-from ..._engine.rows import MOST_BYTES, SHARD, TENSOR, int_table
+from ..._engine.rows import CODE_DTYPES, DTYPE_CODES, MOST_BYTES, SHARD, TENSOR, int_table
 from ..._ranks.message import pack, unpack
 from ..._state.inventory_rows import packed_row
 from ..._state.shard_boxes import ShardBox, overlapping_box

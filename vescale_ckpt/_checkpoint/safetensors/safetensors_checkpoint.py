@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..._engine import _C
-from ..._engine.dtypes import CODE_DTYPES
-from ..._engine.errors import named_errors
-from ..._engine.rows import LOCATION_ROW, words
+from ..._engine.engine_errors import named_errors
+from ..._engine.rows import CODE_DTYPES, LOCATION_ROW, words
 from ..._engine.torch_private import StorageInfo
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
