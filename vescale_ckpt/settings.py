@@ -10,6 +10,7 @@ import logging
 import math
 import operator
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +20,8 @@ PREFIX = "VESCALE_CKPT_"
 
 MiB = 1 << 20
 _LEVELS = ("off", "debug", "info", "warning", "error")
+_UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 
@@ -203,6 +206,18 @@ def checked_count(name: str, value: object, most: int | None = None) -> int | No
         wanted = "at least 1" if most is None else f"1 to {most}"
         raise ValueError(f"{name}={value!r}: a whole number, {wanted}, is wanted, or None")
     return number
+
+
+def checked_bytes(name: str, value: object) -> int:
+    """The bytes of a number, or of a text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
+    Raises ValueError for anything else, and for less than 1."""
+    count = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)):
+        unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
+        count = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+    if count is None or count < 1:
+        raise ValueError(f"{name}={value!r}: bytes, or text like '5GB' or '500MiB', are wanted")
+    return count
 
 
 def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:

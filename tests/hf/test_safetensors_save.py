@@ -42,7 +42,6 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors import model_names
-from vescale_ckpt._checkpoint.safetensors.folder import shard_bytes
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks, orphans
 from vescale_ckpt._storage.file_system import FileSystem
@@ -158,7 +157,7 @@ def test_an_empty_state_is_one_empty_file(checkpoint: Path) -> None:
     [(7, 7), ("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("20 kb", 20_000), ("3", 3), ("3B", 3), ("4.5GiB", 9 << 29)],
 )
 def test_sizes_of_files(size: int | str, bytes_: int) -> None:
-    assert shard_bytes(size) == bytes_
+    assert vescale_ckpt.settings.checked_bytes("max_shard_size", size) == bytes_
 
 
 @pytest.mark.parametrize("size", ["", "5XB", "GB", "-1", 0, "0.1", "5 apples", "1iB"])

@@ -18,21 +18,19 @@ from contextlib import ExitStack, closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
+from .._checkpoint.copied_files import CopiedFiles, completes, holds_data
 from .._checkpoint.native.commit_metadata import remove_leftovers
-from .._checkpoint.native.file_names import DELTA_NAME, INDEX_NAME, is_data_file, is_metadata_file, metadata_name
+from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.named_files import check_replaceable, named_files
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._checkpoint.safetensors.headers import SUFFIX
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
 from .._engine.engine_errors import check_space, named_system_errors
-from .._engine.torch_private import DEFAULT_SUFFIX
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
 from .._storage.pending import PendingFile, PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
-from .copied_files import CopiedFiles, completes, files_of_checkpoint, names_to_copy
 from .transfer import CopyReport, Made, Transfer
 
 
@@ -245,16 +243,8 @@ class FolderCopy:
         if not self._overwrite:
             raise _exists(path)
         check_replaceable(path)
-        try:
-            of_checkpoint = files_of_checkpoint(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
-        replaced, others = names_to_copy(path, of_checkpoint)
-        expected = {*files.names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
-        others = [name for name in others if is_folder(os.path.join(path, name))]
-        others += [name for name in replaced if name not in expected and not is_metadata_file(name)]
-        if others:
-            raise CheckpointError(f"{path} holds {min(others)}, too, and is not replaced: remove it first", path=path)
+        if others := files.foreign_in(path):
+            raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
 
 
 def _size(folder: str, name: str) -> int | None:
@@ -302,7 +292,7 @@ def _compare(
     report.unverified_bytes = found.unverified_bytes
     covered = found.files and not (found.unverified_bytes or found.harmless)  # all data, by the checkpoint's checksums
     for file in files:
-        if not (covered and file.name.endswith((DEFAULT_SUFFIX, SUFFIX))):
+        if not (covered and holds_data(file.name)):
             _read_back(os.path.join(made, file.name) if file.name else made, file, transfer)
 
 

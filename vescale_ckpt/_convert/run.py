@@ -17,13 +17,12 @@ from .. import settings
 from .._checkpoint.check_records import Progress
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._checkpoint.safetensors.folder import shard_bytes
 from .._engine.engine_errors import of_system
 from .._ranks.exchange import Exchange
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
-from ..settings import checked_flag, checked_path
+from ..settings import checked_bytes, checked_flag, checked_path
 from . import formats
 from .dcp_files import DcpRankFiles, pieces_of_rank
 from .formats import Format
@@ -96,12 +95,11 @@ def convert(
     ranks, `SaveFailedError` with them as `cause`), before anything is written; `MissingKeysError` for `keys` that
     select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`, `StorageFullError`, `CheckpointError`.
     """
-    exchange = Exchange.of(process_group, timeout, purpose="convert")
 
     def make(source: Checkpoint) -> Plan:
         return plan(source, keys, rename, stack, dtype)
 
-    return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, exchange, None)
+    return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, process_group, timeout)
 
 
 def convert_by_plan(
@@ -112,11 +110,13 @@ def convert_by_plan(
     max_shard_size: int | str,
     on_objects: Objects,
     overwrite: bool,
-    exchange: Exchange,
-    progress: Progress | None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
 ) -> ConvertReport:
     """The same, with the plan that `make` returns. `progress` is called with the bytes that this rank has written, and
     with its share of all."""
+    exchange = Exchange.of(process_group, timeout, purpose="convert")
     checked_path("src", src)
     checked_path("dst", dst)
     started = time.perf_counter()
@@ -166,7 +166,7 @@ class _Conversion:
             self._overwrite = checked_flag("overwrite", overwrite)
             settings.check()
             self._buffers = Buffers()
-            most_bytes = shard_bytes(max_shard_size)
+            most_bytes = checked_bytes("max_shard_size", max_shard_size)
             source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
             self._source = open_checkpoint(source_path)
             self._closing.callback(self._source.close)

@@ -18,7 +18,7 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._state.key_selection import Selection
+from .._state.key_selection import Selection, suggested
 from .._storage.open_storage import checkpoint_path
 from ..errors import MissingKeysError
 from .boxes import as_numbers, values
@@ -120,6 +120,27 @@ def _diff(
     result.objects = [key for key in objects if not same(ours[key], theirs[key], bits)]
     result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
     return result
+
+
+@dataclass
+class Fit:
+    """What a load of a checkpoint into a state that is like another checkpoint would meet."""
+
+    missing: list[str]
+    mismatched: dict[str, tuple[str, str]]  #: stored and expected dtype, or shape
+    unexpected: list[str]  #: such a load leaves them
+    rename: dict[str, str]  #: finds some of the missing keys, as `load` takes it
+    renamed: int  #: how many
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.mismatched)
+
+
+def fit(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> Fit:
+    """Compares keys, dtypes and shapes. Raises the errors of reading."""
+    found = diff(path, like)
+    return Fit(found.only_b, found.kinds, found.only_a, *suggested(found.only_b, found.only_a))
 
 
 def _kinds(source: Checkpoint) -> dict[str, str]:

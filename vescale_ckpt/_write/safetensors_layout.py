@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.safetensors.commit import holds_model
-from .._checkpoint.safetensors.folder import ExportFolder, file_numbers, shard_bytes
+from .._checkpoint.safetensors.folder import ExportFolder, file_numbers
 from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS, checked_metadata, with_ties
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
@@ -36,6 +36,7 @@ from .._state.describe import Description
 from .._state.shared_memory import empty_duplicates, tied_names
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
+from ..settings import checked_bytes
 from .joined_write import LEAST_BYTES, WINDOW_BYTES, JoinedWrite
 from .layout import Layout, SaveOptions, Written
 
@@ -69,7 +70,7 @@ class Safetensors:
 
     @cached_property
     def most_file_bytes(self) -> int:
-        return shard_bytes(self.max_shard_size)
+        return checked_bytes("max_shard_size", self.max_shard_size)
 
     @cached_property
     def file_numbers(self) -> tuple[tuple[str, int], ...]:

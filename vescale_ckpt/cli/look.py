@@ -198,24 +198,22 @@ def latest(options: Namespace) -> int:
 
 
 def restorable(options: Namespace) -> int:
-    from .._inspect.diff import diff
-    from .._state.key_selection import suggested
+    from .._inspect.diff import fit
 
-    found = diff(options.path, options.like)
-    missing, mismatched = found.only_b, found.kinds
-    ok = not (missing or mismatched)
+    found = fit(options.path, options.like)
+    missing, mismatched, ok = found.missing, found.mismatched, found.ok
     if options.json:
-        content = {"restorable": ok, "missing": missing, "mismatched": mismatched, "unexpected": found.only_a}
+        content = {"restorable": ok, "missing": missing, "mismatched": mismatched, "unexpected": found.unexpected}
         output.print_json("restorable/1", content)
         return FINE if ok else FOUND
     for key in missing:
         print(f"missing: {clean(key)}")
     for key, (stored, wanted) in mismatched.items():
         print(f"does not fit: {clean(key)}: {stored} is stored, {wanted} is wanted")
-    if found.only_a:
-        print(f"{len(found.only_a):,} more keys are stored, which such a load leaves")
-    rename, count = suggested(missing, found.only_a)
-    if rename:
-        print(f"{count:,} of the missing keys are stored under another name: load(..., rename={clean(str(rename))})")
+    if found.unexpected:
+        print(f"{len(found.unexpected):,} more keys are stored, which such a load leaves")
+    if found.rename:
+        rename = clean(str(found.rename))
+        print(f"{found.renamed:,} of the missing keys are stored under another name: load(..., rename={rename})")
     print("it would load" if ok else f"it would not load: {len(missing):,} missing, {len(mismatched):,} do not fit")
     return FINE if ok else FOUND

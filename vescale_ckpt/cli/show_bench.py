@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from .._bench.measure_disk import DISK, OURS, STOCK, BenchReport, bench
-from .._checkpoint.safetensors.folder import shard_bytes
 from .._observe.texts import size
+from ..settings import checked_bytes
 from . import draw, output
 from .output import FINE
 
@@ -21,7 +21,7 @@ def run(options: Namespace) -> int:
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}: at least 1 is wanted")
     draw.check(options.plot)
-    count = None if options.bytes is None else shard_bytes(options.bytes, "--bytes")
+    count = None if options.bytes is None else checked_bytes("--bytes", options.bytes)
     with output.progress("measuring") as progress:
         found = bench(options.directory, count, options.repeats, with_trials=not options.no_trials, progress=progress)
     if options.plot is not None:

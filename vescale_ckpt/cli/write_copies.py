@@ -16,7 +16,6 @@ from .._convert.formats import Format, format_of
 from .._convert.plan import RenameRules, plan
 from .._convert.run import Objects, convert_by_plan
 from .._observe.texts import size
-from .._ranks.exchange import Exchange
 from ..errors import MissingKeysError
 from . import output
 from .output import FINE, clean
@@ -84,8 +83,7 @@ def _convert(
             options.max_shard_size,
             on_objects,
             options.overwrite,
-            Exchange.of(None, None, purpose="convert"),
-            progress if rank == 0 else None,
+            progress=progress if rank == 0 else None,
         )
     if rank == 0 and options.json:
         output.print_json(f"{schema}/1", asdict(report))

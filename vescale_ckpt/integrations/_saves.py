@@ -14,12 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import settings
-from .._checkpoint.native.file_names import METADATA_NAME
-from .._collective.handle import SaveHandle
-from .._storage.open_storage import storage_at
+from .. import SaveHandle, settings
 from ..api import save
-from ..manager.step_directories import exclusive
+from ..manager.step_directories import remove_unused
 from ..settings import checked_flag
 
 logger = logging.getLogger(__name__)
@@ -110,19 +107,6 @@ class Saves:
             remove_file(path)
         folders, self._in_use = self._in_use, []
         for folder in folders:
-            if os.path.isdir(folder) and not _remove_folder(folder):
+            if os.path.isdir(folder) and not remove_unused(folder):
                 logger.info("%s is in use: it is removed after a later save", folder)
                 self._in_use.append(folder)
-
-
-def _remove_folder(path: str) -> bool:
-    """Removes a checkpoint unless it is in use. An interruption leaves it whole, or without its name. What earlier
-    interruptions have left beside it is removed, too."""
-    above, name = os.path.split(os.path.abspath(path))
-    with exclusive(path) as unused:
-        if unused is False:
-            return False
-        storage_at(above).set_aside(name, METADATA_NAME)
-    suffix = os.path.splitext(name)[1] or name
-    storage_at(above).erase_set_aside(lambda found: found.endswith(suffix), METADATA_NAME)
-    return True

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .._state.per_rank import PerRank
-from .._state.random_state import RandomState
+from .. import PerRank, RandomState
 from ..errors import CheckpointError
 from ._versions import check_version, hook
 

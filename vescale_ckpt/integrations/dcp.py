@@ -16,15 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .. import LoadPlanner, Safetensors, SavePlanner, Stager, StorageReader, StorageWriter
 from .._checkpoint.safetensors.model_names import is_file_of_rank
-from .._dcp.load_planner import LoadPlanner
-from .._dcp.save_planner import SavePlanner
-from .._dcp.stager import Stager
-from .._dcp.storage_reader import StorageReader
-from .._dcp.storage_writer import StorageWriter
 from .._engine import torch_private
 from .._storage.open_storage import storage_at
-from .._write.safetensors_layout import Safetensors
 from ..errors import CheckpointError
 from ..settings import Broadcast, checked_count, checked_flag
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._state.per_rank import PerRank
+from .. import PerRank
 from ..errors import CheckpointError
 from ._versions import check_version, hook
 

@@ -22,12 +22,9 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from .. import settings
+from .. import SaveHandle, inspect, settings, verify
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import METADATA_NAME
-from .._checkpoint.verify import verify
-from .._collective.handle import SaveHandle
-from .._inspect.info import inspect
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.open_storage import storage_at

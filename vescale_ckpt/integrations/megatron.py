@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .._dcp.storage_writer import StorageWriter
+from .. import StorageWriter
 from ..errors import CheckpointError
 from ._versions import check_version, hook
 

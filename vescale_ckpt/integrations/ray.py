@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .. import api
-from .._collective.handle import SaveHandle
+from .. import SaveHandle, api
 from ..errors import CheckpointError
 from ._versions import check_version, hook
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from .. import settings
+from .. import SaveHandle, settings
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.safetensors.model_names import INDEX_NAME as SAFETENSORS_INDEX
-from .._collective.handle import SaveHandle
 from ..api import load, save
 from ..errors import CheckpointError, MissingKeysError
 from ._versions import check_version, hook

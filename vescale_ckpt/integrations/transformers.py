@@ -18,9 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .. import api
-from .._checkpoint.verify import verify
-from .._collective.handle import SaveHandle
+from .. import SaveHandle, api, verify
 from .._ranks.exchange import Exchange
 from ..settings import Broadcast
 from ._versions import check_version, hook

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._checkpoint.verify import verify
+from ..errors import CheckpointError
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
 from .retention import Kept, Retention
@@ -46,6 +47,29 @@ def clean_up(
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """The steps that `clean_up` removes, unless they are in use."""
     return _to_remove(root, retention, saved, frozenset())[0]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` did, or would do: steps, from the lowest on; those of `kept` in the order of saving."""
+
+    removed: list[int]
+    in_use: list[int]  #: retention does not keep them, but they stay
+    kept: list[int]
+
+
+def prune(root: str, retention: Retention, *, dry_run: bool) -> Pruned:
+    """Removes the checkpoints that retention does not keep, and what older removals had left for delta saves. Raises
+    `CheckpointError` if there are none. `dry_run`: removes nothing, and returns what would be done."""
+    last = SavedOrder(root).last
+    if last is None:
+        raise CheckpointError(f"{root} holds no checkpoints of a CheckpointManager", path=root)
+    removed = steps = sorted(to_remove(root, retention, last))
+    if not dry_run:
+        removed = sorted(step_directories.remove(root, steps))
+        step_directories.remove_unneeded(root)
+    kept = [step for step in SavedOrder(root).newest_first()[::-1] if step not in removed]
+    return Pruned(removed, sorted(set(steps) - set(removed)), kept)
 
 
 def _to_remove(

@@ -42,6 +42,19 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
 
+def remove_unused(path: str) -> bool:
+    """Removes a checkpoint unless it is in use; whatever its name is. An interruption leaves it whole, or without its
+    name. What earlier interruptions have left beside it is removed, too."""
+    above, name = os.path.split(os.path.abspath(path))
+    with exclusive(path) as unused:
+        if unused is False:
+            return False
+        storage_at(above).set_aside(name, file_names.METADATA_NAME)
+    suffix = os.path.splitext(name)[1] or name
+    storage_at(above).erase_set_aside(lambda found: found.endswith(suffix), file_names.METADATA_NAME)
+    return True
+
+
 def remove_leftovers(root: str, *, dry_run: bool = False) -> list[int]:
     """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
     and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""

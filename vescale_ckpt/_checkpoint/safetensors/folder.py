@@ -6,7 +6,6 @@ Files have temporary names until all of them are complete and durable. `commit` 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -24,21 +23,6 @@ from .model_names import (
     token_of,
     token_of_object,
 )
-
-_UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}}
-_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-
-
-def shard_bytes(size: int | str, name: str = "max_shard_size") -> int:
-    """The bytes of `size`: a number, or text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
-    Raises ValueError with the name of the argument for anything else, and for less than 1."""
-    bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else None
-    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE)):
-        unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
-        bytes_ = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
-    if bytes_ is None or bytes_ < 1:
-        raise ValueError(f"{name}={size!r}: bytes, or text like '5GB' or '500MiB', are wanted")
-    return bytes_
 
 
 def file_numbers(mapping: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:

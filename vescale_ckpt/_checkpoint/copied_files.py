@@ -6,9 +6,14 @@ import os
 from contextlib import closing
 from dataclasses import replace
 
-from .._checkpoint.native import delta_table, metadata_file
-from .._checkpoint.native.delta_table import DeltaTable
-from .._checkpoint.native.file_names import (
+from .._engine.torch_private import DEFAULT_SUFFIX
+from .._storage.open_storage import is_file, is_folder, storage_at
+from .._storage.paths import data_path, in_sibling
+from .._storage.storage import LOCK_NAME
+from ..errors import CheckpointError, CorruptCheckpointError
+from .native import delta_table, metadata_file
+from .native.delta_table import DeltaTable
+from .native.file_names import (
     DELTA_NAME,
     INDEX_NAME,
     MARK_NAME,
@@ -16,14 +21,9 @@ from .._checkpoint.native.file_names import (
     is_metadata_file,
     is_temporary_file,
 )
-from .._checkpoint.open_checkpoint import open_parts
-from .._checkpoint.safetensors.headers import INDEX_SUFFIX, SUFFIX
-from .._checkpoint.safetensors.model_names import is_temporary_index, token_of
-from .._engine.torch_private import DEFAULT_SUFFIX
-from .._storage.open_storage import is_file, storage_at
-from .._storage.paths import data_path, in_sibling
-from .._storage.storage import LOCK_NAME
-from ..errors import CheckpointError, CorruptCheckpointError
+from .open_checkpoint import open_parts
+from .safetensors.headers import INDEX_SUFFIX, SUFFIX
+from .safetensors.model_names import is_temporary_index, token_of
 
 
 class CopiedFiles:
@@ -56,10 +56,28 @@ class CopiedFiles:
             raise CheckpointError(f"{self.source} was saved to while it was copied", path=self.source)
         return found
 
+    def foreign_in(self, path: str) -> list[str]:
+        """The names in the folder of another checkpoint that are neither that one's nor this copy's, sorted. Raises
+        `CheckpointError` if it holds no sound checkpoint."""
+        try:
+            of_checkpoint = files_of_checkpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
+        replaced, left_out = names_to_copy(path, of_checkpoint)
+        expected = {*self.names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
+        foreign = [name for name in left_out if is_folder(os.path.join(path, name))]
+        foreign += [name for name in replaced if name not in expected and not is_metadata_file(name)]
+        return sorted(foreign)
+
 
 def completes(name: str) -> bool:
     """Whether a file of that name makes the others a checkpoint, and is written last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
+
+
+def holds_data(name: str) -> bool:
+    """Whether a file of that name holds tensors and objects."""
+    return name.endswith((DEFAULT_SUFFIX, SUFFIX))
 
 
 def files_of_checkpoint(path: str) -> set[str]:
@@ -86,7 +104,7 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
         if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
             continue
         is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
-        is_unnamed = name.endswith((DEFAULT_SUFFIX, SUFFIX))  # of another save or model
+        is_unnamed = holds_data(name)  # of another save or model
         if is_left or is_unnamed or not is_file(os.path.join(path, name)):
             left_out.append(name)
         else:

@@ -1,0 +1,85 @@
+"""Removes what dead saves, exports, conversions and copies have left, and writes lost copies of extra files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from .. import api
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.extra_copies import write_missing
+from .._checkpoint.native.file_names import MARK_NAME, is_metadata_file, is_of_a_save
+from .._checkpoint.native.step_order import all_steps, path_of
+from .._checkpoint.open_checkpoint import open_checkpoint
+from .._checkpoint.safetensors.folder import left_by_exports
+from .._convert.formats import format_of, is_part_of_export
+from .._state.extra_files import names_in
+from .._storage import orphans
+from .._storage.open_storage import is_file, is_folder, storage_at
+from .._storage.orphans import Orphan
+from .._storage.pending import final_name, is_begun_copy
+from ..errors import CheckpointError
+from . import step_directories
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair did, or would do. Paths."""
+
+    removed: list[str]
+    written: list[str]
+    uploads: list[str] | None  #: that were aborted; None: the store cannot tell
+
+
+def repair(root: str, *, dry_run: bool) -> Repaired:
+    """Repairs a manager's directory, or a checkpoint's. `dry_run`: changes nothing, and returns what would be done."""
+    removed = [path_of(root, step) for step in step_directories.remove_leftovers(root, dry_run=dry_run)]
+    directories = [root, *(path_of(root, step) for step in all_steps(root))]
+    for directory in directories:
+        if directory not in removed:
+            removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
+    removed += orphans.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
+    uploads = storage_at(root).abort_uploads(orphans.SAVE_GRACE, dry_run=dry_run)
+    written = []
+    for directory in directories:
+        if directory not in removed:
+            written += [os.path.join(directory, name) for name in _written_copies(directory, dry_run)]
+    return Repaired(removed, written, uploads)
+
+
+def _written_copies(directory: str, dry_run: bool) -> list[str]:
+    """Writes the copies of extra files that are missing beside a checkpoint."""
+    files: dict[str, bytes] = {}
+    try:
+        if metadata_file.has_metadata(directory, None) and _has_extra_files(directory):
+            api.load(directory, {}, extra_files=files)
+    except CheckpointError:  # damaged: `verify` says how
+        return []
+    return write_missing(directory, files, dry_run=dry_run)
+
+
+def _has_extra_files(directory: str) -> bool:
+    with closing(open_checkpoint(directory)) as checkpoint:
+        return bool(names_in(checkpoint.objects))
+
+
+def _left_by_conversions(root: str) -> Iterator[Orphan]:
+    """Files and folders with temporary names that hold nothing but a part of a checkpoint. While they are written,
+    their writers keep them locked."""
+    for name in sorted(storage_at(root).names()):
+        path, final = os.path.join(root, name), final_name(name)
+        if final is None:
+            continue
+        if is_folder(path):
+            if is_begun_copy(name) or all(map(_is_of_checkpoint, storage_at(path).names())):
+                yield Orphan([path], path, orphans.NEVER, are_folders=True)
+        elif is_file(path) and format_of(final) is not None:
+            yield Orphan([path], path, orphans.SMALL_FILE_GRACE)
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    name = final_name(name) or name
+    return is_of_a_save(name) or name == MARK_NAME or is_metadata_file(name) or is_part_of_export(name)
