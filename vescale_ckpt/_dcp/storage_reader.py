@@ -18,7 +18,7 @@ from torch.futures import Future
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.file_names import metadata_name
+from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.open_checkpoint import mark, open_to_load, unpacked
@@ -181,7 +181,7 @@ class StorageReader(DcpStorageReader):
     def _begin(self, rank: int | None) -> None:
         self.checkpoint = None
         self._is_set_up = False
-        self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
+        self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)), is_data_file)
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""

@@ -79,7 +79,7 @@ _SPEC_PATHS = [
     ("_spec", "shard_order"),
 ]
 _SPEC = attrgetter(*(".".join(path) for path in _SPEC_PATHS))
-_LOCAL = attrgetter("_local_tensor")
+_LOCAL, _VERSION = attrgetter("_local_tensor"), attrgetter("_version")
 
 
 class DTensorLayout(NamedTuple):
@@ -128,11 +128,15 @@ def storage_identity(holder: torch.Tensor | torch.UntypedStorage) -> int:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Torch's version counter of each tensor, which rises with every in-place change that torch knows. -1 for tensors
     of inference mode, which have none."""
-    return tensor_facts(list(tensors))[0].tolist()
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return tensor_facts(list(tensors))[0].tolist()
 
 
 def tensor_facts(tensors: list[torch.Tensor]) -> tuple[array[int], bytes]:
-    """The same as an array of 64-bit integers, and for each tensor whether it requires a gradient: 1 or 0."""
+    """The version counters as an array of 64-bit integers, and for each tensor whether it requires a gradient: 1 or
+    0."""
     counters, flags = _C.tensor_facts(tensors)
     return array("q", counters), flags
 

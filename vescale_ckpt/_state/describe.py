@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._engine import _C
+from .._engine import _C, torch_private
 from .._engine.gc import gc_paused
-from .._engine.torch_private import storage_identity, tensor_facts
+from .._engine.torch_private import storage_identity
 from .._engine.wrapper_tensors import is_wrapper
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
@@ -69,7 +69,7 @@ class Description:
     def changed(self) -> set[int]:
         """The numbers of `tensors` that were changed since they were described, or of which the memory was freed or
         cut."""
-        now, _ = tensor_facts([*self.tensors, *self.wrappers.values()])
+        now = array("q", torch_private.versions([*self.tensors, *self.wrappers.values()]))
         sizes = array("q", map(torch.UntypedStorage.nbytes, self.storages))
         if now == self.versions and sizes == self.storage_bytes:
             return set()

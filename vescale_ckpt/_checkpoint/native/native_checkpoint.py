@@ -31,7 +31,7 @@ from ..record_reader import ReadOptions, RecordReader
 from ..safetensors import model_names
 from ..seen_files import SeenFiles
 from . import metadata_file, step_order
-from .file_names import index_name, metadata_name
+from .file_names import index_name, is_data_file, metadata_name
 from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
@@ -51,6 +51,7 @@ class NativeCheckpoint(LoadableCheckpoint):
         self, path: str, rank: int | None, read_metadata: Callable[[], Metadata], index: _C.Index | None = None
     ) -> None:
         super().__init__(path, path, read_metadata, index)
+        self._seen = SeenFiles(is_written_once=is_data_file)
         self.rank = rank
         self.is_of_one_rank = rank is not None
         self._with_table: dict[str, bool] = {}  # by file name
@@ -89,7 +90,7 @@ class NativeCheckpoint(LoadableCheckpoint):
     def open(cls, path: str, rank: int | None = None) -> NativeCheckpoint:
         """Opens it to be listed and read by boxes. Clean-ups leave its files until `close`."""
         lock = storage_at(path).share(metadata_name(rank))
-        seen = SeenFiles(os.path.join(path, metadata_name(rank)))
+        seen = SeenFiles(os.path.join(path, metadata_name(rank)), is_data_file)
         try:
             with gc_paused():
                 opened = cls.by_metadata(path, rank)
