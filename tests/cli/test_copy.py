@@ -19,7 +19,7 @@ from harness.children import fork
 
 import vescale_ckpt
 from vescale_ckpt import cli
-from vescale_ckpt._convert import pipeline
+from vescale_ckpt._convert import batches
 from vescale_ckpt._convert.transfer import Transfer
 from vescale_ckpt._engine import _C
 
@@ -111,9 +111,9 @@ def test_repair_removes_what_a_killed_copy_left(sources: Path, tmp_path: Path, c
 
 
 def _copy_killed_at(take: int, source: Path, dst: Path) -> None:
-    left, buffers = [take], pipeline.Buffers
+    left, buffers = [take], batches.Buffers
 
-    def taken(self: pipeline.Buffers, original: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
+    def taken(self: batches.Buffers, original: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)

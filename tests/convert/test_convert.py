@@ -37,7 +37,7 @@ from vescale_ckpt import (
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt._checkpoint.checkpoint import Read, cut
 from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
-from vescale_ckpt._convert import pipeline, run
+from vescale_ckpt._convert import batches, run
 from vescale_ckpt._convert.formats import Format
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.flatten import flatten
@@ -477,9 +477,9 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     values = {"large": torch.randn(3, 1000, 300), "line": torch.arange(500_000), "small": torch.ones(3)}
     path = saved(tmp_path / "a.pt", values)
     taken: list[list[int]] = []
-    take, give_back = pipeline.Buffers.take, pipeline.Buffers.give_back
+    take, give_back = batches.Buffers.take, batches.Buffers.give_back
 
-    class Counting(pipeline.Buffers):
+    class Counting(batches.Buffers):
         def __init__(self) -> None:
             super().__init__()
             self.out = 0
@@ -581,10 +581,10 @@ def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, forma
 
     def child() -> None:
         os.environ["VESCALE_CKPT_CONVERT_BYTES"] = SMALLEST
-        buffers = pipeline.Buffers
+        buffers = batches.Buffers
         left = [4]
 
-        def take(self: pipeline.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
+        def take(self: batches.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,3 @@ A *source* lists the tensors of a checkpoint and reads boxes of them. A *plan* l
 is made from. A *layout* places them in a file. A *pipeline* moves tensors from source to file in batches: one batch is
 read while the one before it is converted and the one before that is written.
 """
-
-from .formats import Format
-from .run import ConvertReport, Objects, convert
-
-__all__ = ["ConvertReport", "Format", "Objects", "convert"]

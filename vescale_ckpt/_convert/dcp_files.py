@@ -19,7 +19,7 @@ from .._state.structure import Path
 from .._write.host_batches import write_table
 from .._write.layout import SaveOptions
 from .._write.native_layout import NativeLayout
-from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
+from .batches import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
 
 

@@ -24,9 +24,9 @@ from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
 from . import formats
+from .batches import Buffers
 from .dcp_files import DcpRankFiles, pieces_of_rank
 from .formats import Format
-from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
 from .streamed_file import Files, write_file
 

@@ -13,7 +13,7 @@ from .._engine.engine_errors import named_errors
 from .._engine.rows import DTYPE_CODES, int_table
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
-from .pipeline import PAGE, Batch, Buffers, HeadBytes, Piece, Segment, memory_of, pieces_of, transfer
+from .batches import PAGE, Batch, Buffers, HeadBytes, Piece, Segment, memory_of, pieces_of, transfer
 from .plan import Output
 from .streamed_file import Create, Files, OutputFile, Write, begin
 

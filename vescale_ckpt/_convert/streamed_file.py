@@ -16,7 +16,7 @@ from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._storage.open_storage import storage_at
 from .._storage.pending import PendingFile
-from .pipeline import Buffers, memory_of
+from .batches import Buffers, memory_of
 from .plan import Output
 
 #: Calls the function that it gets with the path of a file to create.

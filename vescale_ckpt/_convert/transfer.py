@@ -17,7 +17,7 @@ from .._engine.overlap import overlap
 from .._engine.rows import int_table
 from .._storage.open_storage import stat_of
 from ..errors import CheckpointError
-from .pipeline import Buffers
+from .batches import Buffers
 
 
 @dataclass

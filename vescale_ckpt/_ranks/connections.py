@@ -35,10 +35,9 @@ from .._engine.torch_private import Store
 from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
-from .in_time import in_time
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Notes, Rendezvous
-from .store_thread import GRACE_SECONDS, StoreGoneError
+from .store_thread import GRACE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from .._engine.torch_private import Store
 from ..errors import CheckpointError
-from .in_time import in_time
 from .node import node_of_this_process
+from .store_thread import in_time
 
 logger = logging.getLogger(__name__)
 

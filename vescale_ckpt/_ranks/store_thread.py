@@ -1,5 +1,7 @@
 """Calls the TCPStore on a thread of its own for `Rendezvous`, so that no caller waits for a store that hangs.
 
+`in_time` does that for single calls of torch that may exceed their own timeouts.
+
 A call to a store on a machine that is cut off returns only when TCP gives up, after minutes, and holds the client's
 lock until then. Here only this thread is blocked; its callers get an error after a bounded time.
 """
@@ -28,6 +30,26 @@ _STORE_GONE = (
     "the store that the ranks share does not answer: the process that hosts it (rank 0, where torch made it) has died "
     "or hangs, or the network to it is down"
 )
+
+
+def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Result:
+    """The result of a function of torch that may exceed its own timeout: a thread of its own calls it.
+
+    Raises TimeoutError after `seconds`; the thread goes on until the function returns.
+    """
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except concurrent.futures.TimeoutError as late:  # a class of its own before Python 3.11
+        raise TimeoutError(f"{name}: not done within {seconds:.0f} s") from late
 
 
 class StoreGoneError(CheckpointTimeoutError):
