@@ -142,6 +142,19 @@ def limit(what: str, value: float) -> Any:
     return mock.patch.object(owner, name, value)
 
 
+def hash_in_python() -> Any:
+    """A context in which saves hash replicas in Python, as where tensors lie on devices."""
+
+    def nothing_ready(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(inventory: Any, sources: Any, table: Any, ready: bytes, *others: Any) -> Any:
+            return function(inventory, sources, table, bytes(len(ready)), *others)
+
+        return called
+
+    names = ("offered_hashes", "replica_sum")
+    return mock.patch.multiple(_C, **{name: nothing_ready(getattr(_C, name)) for name in names})
+
+
 def no_plans_known() -> Any:
     """A context in which saves know no plans of earlier ones."""
     return mock.patch.object(api, "_planners", PerGroup(SavePlanner))

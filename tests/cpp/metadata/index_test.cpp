@@ -265,24 +265,23 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
       out.put(static_cast<char>(byte));
       out.flush();
     };
-    put(~image[at]);
-    try {
-      const std::string said = all_of(Index(file));
-      EXPECT_EQ(said, expected) << at;
-      EXPECT_TRUE(is_filling(at)) << at;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::corrupt);
-      ++refused;
-    }
-    put(image[at]);
+    const auto is_refused = [&](const auto& source) {
+      try {
+        EXPECT_EQ(all_of(Index(source)), expected) << at;
+        EXPECT_TRUE(is_filling(at)) << at;
+        return false;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind, Error::Kind::corrupt);
+        return true;
+      }
+    };
     std::vector<std::byte> in_memory = image;  // as another rank has sent it
     in_memory[at] = ~image[at];
-    try {
-      EXPECT_EQ(all_of(Index(std::move(in_memory))), expected) << at;
-      EXPECT_TRUE(is_filling(at)) << at;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::corrupt);
-    }
+    refused += is_refused(in_memory);
+    if (at % 5 != 0) continue;
+    put(~image[at]);
+    EXPECT_EQ(is_refused(file), !is_filling(at)) << at;
+    put(image[at]);
   }
   EXPECT_EQ(refused, flipped - meaningless);
   EXPECT_GT(meaningless, 0u);
@@ -309,13 +308,13 @@ TEST_F(IndexTest, HostileBytesAreRefusedOrHarmless) {
   std::mt19937_64 random(11);
   const uint64_t extreme[] = {
       0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, INT64_MAX, uint64_t{1} << 63, UINT64_MAX, uint64_t{1} << 61, image.size()};
-  for (size_t at = 0; at + 8 <= image.size(); at += 4) {
+  for (size_t at = 0; at + 8 <= image.size(); at += 12) {
     if (at == sizeof(IndexHeader) / 8 * 8) at = VerifiedFile::kPiece;
     std::vector<std::byte> hostile = image;
     const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
     std::memcpy(hostile.data() + at, &value, random() % 2 == 0 ? 4 : 8);
     seal(hostile);
-    if (at % 8 == 0) use(written(hostile));
+    if (at % 32 == 0) use(written(hostile));
     use(hostile);  // AddressSanitizer knows where it ends
   }
 }

@@ -1,5 +1,5 @@
 // The pickle as bytes: harmless, framed, ended by its checksum, within its bound. What it unpickles to is tested from
-// Python (tests/test_index.py).
+// Python (tests/native/test_index.py).
 #include "metadata/metadata_pickle.h"
 
 #include <gtest/gtest.h>
@@ -48,9 +48,9 @@ TEST(MetadataPickle, PassesOurCheck) {
 
 // The check bounds the work that a pickle causes by its length: recalling long names again and again would exceed it.
 TEST(MetadataPickle, LongNamesManyChunksAndManyDimensionsPassOurCheck) {
-  for (const size_t ndim : {1, 3, 12, 64}) {
-    for (const size_t length : {1, 100, 300, 20000}) {
-      const size_t chunks = length > 1000 ? 200 : 5000;
+  for (const size_t ndim : {1, 3, 64}) {
+    for (const size_t length : {1, 300, 20000}) {
+      const size_t chunks = length > 1000 ? 100 : 2000;
       Dims shape(ndim, 1), parts(ndim, 1);
       shape[0] = parts[0] = static_cast<int64_t>(chunks);
       Checkpoint checkpoint(2);

@@ -458,7 +458,7 @@ TEST(Routes, WhatRanksOfANodeWantTogetherComesOnce) {
 }
 
 TEST(Routes, CountsBytesReadOnceAndAlone) {
-  constexpr int64_t kBytes = 1 << 20;
+  constexpr int64_t kBytes = 1 << 18;
   for (const bool near : {false, true}) {
     Job job(4);
     const size_t record = job.record("uint8", {kBytes});
@@ -617,15 +617,15 @@ TEST(Routes, GroupsReadEachForItself) {
 TEST(Routes, MakeEvenWhatPlansBeforeLeftUneven) {
   Job job(4);
   for (int i = 0; i < 6; ++i) {
-    const size_t record = job.record("float32", {1 << 20});
+    const size_t record = job.record("float32", {1 << 18});
     for (uint32_t rank = 0; rank < 4; ++rank) job.want_all(rank, record);
   }
-  std::vector<uint64_t> bytes = {20 << 20, 4 << 20, 0, 12 << 20};
+  std::vector<uint64_t> bytes = {20 << 18, 4 << 18, 0, 12 << 18};
   const std::vector<RankRoutes> routes = job.plan({}, bytes);
   job.carry_out(routes);
-  EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), uint64_t{0}), 60 << 20);
-  EXPECT_EQ(bytes[0], 20 << 20) << "it has read more than its share";
-  for (const size_t rank : {1, 2, 3}) EXPECT_NEAR(static_cast<double>(bytes[rank]), (40 << 20) / 3, 3 << 20);
+  EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), uint64_t{0}), 60 << 18);
+  EXPECT_EQ(bytes[0], 20 << 18) << "it has read more than its share";
+  for (const size_t rank : {1, 2, 3}) EXPECT_NEAR(static_cast<double>(bytes[rank]), (40 << 18) / 3, 3 << 18);
 }
 
 TEST(Routes, AreTheSameOnEveryRun) {

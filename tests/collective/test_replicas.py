@@ -1,0 +1,121 @@
+"""Replicas that differ from rank to rank: never a mixture, and told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import steps
+from harness.ranks import run_ranks
+from harness.states import random_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import vescale_ckpt
+from vescale_ckpt import SavePlanner, StorageWriter
+
+MiB = 1 << 20
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _state(values: dict[str, float], elements: int) -> dict[str, torch.Tensor]:
+    return {key: torch.full((4, elements // 4), value) for key, value in values.items()}
+
+
+def _saves(path: str, how: str, differs: list[bool], elements: int = MiB) -> list[tuple[dict[str, list[float]], str]]:
+    """Saves again and again; what was saved, and what rank 0 has said to it."""
+    log = _Log()
+    logger = logging.getLogger("vescale_ckpt")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    planner = SavePlanner()
+    results = []
+    try:
+        for number, differ in enumerate(differs):
+            mine = float(number + differ * (dist.get_rank() + 1) * 100)
+            name = f"own {how}"  # planners are kept from test to test
+            state: dict[str, Any] = {**_state({"same": number, name: mine, "other": number}, elements)}
+            if how == "DTensor":
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                state = {key: DTensor.from_local(value, mesh, [Replicate()]) for key, value in state.items()}
+            target = f"{path}/{number}"
+            if how == "dcp.save":
+                dcp.save(state, storage_writer=StorageWriter(target), planner=planner)
+            else:
+                vescale_ckpt.save(
+                    target, state, planner=planner, format="safetensors" if how == "safetensors" else "dcp"
+                )
+            loaded = vescale_ckpt.load(target)
+            results.append(({key: sorted(set(loaded[key].flatten().tolist())) for key in loaded}, " ".join(log.texts)))
+            log.texts.clear()
+    finally:
+        logger.removeHandler(log)
+    return results
+
+
+@pytest.mark.parametrize("elements", [8, MiB], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["save", "dcp.save", "DTensor", "safetensors"])
+def test_one_rank_is_saved_whole_and_a_warning_names_key_and_ranks(tmp_path: Path, how: str, elements: int) -> None:
+    differs = {"save": [False, False, True, True, False], "DTensor": [True, False]}.get(how, [False, True])
+    told, _ = run_ranks(2, _saves, str(tmp_path), how, differs, elements)
+    warned = False
+    for number, (differ, (values, text)) in enumerate(zip(differs, told, strict=True)):
+        assert values["same"] == values["other"] == [number]
+        own = values[f"own {how}"]
+        assert len(own) == 1
+        assert own[0] in ([number + 100, number + 200] if differ else [number])
+        assert (f"own {how} (ranks 0 and 1)" in text) == (differ and not warned), text
+        if how == "save":  # and the plan is kept as long as nothing differs
+            assert ("planning again" in text) == (differ and not warned), text
+        warned = warned or differ
+
+
+def _hashed_in_two_ways(path: str) -> list[str]:
+    """Rank 1 hashes in Python, as what lies on devices is; one tensor of it differs in the last save."""
+    if dist.get_rank():
+        steps.hash_in_python().start()
+    log = _Log()
+    logger = logging.getLogger("vescale_ckpt")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(3)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.int8, torch.bool,
+              torch.float8_e4m3fn, torch.uint16)  # fmt: skip
+    shapes = ((), (1,), (8, 30), (1 << 11, 1 << 9))
+    state = {f"{dtype} {shape}": random_tensor(shape, dtype) for dtype in dtypes for shape in shapes}
+    planner, texts = SavePlanner(), []
+    try:
+        for number in range(4):
+            if dist.get_rank() and number == 1:  # other strides
+                state = {
+                    key: value if value.dtype is torch.float8_e4m3fn or value.ndim < 2 else value.t().contiguous().t()
+                    for key, value in state.items()
+                }
+            if dist.get_rank() and number == 3:
+                state["torch.float32 (8, 30)"] = torch.zeros(8, 30)
+            vescale_ckpt.save(f"{path}/{number}", state, planner=planner)
+            texts.append(" ".join(log.texts))
+            log.texts.clear()
+    finally:
+        logger.removeHandler(log)
+    return texts
+
+
+def test_python_hashes_replicas_as_the_engine_does(tmp_path: Path) -> None:
+    texts, _ = run_ranks(2, _hashed_in_two_ways, str(tmp_path))
+    for text in texts[:3]:
+        assert "differ" not in text and "planning again" not in text
+    assert "1 tensors that several ranks hold differ" in texts[3] and "torch.float32 (8, 30)" in texts[3]
