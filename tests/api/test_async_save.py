@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +16,6 @@ import torch
 from harness import faults, snapshots, steps
 from harness.children import in_child
 from harness.files import only_named_files
-from harness.python_forks import run_python
 from harness.saves import load
 from harness.snapshots import no_snapshot_is_left, snapshot_memory
 from harness.states import change_all, many_kinds, same, state
@@ -309,58 +304,6 @@ def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path) -> None:
 
 
 # --- Processes that end
-
-
-TRAINER = """
-    import os, sys, threading, torch, vescale_ckpt
-    sys.path.insert(0, {tests!r})
-    from harness.states import state
-    from harness import steps
-    steps.limit("seconds to give up saves at exit", 0.5).start()
-    vescale_ckpt.save({path!r}, state(1))
-    steps.before("write what was staged", lambda _: threading.Event().wait({seconds})).start()
-    vescale_ckpt.save({path!r}, state(2), async_checkpoint=True)
-"""
-
-
-def _train(
-    path: Path, then: str, seconds: float, run: Callable[..., Any] = subprocess.run, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    source = (
-        textwrap.dedent(TRAINER).format(tests=str(Path(__file__).resolve().parents[1]), path=str(path), seconds=seconds)
-        + then
-    )
-    ended: subprocess.CompletedProcess[str] = run(
-        [sys.executable, "-c", source],
-        env={**os.environ, **environment},
-        timeout=BOUND,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    return ended
-
-
-@pytest.mark.parametrize(("then", "code"), [("", 0), ("raise ValueError('the trainer fails')", 1)])
-def test_a_process_that_ends_finishes_its_save(checkpoint: Path, then: str, code: int) -> None:
-    ended = _train(checkpoint, then, 0.5)
-    assert ended.returncode == code, ended.stderr
-    assert same(load(checkpoint, state(0)), state(2))
-
-
-def test_a_process_that_may_not_wait_gives_its_save_up(checkpoint: Path) -> None:
-    started = time.monotonic()
-    ended = _train(checkpoint, "", 2 * BOUND, VESCALE_CKPT_EXIT_TIMEOUT="0")
-    assert ended.returncode == 0 and "given up" in ended.stderr
-    assert time.monotonic() - started < BOUND
-    assert same(load(checkpoint, state(0)), state(1))
-    vescale_ckpt.save(checkpoint, state(3))
-    assert only_named_files(checkpoint)
-
-
-def test_a_killed_process_leaves_the_old_checkpoint(checkpoint: Path) -> None:
-    assert _train(checkpoint, "os.kill(os.getpid(), 15)", 2 * BOUND, run_python).returncode == -15
-    assert same(load(checkpoint, state(0)), state(1))
 
 
 def test_a_forked_child_has_no_save_going_on(checkpoint: Path, held: threading.Event) -> None:

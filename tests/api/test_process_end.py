@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import faults, steps
+from harness.files import only_named_files
 from harness.ranks import forks
 from harness.states import blank, same, small_state
 
@@ -90,7 +92,7 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
 # --- Children of multiprocessing
 
 
-@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", ["fork", "forkserver"])
 def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
     context = forks() if kind == "forkserver" else multiprocessing.get_context(kind)
     assert exit_code(context, save_in_background, checkpoint) == 0
@@ -149,7 +151,19 @@ def fail_without_a_status(directory: Path) -> None:
     fail_in_background(directory)
 
 
+def finish(directory: Path) -> None:
+    vescale_ckpt.save(directory, small_state(1))
+    steps.before("write what was staged", lambda _: time.sleep(0.5)).start()
+    vescale_ckpt.save(directory, small_state(2), async_checkpoint=True)
+
+
+def finish_and_raise(directory: Path) -> None:
+    finish(directory)
+    raise ValueError("the trainer fails")
+
+
 def give_up(directory: Path, timeout: str = "1") -> None:
+    vescale_ckpt.save(directory, small_state(1))
     os.environ["VESCALE_CKPT_EXIT_TIMEOUT"] = timeout
     os.environ["VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND"] = "1"
     vescale_ckpt.save(directory, {"large": torch.zeros(8 << 20)}, async_checkpoint=True)
@@ -164,6 +178,12 @@ def save_while_ending(directory: Path) -> None:
     assert vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).done()
 
 
+def save_by_dcp_at_exit(directory: Path) -> None:
+    # The last thing that a trainer does when it is told to stop.
+    writer = vescale_ckpt.StorageWriter(directory)
+    atexit.register(dcp.save, small_state(1), storage_writer=writer, planner=vescale_ckpt.SavePlanner())
+
+
 CASES: dict[Callable[[Path], None], int] = {
     fail_in_background: 1,
     fail_and_exit: 3,
@@ -174,9 +194,12 @@ CASES: dict[Callable[[Path], None], int] = {
     fail_in_manager_and_wait: 0,
     fail_with_another_status: 7,
     fail_without_a_status: 0,
+    finish: 0,
+    finish_and_raise: 1,
     give_up: 1,
     give_up_on_purpose: 0,
     save_while_ending: 0,
+    save_by_dcp_at_exit: 0,
 }
 
 
@@ -204,7 +227,12 @@ def test_the_exit_status_tells_of_a_save_that_failed_unseen(tmp_path: Path) -> N
     *printed, statuses = result.stdout.splitlines()
     assert json.loads(statuses) == {function.__name__: status for function, status in CASES.items()}, result.stderr
     # What was printed before is there, though another status took the place of 0.
-    assert set(printed) == {function.__name__ for function in CASES} - {"fail_and_exit"}
-    assert whole(tmp_path / "save_while_ending", 1)
+    assert set(printed) == {function.__name__ for function in CASES} - {"fail_and_exit", "finish_and_raise"}
+    stored = {"finish": 2, "finish_and_raise": 2, "give_up": 1, "give_up_on_purpose": 1}
+    stored |= {"save_while_ending": 1, "save_by_dcp_at_exit": 1}
+    assert [name for name, k in stored.items() if not whole(tmp_path / name, k)] == []
+    vescale_ckpt.save(tmp_path / "give_up", small_state(3))
+    assert only_named_files(tmp_path / "give_up")
+    assert "given up" in result.stderr
     assert "failed, and nobody asked: if this process ends with status 0, that becomes 7" in result.stderr
     assert "status 0 of this process becomes" not in result.stderr, "some of them end with another status anyway"

@@ -15,7 +15,7 @@ from test_kill import kill_again_and_again
 
 import vescale_ckpt
 
-KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "30"))
+KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "16"))
 
 
 def train_for_ever(directory: Path, committed: Shared) -> NoReturn:

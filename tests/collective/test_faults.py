@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -637,24 +636,3 @@ def test_children_forked_in_the_middle_of_a_save_do_their_own(checkpoint: Path, 
         thread.join(60)
     assert saved and outcome(checkpoint, state(saved[-1])) is None
     assert only_named_files(checkpoint)
-
-
-# --- The end of a process
-
-AT_EXIT = """
-import atexit, sys, torch, torch.distributed.checkpoint as dcp, vescale_ckpt
-
-def save():
-    writer = vescale_ckpt.StorageWriter(sys.argv[1])
-    dcp.save({"weight": torch.full((3,), 7.0)}, storage_writer=writer, planner=vescale_ckpt.SavePlanner())
-
-atexit.register(save)
-"""
-
-
-def test_a_save_while_the_interpreter_ends_is_a_save(checkpoint: Path) -> None:
-    # The last thing that a trainer does when it is told to stop.
-    command = [sys.executable, "-W", "ignore", "-c", AT_EXIT, str(checkpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "Error" not in done.stderr, done.stderr
-    assert outcome(checkpoint, {"weight": torch.full((3,), 7.0)}) is None

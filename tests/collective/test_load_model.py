@@ -35,7 +35,7 @@ from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 RANKS = 4
 FIRST_SEED = int(os.environ.get("LOAD_MODEL_SEED", "1000"))  # for longer runs by hand
-CASES = int(os.environ.get("LOAD_MODEL_CASES", "20"))
+CASES = int(os.environ.get("LOAD_MODEL_CASES", "14"))
 #: how a case is loaded: with a `broadcast_checkpoint`, or by `dcp.load` with a planner
 WAYS: list[bool | type[DefaultLoadPlanner]] = [True, False, LoadPlanner, DefaultLoadPlanner]
 #: among them sizes at which records span blocks of checksums, slots of the engine and rounds of a broadcast
@@ -251,7 +251,7 @@ def _cases(directory: Path, seeds: list[int], stock: bool) -> int:
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_any_boxes_of_any_ranks_come_back_in_any_others(checkpoint: Path, stock: bool) -> None:
-    seeds = range(FIRST_SEED, FIRST_SEED + CASES)
+    seeds = range(FIRST_SEED, FIRST_SEED + (CASES // 2 if stock else CASES))  # how they are read is the same
     shared = run_ranks(RANKS, _cases, checkpoint, list(seeds), stock)
     assert stock or min(shared) > 0, "ranks have read for each other"
     for seed in seeds:  # and whole tensors in one process

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import vescale_ckpt
 
 # A scalar, even, uneven, fewer rows than ranks, none at all, one dimension, more, and enough for several blocks.
-SHAPES = [(), (16, 8), (7, 5), (1, 3), (2, 9), (0, 4), (11,), (3, 5, 4), (5, 2, 3, 7), (310, 601)]
+SHAPES = [(), (16, 8), (7, 5), (1, 3), (0, 4), (11,), (3, 5, 4), (310, 601)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 WAYS_1D: list[tuple[Placement, ...]] = [
@@ -52,10 +52,9 @@ JOBS: dict[str, tuple[list[int] | list[list[int]], list[tuple[Placement, ...]]]]
 }
 #: who saves, who loads, with which `broadcast_checkpoint`
 LOADS = [
-    ("four", "four", True), ("four", "four", False), ("grid", "grid", True), ("grid", "grid", False),
-    ("four", "grid", True), ("grid", "four", False), ("grid", "three", True), ("two", "grid", True),
-    ("one", "two", True), ("two", "three", False), ("three", "four", True), ("one", "four", False),
-    ("four", "three", True), ("three", "two", True), ("two", "one", True), ("grid", "one", False),
+    ("four", "four", True), ("grid", "grid", True), ("four", "grid", True), ("grid", "four", False),
+    ("grid", "three", True), ("two", "grid", False), ("one", "two", True), ("two", "three", False),
+    ("three", "four", True), ("four", "three", False), ("two", "one", True),
 ]  # fmt: skip
 
 

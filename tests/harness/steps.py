@@ -151,8 +151,8 @@ def hash_in_python() -> Any:
 
         return called
 
-    names = ("offered_hashes", "replica_sum")
-    return mock.patch.multiple(_C, **{name: nothing_ready(getattr(_C, name)) for name in names})
+    functions: dict[str, Any] = {name: nothing_ready(getattr(_C, name)) for name in ("offered_hashes", "replica_sum")}
+    return mock.patch.multiple(_C, **functions)
 
 
 def no_plans_known() -> Any:

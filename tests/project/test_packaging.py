@@ -145,7 +145,6 @@ def run(bare: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_wheel_does_its_work_beside_torch_alone(bare: Path) -> None:
     run(bare, "python", "-c", USE)
-    assert run(bare, "vescale-ckpt", "--version").stdout.split()
     run(bare, "vescale-ckpt", "verify", "checkpoint")
 
 

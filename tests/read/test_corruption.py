@@ -57,7 +57,7 @@ def test_one_flipped_bit_anywhere_gives_the_values_or_names_the_damage(saved: Pa
     detected = dict.fromkeys(regions(saved), 0)
     for region, ranges in regions(saved).items():
         ranges = [pair for pair in ranges if len(pair[0])]
-        for _ in range(12 if ranges else 0):
+        for _ in range(8 if ranges else 0):
             where, record = rng.choice(ranges)
             bit = rng.randrange(8 * where.start, 8 * where.stop)
             with flipped(record.path, bit):
@@ -78,7 +78,7 @@ def test_one_flipped_bit_anywhere_gives_the_values_or_names_the_damage(saved: Pa
 def test_every_flipped_bit_inside_a_tensor_is_found(saved: Path, source: str) -> None:
     rng = random.Random(2)
     ours = "table" in {name for name, ranges in regions(saved).items() if ranges}
-    for _ in range(30 if source == "page cache" else 12):
+    for _ in range(20 if source == "page cache" else 8):
         record = rng.choice([record for record in records(saved) if record.key in TENSORS])
         bit = rng.randrange(8 * record.body.start, 8 * record.body.stop)
         with flipped(record.path, bit):
@@ -373,7 +373,7 @@ def test_truncated_metadata_is_never_loaded(checkpoint: Path) -> None:
 def test_unverified_loads_of_damaged_files_never_crash(saved: Path) -> None:
     rng = random.Random(9)
     ranges = [pair for name, pairs in regions(saved).items() if name != "body" for pair in pairs if len(pair[0])]
-    for _ in range(120):
+    for _ in range(48):
         where, record = rng.choice(ranges)
         with flipped(record.path, rng.randrange(8 * where.start, 8 * where.stop)):
             assert_values_or_named_error(saved, verify=False)
