@@ -42,6 +42,7 @@ def report_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_without_a_gpu_all_calls_end_and_tell_what_they_would_run(tmp_path: Path, scripts: None) -> None:
     from gpu_plan import CALLS
 
@@ -204,6 +205,7 @@ def test_checks_of_the_runtime_alone_run_without_the_engine(tmp_path: Path) -> N
     assert figures["raw_across_neighbours_of_63"] >= 0
 
 
+@pytest.mark.slow
 def test_saves_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--gib=0.005", "--rounds=1", "--saves=12"]
     sections = f"--sections=copies,odd,first,prepared,gated,both-ways,small-loads,growth --dir={tmp_path}".split()

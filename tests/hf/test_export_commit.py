@@ -158,8 +158,12 @@ class Calls:
         return stand_in
 
 
-@pytest.mark.parametrize("after", SIZES)
-@pytest.mark.parametrize("before", BEFORE)
+#: Each size before with each after; each other folder with one of them.
+CHANGES = [(before, after) for before in SIZES for after in SIZES]
+CHANGES += list(zip([before for before in BEFORE if before not in SIZES], itertools.cycle(SIZES)))
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_kill_at_any_call_leaves_the_old_model_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ) -> None:
@@ -209,14 +213,14 @@ def test_a_call_that_fails_leaves_the_old_model_or_the_new_one(
         faults.clear()
         (found,) = check_old_or_new(directory, before)
         assert raised or found == 1
-        check_next(directory, after)
+        if skip % 2 == 0 or not raised:
+            check_next(directory, after)
         if seen <= skip:
             break
         shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("before", [before for before in BEFORE if before != "nothing"])
-@pytest.mark.parametrize("after", SIZES)
+@pytest.mark.parametrize(("before", "after"), [change for change in CHANGES if change[0] != "nothing"])
 def test_a_power_cut_leaves_the_old_model_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ) -> None:

@@ -1,7 +1,7 @@
 """Every single bit of a small checkpoint turned around, none left out: right values, or an error that names the file.
 
 All bits go through what each part of a file passes before it is used: on the rank that reads it, and on those that it
-is sent to. Loads of one and two ranks then see a bit of every third byte; with EVERY_BIT=1 in the environment, all of them.
+is sent to. Loads of one and two ranks see a bit of every third byte; with EVERY_BIT=1 in the environment, all of them.
 """
 
 from __future__ import annotations

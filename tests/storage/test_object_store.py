@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import stores
 from harness.object_server import unfinished_uploads
+from harness.python_forks import run_python
 from harness.ranks import run_ranks
 
 import vescale_ckpt
@@ -324,8 +325,7 @@ except BaseException as error:
 def test_a_save_that_is_given_up_while_it_sends_ends(bucket_url: str, object_server: Any) -> None:
     """In a process of its own: what could go wrong is that nothing goes on."""
     pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
-    command = [sys.executable, "-W", "ignore", "-c", GIVEN_UP, bucket_url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = run_python([sys.executable, "-c", GIVEN_UP, bucket_url], timeout=180)
     assert done.stdout.strip().endswith("True"), done.stderr
     assert not unfinished_uploads(object_server, bucket_url)
     assert storage_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
@@ -502,7 +502,7 @@ def test_without_obstore_the_extra_is_named(tmp_path: Path) -> None:
         "try: vescale_ckpt.load('s3://bucket/run', {})\n"
         "except vescale_ckpt.CheckpointError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python([sys.executable, "-c", code])
     assert "pip install 'vescale_ckpt[object-stores]'" in done.stdout, done.stderr
 
 
@@ -511,7 +511,7 @@ def test_local_paths_do_not_import_it(checkpoint: Path) -> None:
         f"import torch, sys, vescale_ckpt\nvescale_ckpt.save({str(checkpoint)!r}, {{'w': torch.ones(3)}})\n"
         "print('obstore' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python([sys.executable, "-c", code])
     assert done.stdout.strip() == "False", done.stderr
 
 

@@ -3,8 +3,6 @@ device itself does is tested in tests/cpp/stage, and in test_gpu.py."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.python_forks import run_python
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left, snapshot_memory
 from harness.states import same
@@ -289,8 +288,7 @@ def test_a_state_on_the_host_leaves_cuda_alone(checkpoint: Path) -> None:
         _C.device_info()
         assert _C.cuda_was_started()
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(checkpoint)]
-    done = subprocess.run(command, timeout=4 * BOUND, capture_output=True, text=True, env={**os.environ})
+    done = run_python([sys.executable, "-c", textwrap.dedent(program), str(checkpoint)])
     assert done.returncode == 0, done.stderr
 
 
