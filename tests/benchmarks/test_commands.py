@@ -9,22 +9,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from harness import steps as harness_steps
 from harness.object_server import ObjectServer
 from harness.ranks import in_fork
+from harness.steps import CEILING, STOCK
 
 from benchmarks import __main__ as command
 from benchmarks import background, export, gpu, gpu_step_time, loading
 from benchmarks.planning import cases as planning
-from vescale_ckpt._bench import usage
-from vescale_ckpt._bench.by_turns import CEILING, STOCK
 from vescale_ckpt.simulate.parallelism import Parallelism
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_what_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "sync_file_system", lambda directory: None)
+def no_waiting_for_what_others_write() -> None:
+    harness_steps.instead("wait for what others write", lambda directory: None).start()
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,12 @@ import pickle
 
 import pytest
 import torch
+from harness.inventories import inventory_of, kinds, tensors
 from harness.ranks import in_fork
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import balance, stock
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
-from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.rows import OBJECT
-from vescale_ckpt._state.describe import Describer
 from vescale_ckpt.simulate.models import Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import planned
@@ -33,12 +31,10 @@ def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
     parallelism = Parallelism(8, fsdp=2, tensor=2)
     with simulated_rank(8, rank):
         state = state_of(ENTRIES, parallelism)
-        inventory = Describer().describe(state)[0].inventory
+        inventory = inventory_of(state)
         simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
-        assert _C.inventory_kinds(inventory) == _C.inventory_kinds(simulated)
-        assert [item for item in _C.inventory_items(inventory) if item[1] != OBJECT] == [
-            item for item in _C.inventory_items(simulated) if item[1] != OBJECT
-        ]
+        assert kinds(inventory) == kinds(simulated)
+        assert tensors(inventory) == tensors(simulated)
         return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(
             stock.save_plan(inventory)
         )

@@ -15,8 +15,8 @@ import torch
 import vescale_ckpt
 from vescale_ckpt import cli
 from vescale_ckpt._bench import measure_disk, saves_and_loads
-from vescale_ckpt._bench.by_turns import Sample, summarize
-from vescale_ckpt._bench.page_cache import drop, resident_fraction
+from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, alternate, summarize, table
+from vescale_ckpt._bench.page_cache import StillResidentError, drop, resident_fraction
 from vescale_ckpt._bench.usage import Usage
 
 
@@ -105,6 +105,52 @@ def test_files_that_are_dropped_are_not_resident(tmp_path: Path) -> None:
     assert resident_fraction(tmp_path) > 0.9
     if drop(tmp_path) == 0:
         assert resident_fraction(tmp_path) == 0
+
+
+# --- Rounds, medians, ratios, tables: what the command and the benchmarks share
+
+
+def test_every_candidate_runs_in_every_round_unless_it_is_to_run_fewer_times() -> None:
+    runs: list[str] = []
+
+    def candidate(name: str) -> Steps:
+        runs.append(name)
+        return {"step": 0.5}
+
+    turns = {"ours": lambda: candidate("ours"), STOCK: lambda: candidate(STOCK)}
+    samples = list(alternate("case", turns, 3, warmup=1, seed=1, fewer={STOCK: 1}))
+    assert [(sample.round, sample.candidate) for sample in samples] == [
+        (-1, "ours"), (-1, STOCK), (0, "ours"), (0, STOCK), (1, "ours"), (2, "ours")
+    ]  # fmt: skip
+    assert sorted(runs[:2]) == sorted(["ours", STOCK]) and len(runs) == 6
+
+
+def test_a_round_with_files_that_stayed_in_memory_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [0]
+
+    def candidate() -> Steps:
+        turns[0] += 1
+        if turns[0] == 2:
+            raise StillResidentError("half of them")
+        return {"step": 0.5}
+
+    assert [sample.round for sample in alternate("case", {"ours": candidate}, 3)] == [0, 2]
+    assert "round 1 is dropped: half of them" in capsys.readouterr().err
+
+
+def test_rows_hold_medians_and_ratios_within_rounds() -> None:
+    def samples(candidate: str, *seconds: float, first: int = 0) -> list[Sample]:
+        rounds = enumerate(seconds, first)
+        return [Sample("case", "save", candidate, number, Usage(taken, 1.0, number)) for number, taken in rounds]
+
+    found = samples("ours", 9.0, 1.0, 3.0, 2.0, first=-1) + samples(STOCK, 10.0, 60.0) + samples(CEILING, 0.5, 0.3)
+    ours, stock, ceiling = summarize([*found, Sample("case", "load", "ours", -1, Usage(1.0))])
+    assert (ours.rounds, ours.seconds, ours.first_seconds) == ([1.0, 3.0, 2.0], 2.0, 9.0)
+    assert (ours.of_baseline, ours.of_ceiling, ours.peak_extra_bytes) == (15.0, pytest.approx(0.3), 2)
+    assert (stock.of_baseline, stock.first_seconds, ceiling.of_ceiling, ceiling.rate) == (1.0, None, 1.0, None)
+    text = table([ours, stock, ceiling]).splitlines()
+    assert text[0] == "case, median of 3" and "x stock" in text[1] and "GB/s" not in text[1]
+    assert text[2].startswith("save  ours") and "2 s" in text[2] and "1 s-3 s" in text[2]
 
 
 # --- Pictures

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from vescale_ckpt._collective import at_exit
-from vescale_ckpt._collective.handle import Notice
+from harness.steps import Notice, at_exit
 
 
 def test_saves_begin_while_others_end() -> None:

@@ -40,6 +40,10 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata_file.read_metadata(str(directory))
 
 
+def metadata_from(content: bytes) -> Metadata:
+    return metadata_file.loads(content, "what was made")
+
+
 def rewrite_metadata(directory: Path, metadata: Metadata) -> None:
     """As it is, without what our writer would put right."""
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -102,6 +106,16 @@ def data_file_names(path: Path) -> list[str]:
 def lock(path: Path) -> Any:
     """Takes the lock by which a save marks a file that it is writing; None if another has it. It has `release()`."""
     return locks.lock(str(path))
+
+
+def drop_dead_locks(path: Path) -> None:
+    """What a save does about locks of failed ones of its directory."""
+    locks.drop_dead_locks(str(path))
+
+
+def locks_are_held() -> bool:
+    """Whether this process holds any lock of a file."""
+    return bool(list(locks._held))
 
 
 def share(path: Path) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 from unittest import mock
 
 from vescale_ckpt import SavePlanner, StorageReader, api
+from vescale_ckpt._bench import by_turns, usage
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
-from vescale_ckpt._collective import background
+from vescale_ckpt._collective import at_exit, background
 from vescale_ckpt._collective.background import BackgroundQueue
+from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
@@ -24,6 +26,7 @@ from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.begin import BroadcastLoad
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
+from vescale_ckpt._state.application import saved_form
 from vescale_ckpt._storage import locks, object_clients, orphans
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.open_storage import checkpoint_path
@@ -31,7 +34,18 @@ from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
 
-__all__ = ["EngineError", "StoreGoneError", "checkpoint_path"]
+__all__ = [
+    "CEILING",
+    "STOCK",
+    "EngineError",
+    "Notice",
+    "StoreGoneError",
+    "at_exit",
+    "checkpoint_path",
+    "objects",
+    "saved_form",
+]
+CEILING, STOCK = by_turns.CEILING, by_turns.STOCK  #: candidates of every benchmark
 EngineError = _C.EngineError
 STEPS: dict[str, tuple[Any, str]] = {
     "agree": (Exchange, "agree"),
@@ -77,6 +91,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read a header": (headers._Reading, "_header"),
     "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
     "open a store": (object_clients, "_open"),
+    "wait for what others write": (usage, "sync_file_system"),
 }
 LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
@@ -153,6 +168,17 @@ def hash_in_python() -> Any:
 
     functions: dict[str, Any] = {name: nothing_ready(getattr(_C, name)) for name in ("offered_hashes", "replica_sum")}
     return mock.patch.multiple(_C, **functions)
+
+
+def installed_version(version: str) -> Any:
+    """A context in which all frameworks are of this version."""
+    return mock.patch("vescale_ckpt.integrations._versions.metadata.version", lambda package: version)
+
+
+def fsdp_of_trainer(state_dict_type: str) -> Any:
+    """A context in which Trainers of transformers seem to have FSDP, which there is none of on the CPU."""
+    plugin = type("Plugin", (), {"state_dict_type": f"StateDictType.{state_dict_type}"})()
+    return mock.patch("vescale_ckpt.integrations.transformers._fsdp_plugin", lambda: plugin)
 
 
 def no_plans_known() -> Any:

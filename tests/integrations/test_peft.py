@@ -13,13 +13,12 @@ from torch import nn
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from harness import jobs
+from harness import jobs, steps
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vescale_ckpt
-from vescale_ckpt.integrations import _versions
 from vescale_ckpt.integrations.peft import Adapter, save_adapter
 
 pytestmark = pytest.mark.slow
@@ -120,10 +119,8 @@ def test_bad_input_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
         Adapter(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="adapter_name='other': the model has 'default'"):
         Adapter(_model(), "other")
-    with monkeypatch.context() as patch:
-        patch.setattr(_versions.metadata, "version", lambda package: "9.0")
-        with pytest.warns(UserWarning, match=r"peft 0\.21 .*9\.0 is installed"):
-            Adapter(_model())
+    with steps.installed_version("9.0"), pytest.warns(UserWarning, match=r"peft 0\.21 .*9\.0 is installed"):
+        Adapter(_model())
     adapter = Adapter(_model())
     monkeypatch.delattr("peft.get_peft_model_state_dict")
     with pytest.raises(vescale_ckpt.CheckpointError, match=r"has no peft\.get_peft_model_state_dict"):

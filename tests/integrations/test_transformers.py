@@ -16,12 +16,11 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from harness import jobs
+from harness import jobs, steps
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import vescale_ckpt
-from vescale_ckpt.integrations import _versions
 from vescale_ckpt.integrations import dcp as ours
 from vescale_ckpt.integrations.transformers import VescaleCallback, last_sound_checkpoint, save_pretrained
 
@@ -152,10 +151,8 @@ def _is_ours() -> bool:
 
 
 @pytest.fixture
-def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows the callback a Trainer with FSDP, which there is none of on the CPU."""
-    plugin = type("Plugin", (), {"state_dict_type": "StateDictType.SHARDED_STATE_DICT"})()
-    monkeypatch.setattr("vescale_ckpt.integrations.transformers._fsdp_plugin", lambda: plugin)
+def sharded() -> None:
+    steps.fsdp_of_trainer("SHARDED_STATE_DICT").start()
 
 
 def test_without_fsdp_the_callback_warns_and_changes_nothing(tmp_path: Path) -> None:
@@ -166,9 +163,8 @@ def test_without_fsdp_the_callback_warns_and_changes_nothing(tmp_path: Path) -> 
     assert not _is_ours()
 
 
-def test_with_a_full_state_dict_the_callback_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = type("Plugin", (), {"state_dict_type": "StateDictType.FULL_STATE_DICT"})()
-    monkeypatch.setattr("vescale_ckpt.integrations.transformers._fsdp_plugin", lambda: plugin)
+def test_with_a_full_state_dict_the_callback_warns(tmp_path: Path) -> None:
+    steps.fsdp_of_trainer("FULL_STATE_DICT").start()
     with pytest.warns(UserWarning, match=r"with StateDictType\.FULL_STATE_DICT"):
         _trainer(tmp_path, VescaleCallback())
     assert not _is_ours()
@@ -206,10 +202,8 @@ def test_after_an_error_the_callback_ends_with_the_trainer_or_its_context(tmp_pa
 
 
 def test_an_untested_version_is_warned_about_and_a_missing_hook_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(_versions.metadata, "version", lambda package: "6.0")
-        with pytest.warns(UserWarning, match=r"transformers 5\.23 .*6\.0 is installed"):
-            VescaleCallback()
+    with steps.installed_version("6.0"), pytest.warns(UserWarning, match=r"transformers 5\.23 .*6\.0 is installed"):
+        VescaleCallback()
     monkeypatch.delattr("accelerate.state.AcceleratorState")
     with pytest.raises(vescale_ckpt.CheckpointError, match=r"accelerate .* has no accelerate\.state\.AcceleratorState"):
         VescaleCallback().on_train_begin(None, None, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,45 +57,6 @@ def bits_of(data: bytes, ranges: list[range] | None = None) -> Iterator[tuple[in
 
 
 # --- What each part of a checkpoint passes
-
-
-def inventory() -> bytes:
-    words = [array("q", (2 | dtype_code(torch.float32, name) << 8 | 2 << 32, 24, 2, 3, 0, 0, 2, 3)) for name in NAMES]
-    return _C.pack_inventory([*NAMES, "step"], [row.tobytes() for row in [*words, array("q", (0, 0))]], 0)
-
-
-def told_by(index: _C.Index) -> tuple[Any, ...]:
-    """All that loads ask of an index."""
-    plan = index.plan_load(inventory())
-    found = plan.reads, plan.objects, plan.files, plan.missing, plan.mismatched, plan.uncovered
-    return index.keys(), index.files, index.file_ends(), index.save_id, *found
-
-
-@pytest.mark.parametrize("sent", [True, False], ids=["sent", "file"])
-def test_the_index(saved: Path, tmp_path: Path, sent: bool) -> None:
-    data = (saved / ".metadata.index").read_bytes()
-    expected = told_by(_C.Index.from_bytes(data))
-    copy = tmp_path / "copy"
-    copy.write_bytes(data)
-    header, padding = range(152), range(152, 4096)  # nothing reads the padding
-    refused = 0
-
-    def check(opened: Callable[[], _C.Index], bit: int) -> bool:
-        try:
-            assert told_by(opened()) == expected, f"bit {bit}: {told_by(opened())}"
-        except _C.EngineError as error:
-            assert str(copy) in str(error), f"bit {bit}: {error}"
-            return True
-        assert bit // 8 in padding, f"bit {bit} is not checked"
-        return False
-
-    for bit, damaged in bits_of(data):
-        if sent:
-            refused += check(lambda damaged=damaged: _C.Index.from_bytes(damaged, str(copy)), bit)  # type: ignore[misc]
-        elif bit // 8 in header or data[bit // 8] or bit // 8 >= len(data) - 4 or bit % 8 == 0:
-            with flipped(copy, bit):  # zeros lie in the same checksum as what lies between them: one bit a byte
-                refused += check(lambda: _C.Index.open(str(copy)), bit)
-    assert refused
 
 
 def test_the_metadata(saved: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.files import metadata_from
+from harness.inventories import inventory_of, items
 from harness.python_forks import run_python
 from harness.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,9 +23,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import save
-from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._engine import _C
-from vescale_ckpt._state.describe import Describer
 from vescale_ckpt.cli import main
 from vescale_ckpt.simulate.models import MODELS, Entry, dtype_named, entries_in_checkpoint, entries_in_json, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState, coordinate
@@ -87,9 +86,8 @@ def held_by_a_layer(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> tupl
         parallelize_module(model, mesh["tensor"], {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
     fully_shard(model, mesh=mesh[tuple(name for name in names if name != "tensor")])
     state = model.state_dict()
-    real, _ = Describer().describe(state)
     entries = [Entry(name, tuple(tensor.shape), torch.float32) for name, tensor in state.items()]
-    return entries, _C.inventory_items(real.inventory)
+    return entries, items(inventory_of(state))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_ranks_hold_what_torch_gives_them(
     parallelism: Parallelism, mesh_shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
     for rank, (entries, real) in enumerate(run_ranks(4, held_by_a_layer, mesh_shape, names)):
-        assert _C.inventory_items(SimulatedState(entries, parallelism).inventory(rank)) == real
+        assert items(SimulatedState(entries, parallelism).inventory(rank)) == real
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -117,11 +115,11 @@ def test_experts_lie_on_the_innermost_ranks(rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
     try:
         tensor = distribute_tensor(torch.zeros(entry.shape), init_device_mesh("cpu", placed[0]), placed[1])
-        real, _ = Describer().describe({entry.name: tensor})
+        real = inventory_of({entry.name: tensor})
     finally:
         dist.destroy_process_group()
     simulated = SimulatedState([entry], parallelism).inventory(rank)
-    assert _C.inventory_items(simulated) == _C.inventory_items(real.inventory)
+    assert items(simulated) == items(real)
 
 
 def test_placements_follow_from_names() -> None:
@@ -145,7 +143,7 @@ def test_a_rank_that_holds_several_pieces_or_none_names_them_all() -> None:
     boxes = [
         (name, offset[0], size[0])
         for rank in range(8)
-        for name, *_, offset, size in _C.inventory_items(state.inventory(rank))
+        for name, *_, offset, size in items(state.inventory(rank))
         if name == "q_proj.weight" or rank % 2 == 0
     ]
     for name, length in ("q_proj.weight", 10), ("bias", 3):
@@ -222,7 +220,7 @@ def test_metadata_is_that_of_the_state() -> None:
     state = SimulatedState(SMALL, parallelism)
     plan, parts = planned([state.inventory(rank) for rank in range(4)], "balanced")
     content, _ = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
-    metadata = metadata_file.loads(content, "simulated")
+    metadata = metadata_from(content)
     assert list(metadata.state_dict_metadata) == state.names
     for entry in SMALL[:5]:
         stored = metadata.state_dict_metadata[entry.name]

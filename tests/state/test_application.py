@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness.states import assert_same
+from harness.steps import saved_form
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, IncompatibleStateError, MissingKeysError
-from vescale_ckpt._state.application import saved_form
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

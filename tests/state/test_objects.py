@@ -19,11 +19,11 @@ import numpy
 import pytest
 import torch
 from harness.states import assert_same
+from harness.steps import objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_ckpt import CheckpointError, UntrustedCheckpointError
-from vescale_ckpt._state import objects
 
 
 class Code:

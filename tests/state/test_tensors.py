@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.cost import least_cpu_seconds
-from harness.states import DTYPES, SHAPES, layouts, random_tensor
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from harness.states import layouts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -120,14 +118,6 @@ def rows(table: bytes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_says_what_python_says(kind: str) -> None:
-    tensor = make(kind)
-    table = tensor_table([tensor])
-    assert rows(table) == [tensor_row(tensor)]
-    assert read_tensors([tensor]).ready == bytes([is_host_memory(tensor)])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_contiguous_and_what_an_inventory_says_of_it(kind: str) -> None:
     tensor = make(kind)
     table = tensor_table([tensor, torch.ones(2), tensor])
@@ -156,7 +146,7 @@ def test_what_is_read_of_a_tensor_is_what_torch_says(kind: str, inference: bool)
         if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
             tensors[2].data.zero_()
         reads = read_tensors(tensors)
-        assert reads.table == tensor_table(tensors)
+        assert reads.table == tensor_table(tensors) and rows(reads.table) == list(map(tensor_row, tensors))
         assert reads.ready == bytes(map(is_host_memory, tensors))
         with_memory = [tensor for tensor in tensors if tensor_row(tensor)[2] >= 0]
         storages = [tensor.untyped_storage() for tensor in with_memory]
@@ -178,36 +168,6 @@ def test_counters_and_flags_of_inference_and_training() -> None:
         trained.add_(1).mul_(2)
     versions, requires_grad = torch_private.tensor_facts([without, trained, trained.detach()])
     assert (versions.tolist(), list(requires_grad)) == ([-1, 2, 2], [0, 1, 0])
-
-
-@settings(deadline=None)  # the first tensor of some kinds takes seconds of imports
-@given(st.lists(st.sampled_from(sorted(KINDS)), max_size=12))
-def test_lists_of_all_kinds(kinds: list[str]) -> None:
-    tensors = [make(kind) for kind in kinds]
-    table = tensor_table(tensors)
-    assert rows(table) == list(map(tensor_row, tensors))
-    assert read_tensors(tensors).ready == bytes(map(is_host_memory, tensors))
-
-
-def test_rows_are_what_torch_says() -> None:
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            tensor = random_tensor(shape, dtype)
-            code = DTYPE_CODES[dtype]
-            wanted = [tensor.data_ptr(), code, 1, len(shape), *shape, *tensor.stride()]
-            assert rows(tensor_table([tensor])) == [wanted]
-
-
-@pytest.mark.parametrize(("kind", "shape"), [("meta", [3, 5]), ("sparse", [3, 3]), ("subclass", [3]), ("fake", [3, 4])])
-def test_what_has_no_memory_still_has_a_dtype_and_a_shape(kind: str, shape: list[int]) -> None:
-    (row,) = rows(tensor_table([make(kind)]))
-    assert row[:4] == [-1, DTYPE_CODES[torch.float32], -1, len(shape)]
-    assert row[4 : 4 + len(shape)] == shape
-
-
-def test_what_cannot_be_stored_has_no_dtype() -> None:
-    for kind in ("quantized", "nested", "dtype_torch.int4", "dtype_torch.uint1"):
-        assert rows(tensor_table([make(kind)]))[0][:3] == [-1, -1, -1]
 
 
 def test_a_torch_without_dlpack_is_read_in_python() -> None:
@@ -233,14 +193,6 @@ def test_python_is_asked_only_where_dlpack_is_silent() -> None:
     odd = [torch.ones(3, device="meta"), make("subclass"), make("dtype_torch.bits8"), make("dtype_torch.int3")]
     _C.tensor_table(plain + odd, PLAIN_TYPES, DTYPE_CODES, row)
     assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in odd]
-
-
-def test_errors_in_python_pass_through() -> None:
-    def row(tensor: torch.Tensor) -> list[int]:
-        raise KeyError("wrong")
-
-    with pytest.raises(KeyError, match="wrong"):
-        _C.tensor_table([make("meta")], PLAIN_TYPES, DTYPE_CODES, row)
 
 
 def test_many_tensors_on_the_meta_device_cost_one_refusal() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.files import drop_dead_locks, lock, locks_are_held
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._storage import locks
 
 
 def test_threads_lock_while_a_save_looks_for_locks_of_failed_ones(tmp_path: Path) -> None:
@@ -25,11 +25,11 @@ def test_threads_lock_while_a_save_looks_for_locks_of_failed_ones(tmp_path: Path
 
     def lock_and_release() -> None:
         while not ended.is_set():
-            held = [locks.lock(str(file)) for file in files]
+            held = [lock(file) for file in files]
             taken.append(len(held))
-            for lock in held:
-                assert lock is not None
-                lock.release()
+            for one in held:
+                assert one is not None
+                one.release()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -38,13 +38,13 @@ def test_threads_lock_while_a_save_looks_for_locks_of_failed_ones(tmp_path: Path
         for thread in threads:
             thread.start()
         while len(taken) < 60:
-            locks.drop_dead_locks(str(tmp_path / "of another save"))
+            drop_dead_locks(tmp_path / "of another save")
     finally:
         ended.set()
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-    assert not list(locks._held)
+    assert not locks_are_held()
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=os.strerror)

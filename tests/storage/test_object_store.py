@@ -25,7 +25,7 @@ from harness.ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._storage import object_clients, paths
-from vescale_ckpt._storage.open_storage import checkpoint_path, is_file, storage_at
+from vescale_ckpt._storage.open_storage import checkpoint_path, storage_at
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 from obstore.store import LocalStore, MemoryStore  # noqa: E402
@@ -516,47 +516,6 @@ def test_local_paths_do_not_import_it(checkpoint: Path) -> None:
 
 
 # --- The directory
-
-
-def test_a_directory_of_objects(url: str) -> None:
-    found = storage_at(url)
-    assert found.by_requests and found.folders() == [] and not found.has("a")
-    with pytest.raises(FileNotFoundError):
-        found.names()
-    with pytest.raises(FileNotFoundError):
-        found.stat()
-    with pytest.raises(FileNotFoundError):
-        found.read("a")
-    with pytest.raises(FileNotFoundError):
-        found.read_range("a", -5, 5)
-    found.write("a", b"0123456789")
-    found.write("empty", b"")
-    stores.write(f"{url}/step-1", "x", b"1")
-    assert sorted(found.names()) == ["a", "empty", "step-1"] and found.folders() == ["step-1"]
-    assert found.stat().is_folder and found.stat("step-1").is_folder and found.stat("a").is_file
-    assert is_file(f"{url}/a") and not is_file(f"{url}/b")
-    assert found.stat("a").size == 10
-    for begin, length, content in [
-        (2, 3, b"234"),
-        (-3, 3, b"789"),
-        (-20, 20, b"0123456789"),
-        (8, 5, b"89"),
-        (11, 2, b""),
-    ]:
-        size, read = found.read_range("a", begin, length)
-        assert (size.size, read) == (10, content)
-    assert found.read_range("empty", 0, 5)[1] == b"" and found.read_range("empty", -5, 5)[1] == b""
-    before = found.stat("a").identity
-    found.write("a", b"9876543210")
-    assert found.stat("a").identity != before
-    with pytest.raises(OSError, match="overwrite=False"):
-        found.commit("a", b"other", overwrite=False)
-    found.commit("a", b"9876543210", overwrite=False)  # the answer to it was lost before
-    found.remove("a")
-    assert not found.has("a")
-    found.set_aside("step-1", first="x")
-    with pytest.raises(FileNotFoundError):  # some servers show an empty folder for a while
-        stores.names(f"{url}/step-1")
 
 
 def test_large_metadata_is_checked_before_it_is_read(url: str) -> None:

@@ -18,13 +18,13 @@ constexpr uint64_t kChecked = format::kChecksumBlock;
 constexpr uint64_t kLarge = 2 << 20;  // from here on a tensor travels from its own memory
 constexpr uint64_t kOddPlace = 24;    // where no direct transfer can start
 
-class WriterReader : public AccessTest {
+class RoundTrip : public AccessTest {
  protected:
   io::EngineOptions options() const { return small_options(GetParam()); }
   bool direct() const { return access() == io::Access::direct; }
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, WriterReader, ::testing::ValuesIn(every_access()), access_test_name);
+INSTANTIATE_TEST_SUITE_P(Each, RoundTrip, ::testing::ValuesIn(every_access()), access_test_name);
 
 // Tensors of many sizes around the borders of blocks, cells, slots and of what is large.
 const std::vector<Tensor>& assorted() {
@@ -87,7 +87,7 @@ void expect_true_table(const WrittenFile& file, const std::vector<write::RecordS
   }
 }
 
-TEST_P(WriterReader, RoundTripsTensorsOfEverySize) {
+TEST_P(RoundTrip, RoundTripsTensorsOfEverySize) {
   const std::vector<Tensor>& tensors = assorted();
   const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options());
   ASSERT_EQ(file.records.size(), tensors.size());
@@ -122,7 +122,7 @@ TEST_P(WriterReader, RoundTripsTensorsOfEverySize) {
 }
 
 // Large tensors whose first and last bytes lie in cells of their own, or share them with whole blocks.
-TEST_P(WriterReader, ChecksumsBlocksAcrossCellBorders) {
+TEST_P(RoundTrip, ChecksumsBlocksAcrossCellBorders) {
   const uint64_t framing = Tensor::of_bytes(kLarge).source().framing->total_bytes() - kLarge;
   std::set<std::pair<uint64_t, uint64_t>> met;  // bytes of the first and the last cell
   for (const uint64_t first : {kBlock - kTorchPlace, 3 * kBlock - kTorchPlace}) {
@@ -142,7 +142,7 @@ TEST_P(WriterReader, ChecksumsBlocksAcrossCellBorders) {
   EXPECT_TRUE(met.contains({kBlock - kTorchPlace, 1}));
 }
 
-TEST_P(WriterReader, GoesInPlaceWhereItCan) {
+TEST_P(RoundTrip, GoesInPlaceWhereItCan) {
   for (const uint64_t place : {kTorchPlace, kOddPlace}) {
     const Tensor tensor = Tensor::of_bytes(5 << 20, place);
     const WrittenFile file = write_data_file(path("file" + std::to_string(place)), {tensor.source()}, options());
@@ -167,7 +167,7 @@ TEST_P(WriterReader, GoesInPlaceWhereItCan) {
 }
 
 // Memory that is not laid out as the file wants it: transposed, expanded, every other row.
-TEST_P(WriterReader, PacksStridedTensors) {
+TEST_P(RoundTrip, PacksStridedTensors) {
   struct Layout {
     Sizes sizes, strides;
   };
@@ -195,7 +195,7 @@ TEST_P(WriterReader, PacksStridedTensors) {
 }
 
 // Boxes of chunks, into contiguous and into transposed memory, checked by blocks, by whole records, or not at all.
-TEST_P(WriterReader, ReadsBoxes) {
+TEST_P(RoundTrip, ReadsBoxes) {
   std::vector<Tensor> tensors;
   tensors.emplace_back("float32", Sizes{5, 200, 600});  // 2.4 MB
   tensors.emplace_back("int16", Sizes{7, 11});
@@ -261,7 +261,7 @@ TEST_P(WriterReader, ReadsBoxes) {
   }
 }
 
-TEST_P(WriterReader, ReadsOnlyWhatABoxNeeds) {
+TEST_P(RoundTrip, ReadsOnlyWhatABoxNeeds) {
   const Tensor tensor("float32", {4, 1 << 20});  // 16 MB in rows of 4 MB
   const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options());
   drop_cache(file.path);
@@ -272,7 +272,7 @@ TEST_P(WriterReader, ReadsOnlyWhatABoxNeeds) {
   EXPECT_LE(report->stats.in_place + report->stats.slots, (1u << 20) + 2 * kChecked);
 }
 
-TEST_P(WriterReader, WorksWithoutChecksums) {
+TEST_P(RoundTrip, WorksWithoutChecksums) {
   const std::vector<Tensor>& tensors = assorted();
   const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options(), false);
   EXPECT_EQ(file.bytes % kBlock, 0u);
@@ -292,7 +292,7 @@ TEST_P(WriterReader, WorksWithoutChecksums) {
 }
 
 // Tensors, more tensors, then bytes as they are, in one file.
-TEST_P(WriterReader, WritesInSeveralGroups) {
+TEST_P(RoundTrip, WritesInSeveralGroups) {
   std::vector<Tensor> first, second;
   for (const uint64_t bytes : {uint64_t{10}, kLarge, kLarge + 77}) first.push_back(Tensor::of_bytes(bytes));
   for (const uint64_t bytes : {kLarge + 5, uint64_t{0}, uint64_t{3}}) second.push_back(Tensor::of_bytes(bytes));
@@ -334,7 +334,7 @@ TEST_P(WriterReader, WritesInSeveralGroups) {
 }
 
 // The checksum of bytes that are no tensor, small or large.
-TEST_P(WriterReader, ChecksumsLargeObjects) {
+TEST_P(RoundTrip, ChecksumsLargeObjects) {
   const Memory object(6 * kSlotBytes + 9, kOddPlace);
   fill_random(object.bytes(), 1);
   const uint32_t crc = crc32(0, object.data(), object.size());
