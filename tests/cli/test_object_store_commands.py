@@ -14,7 +14,7 @@ from harness import steps, stores
 from harness.commands import copy
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
 from vescale_ckpt.cli import main
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -122,6 +122,21 @@ def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     copy(tmp_path / "other", f"{url}/one", overwrite=True)
     assert_holds(f"{url}/one", state(1))
     assert sum(name.endswith(".distcp") for name in stores.names(f"{url}/one")) == 1
+
+
+def test_a_damaged_source_is_named_and_nothing_is_copied(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vescale_ckpt.save(tmp_path / "one", state())
+    (file,) = (tmp_path / "one").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="large"):
+        copy(tmp_path / "one", f"{url}/one")
+    assert run(capsys, "copy", tmp_path / "one", f"{url}/one")[0] == 1
+    with pytest.raises(FileNotFoundError):
+        stores.names(f"{url}/one")
 
 
 def test_a_copy_goes_on_where_one_died(url: str, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ made, and the next one does not send a file again that is there with the size an
 
 On a file system all files are made in a pending folder. There each record is compared with the checksums that the
 checkpoint has, and each file that has bytes without checksums with the CRC-32 of what was read. Only then does the copy
-get its name. An object store has no such folder: there files get their names at once, and those that make them a
-checkpoint are written last.
+get its name. An object store has no such folder: there files get their names at once, once the source was verified, and
+those that make them a checkpoint are written last.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ class FolderCopy:
         files = CopiedFiles(self._source)
         self._report.left_out = files.left_out
         sizes = {name: stat_of(path).size for name, path in files.paths.items()}
-        total = (1 + self._read_back) * sum(sizes.values())
-        transfer = Transfer(total, self._progress, self._bytes_per_second, self._check)
-        if storage_at(self._path).renames:
+        renames = storage_at(self._path).renames
+        reads = 1 + self._read_back + (self._read_back and not renames)
+        transfer = Transfer(reads * sum(sizes.values()), self._progress, self._bytes_per_second, self._check)
+        if renames:
             made = self._through_pending_folder(files, sizes, transfer)
         else:
             made = self._in_place(files, sizes, transfer)
@@ -174,6 +175,10 @@ class FolderCopy:
         if not self._overwrite:
             storage.check_exclusive_commits()
         superseded = self._superseded(files)
+        if self._read_back:
+            found = verify_checkpoint(self._source, False, _progress_of(transfer), must_exist=True)
+            _raise_damage(found)
+            self._report.unverified_bytes = found.unverified_bytes
         made = [self._copy(name, files, self._path, transfer) for name in files.paths]
         for file in made if self._read_back else ():
             _read_back(os.path.join(self._path, file.name), file, transfer)
@@ -274,12 +279,7 @@ def _compare(
 ) -> None:
     """Reads back what was written to `made`. Raises `CorruptCheckpointError` if it is damaged, with the place in the
     source if that is damaged too."""
-    begun = transfer.done
-
-    def progress(done: int, total: int) -> None:
-        transfer.moved(begun + done - transfer.done)
-
-    found = verify_checkpoint(made, False, progress, must_exist=True)
+    found = verify_checkpoint(made, False, _progress_of(transfer), must_exist=True)
     if found.unreadable:
         first = found.unreadable[0]
         raise CheckpointError(f"the copy of {source} cannot be read back: {first.reason}", path=first.file)
@@ -294,6 +294,12 @@ def _compare(
     for file in files:
         if not (covered and holds_data(file.name)):
             _read_back(os.path.join(made, file.name) if file.name else made, file, transfer)
+
+
+def _progress_of(transfer: Transfer) -> Progress:
+    """Tells a transfer's progress what a verification that begins now has read."""
+    begun = transfer.done
+    return lambda done, total: transfer.moved(begun + done - transfer.done)
 
 
 def _read_back(path: str, made: Made, transfer: Transfer) -> None:
