@@ -99,10 +99,12 @@ def test_under_dcp_save_nothing_is_committed(format: str, tmp_path: Path) -> Non
 def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
     token = DirectoryMark(str(tmp_path))
     names = os.listdir(tmp_path)
-    threading.Timer(0.2, token.leave).start()
+    late = threading.Timer(0.2, token.leave)
+    late.start()
     patient = mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 60.0)
     with patient, mock.patch.object(shared_directory.secrets, "randbelow", return_value=5):
         DirectoryMark(str(tmp_path)).look(5, 1)
+        late.join()
         token.remove()
     assert os.listdir(tmp_path) == names == []
 
