@@ -16,7 +16,8 @@ pytest.importorskip("ray.train")
 pytestmark = pytest.mark.slow  # Ray takes its time to start
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "train_ray.py"
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+# Ray lets its workers wait for all others: on a machine in use they miss the time limits of Ray itself.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="module")
