@@ -86,9 +86,8 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
     std::unique_ptr<std::byte[]> memory;
     uint64_t written = 0;
   };
-  void check() const;  // called with mutex_ held, as the next two
+  void check() const;  // called with mutex_ held, as the next one
   Filling& filling(uint64_t part);
-  uint64_t complete_until() const;
 
   const std::string path_;
   const uint64_t part_bytes_;

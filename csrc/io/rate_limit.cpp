@@ -9,7 +9,7 @@ RateLimit::RateLimit(uint64_t bytes_per_second, Clock clock)
     : bytes_per_second_(static_cast<double>(bytes_per_second)), clock_(std::move(clock)) {}
 
 RateLimit::Time RateLimit::take(uint64_t bytes) {
-  if (!limited()) return Time::zero();
+  if (bytes_per_second_ == 0) return Time::zero();
   // A year, past which a clock of nanoseconds would overflow before long.
   constexpr double kMostSeconds = 365.0 * 24 * 3600;
   const std::chrono::duration<double> cost(std::min(kMostSeconds, static_cast<double>(bytes) / bytes_per_second_));

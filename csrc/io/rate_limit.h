@@ -18,7 +18,6 @@ class RateLimit {
 
   explicit RateLimit(uint64_t bytes_per_second, Clock clock = steady_now);  // 0: no limit
 
-  bool limited() const { return bytes_per_second_ != 0; }
   // Takes `bytes` out of the bucket, into debt if need be. Returns how long to wait before they are sent.
   Time take(uint64_t bytes);
 
