@@ -71,6 +71,7 @@ lint: $(STAMP)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) scripts/csrc_floors.py
+	$(PY) scripts/check_modules.py
 	$(PY) scripts/one_definition.py
 
 format: $(STAMP)

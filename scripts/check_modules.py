@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Checks the modules of the package: no circle of imports between files, and no two files of one name.
+
+Imports within functions and under TYPE_CHECKING count, too: what they name is known to the file all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "vescale_ckpt"
+#: Imports that do not count: file, and what it imports.
+ALLOWED = {
+    ("vescale_ckpt._write.streamed_write", "vescale_ckpt._write.store_layout"),  # a type
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a file imports."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package.pop()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            yield from names & modules.keys() or {base} & modules.keys()
+        elif isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names} & modules.keys()
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of files that reach each other by imports (Tarjan's strongly connected components)."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_files: list[str] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        open_files.append(name)
+        for other in sorted(imports[name]):
+            if other not in order:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in open_files:
+                lowest[name] = min(lowest[name], order[other])
+        if lowest[name] == order[name]:
+            at = open_files.index(name)
+            if len(open_files) - at > 1:
+                found.append(open_files[at:])
+            del open_files[at:]
+
+    for name in imports:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def main() -> int:
+    modules = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    imports = {
+        name: {other for other in imported(path, modules) if other != name and (name, other) not in ALLOWED}
+        for name, path in modules.items()
+    }
+    wrong = [f"these files import each other: {', '.join(sorted(circle))}" for circle in circles(imports)]
+    names: dict[str, Path] = {}
+    for path in modules.values():
+        if path.name != "__init__.py" and (other := names.setdefault(path.name.lstrip("_"), path)) != path:
+            wrong.append(f"{path}: {other} has the same name")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
