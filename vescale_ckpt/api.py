@@ -122,13 +122,13 @@ def save(
     checked_flag("async_checkpoint", async_checkpoint)
     checked_flag("overwrite", overwrite)
     if on_busy not in ON_BUSY:
-        raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
+        raise ValueError(f"on_busy: expected one of {', '.join(ON_BUSY)}, got {on_busy!r}")
     if gate is not None and not async_checkpoint:
         raise ValueError("gate: only an asynchronous save copies while training goes on")
     check_is_mapping(state, "save")
     if planner is not None and not isinstance(planner, SavePlanner):
         raise TypeError(
-            f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
+            f"planner: expected a vescale_ckpt.SavePlanner or one derived from it, got {type(planner).__name__}. "
             "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
         )
     safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
@@ -304,7 +304,7 @@ def load(
         raise ValueError("rename, allow_cast and planner are for loading into a state")
     if planner is not None:
         if not isinstance(planner, DcpLoadPlanner):
-            raise TypeError(f"planner: a planner of loads is wanted, not {type(planner).__name__}")
+            raise TypeError(f"planner: expected a planner of loads, got {type(planner).__name__}")
         if keys is not None or rename is not None or allow_cast or not strict or extra_files is not None:
             raise ValueError(
                 "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"

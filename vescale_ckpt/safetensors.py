@@ -120,13 +120,13 @@ def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
 
 def _check_tensors(tensors: object) -> None:
     if not isinstance(tensors, dict):
-        raise ValueError(f"a dict of names and tensors is wanted, not {type(tensors).__name__}")
+        raise ValueError(f"expected a dict of names and tensors, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{name!r}: the names of tensors are text, not {type(name).__name__}")
         name.encode()  # raises for text that is not Unicode
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: a tensor is wanted, not {type(tensor).__name__}")
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
     if sparse:
         raise ValueError(f"{some(sorted(sparse))}: sparse tensors cannot be saved; make them dense with to_dense()")

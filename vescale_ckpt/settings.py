@@ -46,18 +46,18 @@ class Setting:
     def parse(self, text: str) -> int | str:
         if isinstance(self.default, str):
             if self.choices and text not in self.choices:
-                raise ValueError(f"{self.variable}={text!r}: one of {', '.join(self.choices)} is wanted")
+                raise ValueError(f"{self.variable}: expected one of {', '.join(self.choices)}, got {text!r}")
             return text
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"{self.variable}={text!r}: a whole number is wanted") from None
+            raise ValueError(f"{self.variable}: expected a whole number, got {text!r}") from None
         if value < self.least:
-            raise ValueError(f"{self.variable}={text!r}: at least {self.least} is wanted")
+            raise ValueError(f"{self.variable}: expected at least {self.least}, got {text!r}")
         if value > self.most:
-            raise ValueError(f"{self.variable}={text!r}: at most {self.most} is wanted")
+            raise ValueError(f"{self.variable}: expected at most {self.most}, got {text!r}")
         if value % self.step:
-            raise ValueError(f"{self.variable}={text!r}: a multiple of {self.step} is wanted")
+            raise ValueError(f"{self.variable}: expected a multiple of {self.step}, got {text!r}")
         return value
 
 
@@ -145,7 +145,7 @@ def node() -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
-        raise ValueError(f"{_NODE}={text!r}: a whole number below 2**63 is wanted")
+        raise ValueError(f"{_NODE}: expected a whole number below 2**63, got {text!r}")
     return int(text)
 
 
@@ -180,7 +180,7 @@ def timeout(argument: float | None) -> float:
 def broadcast(argument: Broadcast) -> Broadcast:
     """An argument `broadcast_checkpoint`, checked."""
     if argument != "auto" and not isinstance(argument, bool):
-        raise ValueError(f"broadcast_checkpoint={argument!r}: 'auto', True or False is wanted")
+        raise ValueError(f"broadcast_checkpoint: expected 'auto', True or False, got {argument!r}")
     return argument
 
 
@@ -190,7 +190,7 @@ def broadcast(argument: Broadcast) -> Broadcast:
 def checked_flag(name: str, value: object) -> bool:
     """Raises ValueError for other values than True and False. A text such as "no" would count as true."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: True or False is wanted")
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
     return value
 
 
@@ -203,8 +203,8 @@ def checked_count(name: str, value: object, most: int | None = None) -> int | No
     except TypeError:
         number = 0
     if number < 1 or (most is not None and number > most):
-        wanted = "at least 1" if most is None else f"1 to {most}"
-        raise ValueError(f"{name}={value!r}: a whole number, {wanted}, is wanted, or None")
+        allowed = "of at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name}: expected a whole number {allowed}, or None, got {value!r}")
     return number
 
 
@@ -216,7 +216,7 @@ def checked_bytes(name: str, value: object) -> int:
         unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
         count = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
     if count is None or count < 1:
-        raise ValueError(f"{name}={value!r}: bytes, or text like '5GB' or '500MiB', are wanted")
+        raise ValueError(f"{name}: expected bytes, or text like '5GB' or '500MiB', got {value!r}")
     return count
 
 
@@ -226,7 +226,7 @@ def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
         return None
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
-        raise ValueError(f"{name}={value!r}: seconds are wanted{'' if zero else ', more than 0'}, or None")
+        raise ValueError(f"{name}: expected seconds{'' if zero else ', more than 0'}, or None, got {value!r}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -234,7 +234,7 @@ def checked_path(name: str, value: object) -> str | os.PathLike[str]:
     """Raises ValueError if it is not a path, or if it is empty."""
     if not isinstance(value, (str, os.PathLike)):
         hint = f"; as bytes it is os.fsdecode({name})" if isinstance(value, bytes) else ""
-        raise ValueError(f"{name}: a path or a file:// URL is wanted, not {type(value).__name__}{hint}")
+        raise ValueError(f"{name}: expected a path or a file:// URL, got {type(value).__name__}{hint}")
     if not os.fspath(value):
-        raise ValueError(f"{name}: a path is wanted, not an empty text (the working directory is '.')")
+        raise ValueError(f"{name}: expected a path, got an empty text (the working directory is '.')")
     return value

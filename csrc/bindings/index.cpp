@@ -62,7 +62,7 @@ py::bytes cut(py::bytes bytes, uint64_t size) {
 }
 
 py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tuple>& paths) {
-  if (names.size() != paths.size()) throw py::value_error("as many paths as names are wanted");
+  if (names.size() != paths.size()) throw py::value_error("expected as many paths as names");
   metadata::KeyPathsBuilder builder;
   for (size_t i = 0; i < names.size(); ++i) {
     builder.name(std::string_view(encoded(names[i])), static_cast<uint32_t>(paths[i].size()));

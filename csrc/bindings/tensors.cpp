@@ -44,7 +44,7 @@ std::string utf8(const py::handle& name) {
 }
 
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
-  if (names.size() != rows.size()) throw Error::invalid("as many rows of items as names are wanted");
+  if (names.size() != rows.size()) throw Error::invalid("expected as many rows of items as names");
   state::InventoryBuilder builder;
   for (size_t i = 0; i < rows.size(); ++i) builder.add(utf8(names[i]), view(rows[i]));
   const std::vector<std::byte> bytes = builder.pack(node);
@@ -110,7 +110,7 @@ py::object inventory_of_tensors(const py::list& names, const py::bytes& table, c
   const std::span<const std::byte> flags = view(requires_grad);
   if (objects.size() != object_bytes.size() || flags.size() != tensors.size() ||
       names.size() != tensors.size() + objects.size()) {
-    throw Error::invalid("as many names as tensors and objects are wanted");
+    throw Error::invalid("expected as many names as tensors and objects");
   }
   state::InventoryBuilder builder;
   std::vector<int64_t> sources;
@@ -178,7 +178,7 @@ py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, c
   const Table source_words(sources), tensor_words(tensors);
   const state::Inventory all(view(inventory));
   const std::span<const std::byte> flags = view(offered);
-  if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("a flag for each item is wanted");
+  if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("expected a flag for each item");
   std::vector<uint32_t> items;
   for (uint32_t i = 0; i < all.size(); ++i) {
     const state::Item item = all[i];

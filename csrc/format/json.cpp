@@ -50,7 +50,7 @@ char JsonReader::peek() {
 
 void JsonReader::take(char wanted) {
   if (peek() != wanted || at_ >= text_.size()) {
-    fail((at_ >= text_.size() ? "it ends where " : "") + quoted(wanted) + " is wanted");
+    fail("expected " + quoted(wanted) + (at_ >= text_.size() ? ", got the end" : ""));
   }
   ++at_;
 }
@@ -73,7 +73,7 @@ bool JsonReader::more(char bracket) {
     first_ = false;
     return true;
   }
-  if (next != ',') fail("',' or " + quoted(bracket) + " is wanted");
+  if (next != ',') fail("expected ',' or " + quoted(bracket));
   ++at_;
   if (peek() == bracket) fail("a comma with nothing behind it");
   return true;
@@ -87,7 +87,7 @@ uint32_t JsonReader::hex4() {
                       : (c >= 'a' && c <= 'f') ? c - 'a' + 10
                       : (c >= 'A' && c <= 'F') ? c - 'A' + 10
                                                : -1;
-    if (digit < 0) fail("four hexadecimal digits are wanted");
+    if (digit < 0) fail("expected four hexadecimal digits");
     code = code << 4 | static_cast<uint32_t>(digit);
   }
   return code;
@@ -117,7 +117,7 @@ void JsonReader::escape(std::string& out) {
 }
 
 std::string JsonReader::string() {
-  if (peek() != '"') fail("a string is wanted");
+  if (peek() != '"') fail("expected a string");
   const size_t start = at_++;
   std::string out;
   for (;;) {
@@ -156,7 +156,8 @@ uint64_t JsonReader::whole_number() {
   const std::string_view text = text_.substr(start, at_ - start);
   uint64_t value = 0;
   for (const char c : text) {
-    if (!is_digit(c)) fail(std::string(text.substr(0, 40)) + " where a whole number, not negative, is wanted", start);
+    if (!is_digit(c))
+      fail("expected a whole number that is not negative, got " + std::string(text.substr(0, 40)), start);
     if (__builtin_mul_overflow(value, uint64_t{10}, &value) ||
         __builtin_add_overflow(value, static_cast<uint64_t>(c - '0'), &value)) {
       fail("a number of more than 64 bits", start);
@@ -169,7 +170,7 @@ void JsonReader::number() {
   const size_t start = at_;
   if (at_ < text_.size() && text_[at_] == '-') ++at_;
   const size_t first = at_;
-  if (!digits()) fail("a number is wanted", start);
+  if (!digits()) fail("expected a number", start);
   if (text_[first] == '0' && at_ - first > 1) fail("a number with a leading zero", start);
   if (at_ < text_.size() && text_[at_] == '.') {
     ++at_;
@@ -183,7 +184,7 @@ void JsonReader::number() {
 }
 
 void JsonReader::word(std::string_view wanted) {
-  if (text_.substr(at_, wanted.size()) != wanted) fail("a value is wanted");
+  if (text_.substr(at_, wanted.size()) != wanted) fail("expected a value");
   at_ += wanted.size();
 }
 

@@ -216,7 +216,7 @@ Catalog catalog_of(const state::Inventory& rows) {
 std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> locations,
                                      const std::vector<std::string>& files, std::string_view save_id) {
   if (locations.size() != rows.size() * RecordLocations::kWords)
-    throw Error::invalid("as many locations as rows are wanted");
+    throw Error::invalid("expected as many locations as rows");
   const Catalog catalog = catalog_of(rows);
   const RecordLocations of_rows({locations}, {files});
   const IndexImage image(catalog, of_rows, save_id, 0, 0);

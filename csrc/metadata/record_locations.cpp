@@ -18,7 +18,7 @@ namespace {
 RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
                                  const std::vector<std::vector<std::string>>& files)
     : tables_(std::move(tables)) {
-  if (files.size() != tables_.size()) throw Error::invalid("as many lists of files as ranks are wanted");
+  if (files.size() != tables_.size()) throw Error::invalid("expected as many lists of files as ranks");
   std::unordered_map<std::string_view, uint32_t> numbers;
   for (size_t rank = 0; rank < files.size(); ++rank) {
     if (tables_[rank].size() % kWords != 0) malformed(rank, "not whole rows");

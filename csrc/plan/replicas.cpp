@@ -73,7 +73,7 @@ void Replicas::find_differences(const Layout& layout, std::span<const std::span<
     uint64_t hash = 0;
     uint32_t rank = 0;
   };
-  if (hashes.size() != first_slot_.size()) throw Error::invalid("hashes of each rank are wanted");
+  if (hashes.size() != first_slot_.size()) throw Error::invalid("expected hashes of each rank");
   std::vector<uint32_t> shared_boxes(layout.classes.size());
   for (size_t rank = 0; rank < hashes.size(); ++rank) {
     const Layout::Block& block = layout.block(rank);

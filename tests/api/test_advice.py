@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ids=["module", "optimizer", "list", "number"],
 )
 def test_a_state_that_is_no_mapping(tmp_path: Path, function: str, state: Any, advice: str) -> None:
-    with pytest.raises(TypeError, match="a mapping of names to values is wanted") as raised:
+    with pytest.raises(TypeError, match="expected a mapping of names to values") as raised:
         FUNCTIONS[function](tmp_path / "x", state)
     assert advice in str(raised.value)
     assert not (tmp_path / "x").exists()

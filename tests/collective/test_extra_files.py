@@ -95,7 +95,7 @@ def test_names_that_could_harm_the_checkpoint_are_refused(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("wrong", ["text", None, 3])
 def test_contents_are_bytes(tmp_path: Path, wrong: object) -> None:
-    with pytest.raises(CheckpointError, match="bytes are wanted"):
+    with pytest.raises(CheckpointError, match="expected bytes"):
         vescale_ckpt.save(tmp_path, state(1), extra_files={"f": wrong})  # type: ignore[dict-item]
 
 

@@ -179,7 +179,7 @@ SHARED = torch.arange(12.0)
     ("tensors", "metadata", "error", "says"),
     [
         ([torch.zeros(1)], None, ValueError, "a dict"),
-        ({"a": 1}, None, ValueError, "a: a tensor is wanted, not int"),
+        ({"a": 1}, None, ValueError, "a: expected a tensor, got int"),
         ({1: torch.zeros(1)}, None, TypeError, "names"),
         ({"a": sparse()}, None, ValueError, "a: sparse"),
         ({"a": torch.zeros(3, 2).t()}, None, ValueError, "a: not contiguous"),

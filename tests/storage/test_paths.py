@@ -117,7 +117,7 @@ def test_a_parent_of_a_link_is_that_of_its_target(here_and_there: tuple[Path, Pa
         (Path("file:///ckpts/run1"), "file:///ckpts/run1"),
         (Path("s3://bucket/run1"), "write s3://bucket/run1, as text"),
         ("hdfs://host/run1", "no storage for hdfs"),
-        ("", "a path is wanted"),
+        ("", "expected a path"),
         ("a\0b", "no path"),
     ],
 )

@@ -79,7 +79,7 @@ class SavePlanner(DefaultSavePlanner):
         ):  # fmt: skip
             checked_flag(name, value)
         if placement not in PLACEMENTS:
-            raise ValueError(f"placement={placement!r}: one of {', '.join(PLACEMENTS)} is wanted")
+            raise ValueError(f"placement: expected one of {', '.join(PLACEMENTS)}, got {placement!r}")
         if dedup_save_to_lowest_rank and placement == "local":
             raise ValueError("placement='local' and dedup_save_to_lowest_rank=True contradict each other")
         self.reuse_plans = enable_plan_caching

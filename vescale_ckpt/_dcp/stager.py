@@ -64,7 +64,7 @@ class Stager(AsyncStager):
 
     def __init__(self, *, budget_bytes: int | None = None) -> None:
         if budget_bytes is not None and budget_bytes < 1:
-            raise ValueError(f"budget_bytes={budget_bytes}: at least 1 is wanted")
+            raise ValueError(f"budget_bytes: expected at least 1, got {budget_bytes}")
         self.budget_bytes = budget_bytes
 
     @gc_paused()

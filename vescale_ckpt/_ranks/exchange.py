@@ -168,7 +168,7 @@ class Exchange:
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
         """This rank's element of `parts`. The coordinator gives one part for each rank, by rank; other ranks None."""
         if self.is_coordinator and (parts is None or len(parts) != self.size):
-            raise ValueError(f"scatter: {self.size} parts are wanted, one for each rank")
+            raise ValueError(f"scatter: expected {self.size} parts, one for each rank")
         links = self._links
         if links is not None:
             with links.collective("scatter", phase, self.timeout):

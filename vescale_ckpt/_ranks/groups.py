@@ -22,7 +22,7 @@ def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
     """The group; for None the default group. None if torch.distributed is not initialised."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
         hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
-        raise ValueError(f"process_group: a group is wanted, or None, not {type(process_group).__name__}{hint}")
+        raise ValueError(f"process_group: expected a group or None, got {type(process_group).__name__}{hint}")
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group

@@ -74,7 +74,7 @@ def check_is_mapping(state: object, function: str) -> None:
             hint += f'; if that was its state_dict() alone, {path}, rename={{"{name}": ""}})'
     else:
         hint = f'such as {function}(..., {{"name": value}})'
-    raise TypeError(f"state: a mapping of names to values is wanted, not a {kind}: {hint}")
+    raise TypeError(f"state: expected a mapping of names to values, got a {kind}: {hint}")
 
 
 class Application:

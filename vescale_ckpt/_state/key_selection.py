@@ -19,10 +19,10 @@ class Selection:
 
     def __init__(self, names: str | Iterable[str] | None) -> None:
         if names is not None and not isinstance(names, Iterable):
-            raise TypeError(f"keys: names or patterns are wanted, as text, not {type(names).__name__}")
+            raise TypeError(f"keys: expected names or patterns as text, got {type(names).__name__}")
         self.names: list[str] | None = [names] if isinstance(names, str) else list(names) if names is not None else None
         if self.names is not None and not all(isinstance(name, str) for name in self.names):
-            raise TypeError("keys: names or patterns are wanted, as text")
+            raise TypeError("keys: expected names or patterns as text")
         left_out = [name[1:] for name in self.names or () if name.startswith("!")]
         self._left_out = Selection(left_out) if left_out else None
         if self.names is not None:
@@ -66,7 +66,7 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return same_key
     if not callable(rename) and not isinstance(rename, Mapping):
-        raise ValueError(f"rename: a function or a mapping of keys is wanted, or None, not {type(rename).__name__}")
+        raise ValueError(f"rename: expected a function, a mapping of keys or None, got {type(rename).__name__}")
     if isinstance(rename, Mapping) and not all(isinstance(text, str) for pair in rename.items() for text in pair):
         raise ValueError("rename: keys are texts with dots between their parts, on both sides")
     return rename if callable(rename) else _by_prefix(rename)

@@ -74,7 +74,7 @@ def register_store(url: str, store: Any) -> None:
     if isinstance(url, str):
         paths.check_no_secret(url)
     if not isinstance(url, str) or not paths.is_url(url) or paths.split(url)[1]:
-        raise ValueError(f"{url!r}: a scheme ({', '.join(paths.SCHEMES)}) and a bucket are wanted, as 's3://bucket'")
+        raise ValueError(f"expected a scheme ({', '.join(paths.SCHEMES)}) and a bucket, as 's3://bucket', got {url!r}")
     obstore()
     with _lock:
         _registered[paths.split(url)[0]] = store

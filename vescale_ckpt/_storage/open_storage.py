@@ -28,9 +28,9 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
     for object stores is missing."""
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise ValueError(f"a checkpoint's path is text, not {text!r}")
+        raise ValueError(f"expected a checkpoint's path as text, got {text!r}")
     if not text:
-        raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
+        raise ValueError("expected a path, got an empty text (the working directory is '.')")
     if "\0" in text:
         raise ValueError(f"{text!r} is no path")
     paths.check_no_secret(text)

@@ -581,7 +581,7 @@ def _complete_steps(root: str) -> list[int]:
 
 def _checked_step(step: int) -> int:
     if isinstance(step, bool):
-        raise TypeError(f"step={step}: a number is wanted")
+        raise TypeError(f"step: expected a number, got {step}")
     step = operator.index(step)
     if step < 0:
         raise ValueError(f"step={step}: it cannot be negative")

@@ -38,9 +38,9 @@ class Retention:
         for name in ("max_to_keep", "keep_period"):
             checked_count(name, getattr(self, name))
         if self.best is not None and (not isinstance(self.best, str) or not self.best):
-            raise ValueError(f"best={self.best!r}: the name of a metric is wanted, or None")
+            raise ValueError(f"best: expected the name of a metric or None, got {self.best!r}")
         if self.best_mode not in ("max", "min", None):
-            raise ValueError(f"best_mode={self.best_mode!r}: 'max' or 'min' is wanted")
+            raise ValueError(f"best_mode: expected 'max' or 'min', got {self.best_mode!r}")
         if self.best is not None and self.best_mode is None:
             raise ValueError(
                 f"best_mode is missing: for best={self.best!r} say 'min' if less is better (a loss), or 'max'"

@@ -32,13 +32,13 @@ def checked(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
     if files is None:
         return {}
     if not isinstance(files, Mapping):
-        raise TypeError(f"extra_files: a mapping of names to bytes is wanted, not {type(files).__name__}")
+        raise TypeError(f"extra_files: expected a mapping of names to bytes, got {type(files).__name__}")
     result = {}
     for name, content in files.items():
         if not isinstance(name, str) or not _is_allowed(name):
             raise ValueError(f"extra_files: {name!r} is no name that a file beside a checkpoint's own can have")
         if not isinstance(content, (bytes, bytearray, memoryview)):
-            raise TypeError(f"extra_files: {name}: bytes are wanted, not {type(content).__name__}")
+            raise TypeError(f"extra_files: {name}: expected bytes, got {type(content).__name__}")
         result[name] = bytes(content)
     return result
 

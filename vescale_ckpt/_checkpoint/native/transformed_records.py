@@ -53,8 +53,8 @@ class TransformedReads:
     def add_tensor(self, part: Part) -> None:
         if not part.is_whole:
             raise CheckpointError(
-                f"{part.key}: a part of it is wanted, but it was stored through a stream transform (compression): "
-                "load the checkpoint and save it again",
+                f"{part.key}: a part of it cannot be read, because it was stored through a stream transform "
+                "(compression): load the checkpoint and save it again",
                 key=part.key,
             )
         stored = MetadataIndex(part.key, torch.Size(part.chunk.offsets))

@@ -30,10 +30,10 @@ def file_numbers(mapping: Mapping[str, int] | None) -> tuple[tuple[str, int], ..
     if mapping is None:
         return ()
     if not isinstance(mapping, Mapping) or not mapping:
-        raise ValueError(f"fqn_to_index_mapping: a mapping of keys to numbers of files is wanted, not {mapping!r}")
+        raise ValueError(f"fqn_to_index_mapping: expected a mapping of keys to numbers of files, got {mapping!r}")
     for key, number in mapping.items():
         if not isinstance(key, str) or type(number) is not int or number < 1:
-            raise ValueError(f"fqn_to_index_mapping: {key!r}: {number!r}: a text and a number from 1 on are wanted")
+            raise ValueError(f"fqn_to_index_mapping: expected a text and a number from 1 on, got {key!r}: {number!r}")
     return tuple(sorted(mapping.items()))
 
 

@@ -332,7 +332,7 @@ def _weight_map(path: str) -> dict[str, str]:
         found = stat_of(path)
         if not found.is_file or found.size > _MOST_JSON_BYTES:
             raise UntrustedCheckpointError(
-                f"{path} is no index: a file of at most {_MOST_JSON_BYTES:,} bytes is wanted", path=path
+                f"{path} is no index: expected a file of at most {_MOST_JSON_BYTES:,} bytes", path=path
             )
         _, content = storage_at(directory).read_range(name, 0, _MOST_JSON_BYTES + 1)
     except OSError as error:
