@@ -194,7 +194,7 @@ def wrong_on_one_rank(path: str, name: str) -> None:
             arguments = {"path": path, "state": {"weight": torch.zeros(6)}}
         else:
             arguments = {"src": path, "dst": path + ".pt", "format": "torch"}
-        with pytest.raises(kind, match=f"rank 1: .*VESCALE_CKPT_{name}='nonsense'"):
+        with pytest.raises(kind, match=f"rank 1: .*VESCALE_CKPT_{name}: .*got 'nonsense'"):
             call(**arguments, timeout=None if name == "TIMEOUT" else 60)
     os.environ.pop(f"VESCALE_CKPT_{name}", None)
     target = {"weight": torch.zeros(6)}
