@@ -1,4 +1,4 @@
-"""`FileSystem` is a folder on a file system that this machine has mounted."""
+"""`FileSystem` keeps checkpoints in a folder of a mounted file system for `Storage`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
 
 logger = logging.getLogger(__name__)
 
-_STALE_ATTEMPTS = 3  # more, at a file that other machines keep replacing
-_LEASE_ATTEMPTS = 3  # to lock a mark that clean-ups of other processes remove before
-_MOST_NAMES = 10_000  # directories that are remembered as durable
+_STALE_ATTEMPTS = 3  # other machines may keep replacing a file
+_LEASE_ATTEMPTS = 3  # a clean-up of another process may remove the marker file before it is locked
+_MOST_NAMES = 10_000  # this many directories are remembered as durable
 _SET_ASIDE = ".deleting"
-# By these a file system says that there is no such file, or nothing that could be a file of a checkpoint.
+# These errors mean that there is no such file, or nothing that could be a file of a checkpoint.
 _ANSWERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 
 Found = TypeVar("Found")
@@ -39,7 +39,7 @@ class FileSystem(Storage):
     has_locks = renames = shares_files = True
 
     def check_mounted(self, what: str, instead: str) -> None:
-        """Every file system is."""
+        """Does nothing: every file system is mounted."""
 
     def hurried(self, seconds: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # a call of the system cannot be given up
@@ -118,10 +118,10 @@ class FileSystem(Storage):
                 _sync_name(level)
 
     def make_durable(self, holds_one: bool) -> None:
-        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether it holds a
+        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether the directory holds a
         checkpoint; then it is synced only once in a process."""
-        # A directory without a checkpoint may have been removed and made anew by another process. On many file systems
-        # it then has the same inode number.
+        # Another process may have removed and remade a directory without a checkpoint. On many file systems the new one
+        # has the same inode number.
         status = os.stat(self.path)
         if not holds_one or (self.path, status.st_dev, status.st_ino) not in _durable_names:
             _sync_name(self.path)
@@ -143,7 +143,7 @@ class FileSystem(Storage):
         self.write(name, content)
 
     def check_exclusive_commits(self) -> None:
-        """Nothing is promised of jobs that commit at the same time."""
+        """Does nothing: a file system makes no promise about jobs that commit at the same time."""
 
     # --- Removals
 
@@ -162,7 +162,7 @@ class FileSystem(Storage):
             _C.remove_file(path)
 
     def set_aside(self, name: str, first: str) -> None:
-        # By a rename: at every instant the folder is whole under its name, or has lost the name.
+        # With a rename the folder is whole under its name at every instant, or has lost the name.
         os.rename(self._at(name), self._at(name + _SET_ASIDE))
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
@@ -171,7 +171,7 @@ class FileSystem(Storage):
         if not found:
             return
         try:
-            self.sync()  # else a crash might bring back the old name of a half erased folder
+            self.sync()  # a crash before it might bring back the old name of a half erased folder
         except _C.EngineError as error:
             logger.warning("cannot remove %s now: %s", ", ".join(found), error)
             return
@@ -182,11 +182,11 @@ class FileSystem(Storage):
                     _C.sync_directory(path)
                 shutil.rmtree(path)
             except (OSError, _C.EngineError) as error:
-                if error.errno != errno.ENOENT:  # another process erases it, too
+                if error.errno != errno.ENOENT:  # ENOENT: another process erases the folder, too
                     logger.warning("cannot remove %s now: %s", path, error)
 
     def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        return []  # a file that was begun has a temporary name, and is an orphan
+        return []  # an unfinished file has a temporary name: it is removed as an orphan
 
     # --- Whether ranks use one directory
 
@@ -200,12 +200,12 @@ class FileSystem(Storage):
             made = True
         os.utime(path)
         status = os.stat(path)
-        if made or (path, status.st_dev, status.st_ino) not in _durable_names:  # its maker may have died
+        if made or (path, status.st_dev, status.st_ino) not in _durable_names:  # its maker may have died before a sync
             self.sync()
             _note_durable(path, status)
 
     def sees_mark(self, name: str) -> bool:
-        # Each look opens the directory: then the client of a network file system asks its server about it again.
+        # An open directory makes the client of a network file system ask its server about it again.
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
@@ -250,7 +250,7 @@ class FileSystem(Storage):
             if (lock := locks.share(self._at(mark))) is not None:
                 return lock
             if self.has(mark):
-                return FileLock.of_nothing()  # no locks in the file system: the mark's time counts
+                return FileLock.of_nothing()  # the file system has no locks: the time of the file counts
         raise CheckpointError(f"{self.path} is being cleaned up by another process", path=self.path)
 
     def unleased(self, mark: str, grace_seconds: float) -> AbstractContextManager[bool]:
@@ -260,9 +260,9 @@ class FileSystem(Storage):
         return os.path.join(self.path, name)
 
     def _asked(self, look: Callable[[], Found]) -> Found:
-        """The result of `look`, which raises OSError. The client of a network file system may say that a file is
-        missing which another machine has made, or that one is stale which another machine has replaced. Then `look` is
-        called again, after the client was made to ask its server."""
+        """Returns the result of `look`, which may raise OSError. The client of a network file system may report a file
+        as missing that another machine has made, or as stale that another machine has replaced. Then the client is made
+        to ask its server, and `look` is called again."""
         attempts = {errno.ENOENT: 1, errno.ESTALE: _STALE_ATTEMPTS}
         while True:
             try:
@@ -288,8 +288,8 @@ def _checked(status: os.stat_result, path: str) -> Stat:
 
 
 def _read_some(file: io.FileIO, most: int, path: str) -> bytes:
-    """The next bytes of a file; none at its end. A system that says that a read would block makes Python return None,
-    and a buffered file fewer bytes: a network file system may say so, as files are opened not to wait for a FIFO."""
+    """Returns the next bytes of a file; none at its end. Raises BlockingIOError if the read would block: a network file
+    system may report that for a file that was opened with O_NONBLOCK, and Python then returns None."""
     found = file.read(most)
     if found is None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
@@ -303,19 +303,19 @@ def _check_no_hole(descriptor: int, size: int, path: str) -> None:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
     except OSError:  # the file system does not report holes
         hole = size
-    os.lseek(descriptor, position, os.SEEK_SET)  # the search moved it, and the caller reads on from there
+    os.lseek(descriptor, position, os.SEEK_SET)  # the caller reads on from there
     if hole < size:
         raise UntrustedCheckpointError(
-            f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
+            f"{path} is no sound metadata: its length is {size:,} bytes, but it has a hole at {hole:,}", path=path
         )
 
 
-_durable_names: set[tuple[str, int, int]] = set()  # synced paths, with device and inode
+_durable_names: set[tuple[str, int, int]] = set()  # path, device and inode of each synced directory
 
 
 def _sync_name(directory: str) -> None:
-    """Syncs the directory above this one. If that may not be opened, syncs this one: for a new directory, most file
-    systems write its name, too."""
+    """Syncs the directory above this one. If this process may not open that, syncs this one: most file systems then
+    write the name of a new directory, too."""
     try:
         _C.sync_directory(os.path.dirname(directory.rstrip(os.sep) or os.sep))
     except _C.EngineError as error:

@@ -1,7 +1,7 @@
 """Locks local files and folders by `flock` for the processes that write, read or remove them.
 
-The locks end with their process. Some file systems have no locks, and some have locks that other machines do not see.
-There the functions return None, unless a process of this machine has locked the file.
+The kernel releases the locks of a process that ends. Some file systems have no locks, and some have locks that other
+machines do not see. There the functions return None, unless a process of this machine has locked the file.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .._engine.live_objects import LiveObjects
 from ..errors import CheckpointError
 from .storage import LOCK_NAME
 
-READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: opening a FIFO would wait for a writer
-_REMOVAL_SECONDS = 10.0  # to wait for the removal of a directory, which holds the locks for one rename
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: without O_NONBLOCK, opening a FIFO would wait for a writer
+_REMOVAL_SECONDS = 10.0  # waits so long for the removal of a directory, which holds the locks for one rename
 _REMOVAL_POLL_SECONDS = 0.005
-_COMMIT_SECONDS = 60.0  # to wait for the commit of another export, which takes some renames and syncs
+_COMMIT_SECONDS = 60.0  # waits so long for the commit of another export, which takes some renames and syncs
 _COMMIT_POLL_SECONDS = 0.02
 
 _LOCAL_LOCKS = frozenset(
     {"fuse", "fuseblk", "9p", "virtiofs", "beegfs", "gpfs", "vboxsf", "afs", "orangefs", "pvfs2", "cifs", "smb3"}
 )
-#: Those whose daemon asks a server for locks.
+#: The daemons of these file systems ask a server for locks.
 _FUSE_WITH_LOCKS = frozenset({"fuse.juicefs", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs"})
 _MOUNTS = "/proc/self/mountinfo"
 
@@ -38,7 +38,7 @@ _MOUNTS = "/proc/self/mountinfo"
 class FileLock:
     """Marks a file as in use, until it is released or the process dies.
 
-    `directory`: that of the save that writes the file. None: not released by `drop_dead_locks`.
+    `directory`: where the save writes the file. None: `drop_dead_locks` does not release the lock.
     """
 
     def __init__(self, directory: str | None, descriptor: int) -> None:
@@ -57,11 +57,11 @@ class FileLock:
 
     @classmethod
     def of_nothing(cls) -> FileLock:
-        """For a file system without locks, where the file's time tells of its use."""
+        """Returns a lock for a file system without locks, where the file's time shows its use."""
         return cls(None, -1)
 
 
-_held: LiveObjects[FileLock] = LiveObjects()  # by this process
+_held: LiveObjects[FileLock] = LiveObjects()  # the locks of this process
 
 
 def _release_after_fork() -> None:
@@ -100,8 +100,8 @@ def lock(path: str) -> FileLock | None:
 
 
 def drop_dead_locks(directory: str) -> None:
-    """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
-    keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
+    """Releases the locks of this process's failed saves into the directory. The traceback of such a save's error keeps
+    its writer and so its lock alive. Every rank calls it, because the coordinator cleans up for all."""
     if any(held.directory == os.path.abspath(directory) for held in _held):
         gc.collect()
 
@@ -120,10 +120,11 @@ def try_lock_alone(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
-    """A context that gives whether the writer of a file or folder, which locks `marked` while it writes, is gone. The
-    file stays locked within the context: a writer that has just made it and now locks it sees that it was taken.
+    """A context that gives whether the writer of a file or folder is gone. The writer locks `marked` while it writes.
+    The file stays locked within the context: a writer that has just made it, and locks it now, sees that it was taken.
 
-    Without locks in the file system, it gives whether `marked` and `others` were not modified for `grace_seconds`.
+    Without locks in the file system, the context gives whether `marked` and `others` were not modified for
+    `grace_seconds`.
     Raises OSError if `marked` cannot be opened.
     """
     descriptor = _open_to_lock(marked)
@@ -157,7 +158,7 @@ def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None
         make_directory()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # removed since
+        except FileNotFoundError:  # another process has removed the directory since
             continue
         except OSError as error:
             raise CheckpointError(f"cannot make {path}: {error}", path=path, errno=error.errno) from error
@@ -171,8 +172,8 @@ def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None
 @contextlib.contextmanager
 def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]) -> Iterator[bool | None]:
     """A context that gives whether no process saves into the directory or loads from it. While it lasts, no save that
-    locks the directory and no load that locks one of `held_names` begins. `tested_names` may be more files than a
-    process may open: each is locked for an instant only.
+    locks the directory begins, and no load that locks one of `held_names`. Each file of `tested_names` is locked for an
+    instant only: they may be more files than a process may open.
 
     None: the file system has no locks.
     """
@@ -202,8 +203,8 @@ def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]
 
 @contextlib.contextmanager
 def taking_turns(directory: str) -> Iterator[bool]:
-    """A context that makes exports into one directory commit one after the other. It gives False if the file system has
-    no locks. Raises `CheckpointError` if the other export takes too long."""
+    """A context within which no other export commits into the directory. It gives False if the file system has no
+    locks. Raises `CheckpointError` if the other export takes too long."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     lock = FileLock(None, descriptor)
     try:
@@ -244,7 +245,7 @@ def _open_to_lock(path: str) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise
-        return os.open(path, READ)  # a folder, or not ours
+        return os.open(path, READ)  # it is a folder, or this process may not write to it
 
 
 def _is_at(descriptor: int, path: str) -> bool:
@@ -258,18 +259,19 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def are_older(paths: Iterable[str], grace_seconds: float) -> bool:
-    """Whether none of some files of one directory was modified for so long. Raises OSError."""
+    """Whether no file of `paths`, which lie in one directory, was modified for so long. Raises OSError."""
     status = {path: os.stat(path).st_mtime for path in paths}
     directory = os.path.dirname(os.path.abspath(next(iter(status))))
     return seconds_since(max(status.values()), directory, grace_seconds) >= grace_seconds
 
 
 def seconds_since(modified: float, directory: str, enough: float) -> float:
-    """Seconds since the time `modified` of a file system's clock; of an age below `enough` by this machine's clock, it
-    is only known that it is less. `directory`: where a file may be made for a moment, to learn that clock's time.
+    """Returns the seconds since the time `modified` of a file system's clock. The result is exact from `enough` on;
+    below that only this machine's clock is asked. `directory`: a file is made in it for a moment, to learn the file
+    system's time.
 
     Files on a shared disk have the time of its server or of the machine that wrote them. A machine whose clock is ahead
-    would take the files of a running save for old ones. If no file can be made, this machine's clock is believed.
+    would take the files of a running save for old ones. If no file can be made, this machine's clock counts.
     """
     here = time.time() - modified
     if here < enough:
@@ -285,15 +287,15 @@ def seconds_since(modified: float, directory: str, enough: float) -> float:
 
 
 def locks_reach_others(status: os.stat_result) -> bool:
-    """Whether a lock on this file or folder is seen by every machine that has mounted its file system.
+    """Whether every machine that has mounted the file system sees a lock on this file or folder.
 
-    File systems of one machine count as such. What is not known counts as one.
+    True for file systems that one machine alone mounts, and for unknown types.
     """
     kind, options = _mount_of(status.st_dev)
     if kind in ("nfs", "nfs4"):
-        # Locks of files are the server's. Those of folders stay with the client.
-        told = {"nolock", "local_lock=all", "local_lock=flock"}.isdisjoint(options)
-        return told and stat.S_ISREG(status.st_mode)
+        # The server has the locks of files. Locks of folders stay with the client.
+        has_server_locks = {"nolock", "local_lock=all", "local_lock=flock"}.isdisjoint(options)
+        return has_server_locks and stat.S_ISREG(status.st_mode)
     if kind == "lustre":
         return "flock" in options
     if kind.startswith("fuse."):

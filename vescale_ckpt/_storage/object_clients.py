@@ -1,6 +1,6 @@
-"""Opens object stores through obstore for `object_store`, and words their errors.
+"""Opens object stores through obstore for `object_store`, and translates their errors.
 
-obstore retries by itself what may succeed later, with growing pauses, for a bounded time.
+obstore itself retries requests that may succeed later, with growing pauses, for a bounded time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..errors import CheckpointError
 from . import paths
 
 EXTRA = "object-stores"
-_MOST_TEXT = 600  # characters of what a store says
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # variables, the first one counts
+_MOST_TEXT = 600  # a store's text is cut after so many characters
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # the first variable that is set counts
 _UNSIGNED = "AWS_UNSIGNED_PAYLOAD"
 _lock = threading.Lock()
-_registered: dict[str, Any] = {}  # stores by root
-_opened: dict[tuple[str, int], tuple[object, Any]] = {}  # by root and patience, with what decides how it is opened
+_registered: dict[str, Any] = {}  # {root: store}
+_opened: dict[tuple[str, int], tuple[object, Any]] = {}  # {(root, timeout): (process and environment, store)}
 _hurry: ContextVar[int | None] = ContextVar("hurry", default=None)
 _DECIDING = ("AWS_", "GOOGLE_", "AZURE_", settings.PREFIX + "OBJECT_STORE_")  # prefixes of environment variables
 
@@ -34,7 +34,7 @@ _DECIDING = ("AWS_", "GOOGLE_", "AZURE_", settings.PREFIX + "OBJECT_STORE_")  # 
 class ObjectStoreError(OSError):
     """An object store refused or failed. Its text says what, and what to do."""
 
-    is_damage = False  #: whether the object is not what it was
+    is_damage = False  #: whether the object has changed
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -49,13 +49,13 @@ class ObjectExistsError(ObjectStoreError, FileExistsError):
 
 
 class ObjectChangedError(ObjectStoreError):
-    """The object was replaced since it was opened."""
+    """The object was replaced after it was opened."""
 
     is_damage = True
 
 
 def obstore() -> Any:
-    """The package. Raises `CheckpointError` if it is missing."""
+    """Returns the package. Raises `CheckpointError` if it is missing."""
     try:
         import obstore
     except ImportError as error:
@@ -67,7 +67,7 @@ def obstore() -> Any:
 
 def register_store(url: str, store: Any) -> None:
     """Makes all paths that begin with `url` (a scheme and a bucket: "s3://bucket") go to `store`, one of
-    `obstore.store`: for credentials and options that the environment does not give.
+    `obstore.store`. Use it for credentials and options that the environment does not give.
 
     Every process calls it before it uses such a path. Objects lie below the store's prefix, if it has one.
     """
@@ -81,9 +81,9 @@ def register_store(url: str, store: Any) -> None:
 
 
 def store_at(root: str) -> Any:
-    """The store of a root: the one that was registered, or else one that is opened once in each process, and again when
+    """Returns the store of a root: the registered one, or else one that is opened once in each process, and again when
     the environment changes. Raises `CheckpointError` if it cannot be set up."""
-    # What was opened before a fork has threads and connections of the parent.
+    # A store that was opened before a fork has threads and connections of the parent.
     decides = os.getpid(), *(item for item in os.environ.items() if item[0].startswith(_DECIDING))
     key = (root, 0 if root == "memory://" else _patience())
     with _lock:
@@ -97,8 +97,8 @@ def store_at(root: str) -> Any:
 
 @contextmanager
 def hurried(seconds: int) -> Iterator[None]:
-    """Requests of clients that this thread makes within it are given up after so many seconds, or the setting's if that
-    is less: for questions that have another answer than the store's. Not of stores that were registered."""
+    """A context in which clients that this thread makes give up a request after so many seconds, or the setting's if
+    that is less. It is for callers that can go on without the store's answer. Registered stores keep their timeouts."""
     before = _hurry.set(seconds)
     try:
         yield
@@ -112,15 +112,15 @@ def _patience() -> int:
 
 
 def is_opened_here(root: str) -> bool:
-    """Whether the store is one of a network that `store_at` opens, and not one that was registered."""
+    """Whether `store_at` opens the store over a network, so that it was not registered."""
     return root != "memory://" and root not in _registered
 
 
 def reconnect(root: str) -> None:
-    """Makes the next user of a root open it again, and so connect again. Not of a store that was registered: it is the
-    user's, and nobody else can open it."""
+    """Makes the next user of a root open it again, and so connect again. Registered stores stay open: only the user can
+    open them."""
     with _lock:
-        if root != "memory://":  # which would be another store, without what was saved
+        if root != "memory://":  # a new memory store would be empty
             for key in [key for key in _opened if key[0] == root]:
                 del _opened[key]
 
@@ -157,15 +157,15 @@ def _connect_timeout(seconds: int) -> timedelta:
 
 
 def _from_amazon_environment(client_options: dict[str, Any]) -> dict[str, Any]:
-    """What users of boto3 have in the environment, and obstore does not take from there itself."""
+    """Returns the options that users of boto3 set in the environment and obstore does not read there."""
     options: dict[str, Any] = {"config": {}}
     endpoint = _endpoint()
     if endpoint is not None:
         options["config"]["endpoint"] = endpoint
-    if endpoint is not None and not endpoint.startswith("https://"):  # who writes so means it
+    if endpoint is not None and not endpoint.startswith("https://"):
         client_options["allow_http"] = True
     elif _UNSIGNED not in os.environ:
-        # TLS guards the bytes: to hash them for the signature, too, would be half of a save's work.
+        # TLS protects the bytes. Hashing them for the signature, too, would be half of a save's work.
         options["config"]["unsigned_payload"] = "true"
     if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _boto3_credentials()) is not None:
         options["credential_provider"] = provider
@@ -173,8 +173,8 @@ def _from_amazon_environment(client_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _endpoint() -> str | None:
-    """The URL of the store from the environment; None for Amazon's own. Raises `CheckpointError`, with the variable's
-    name, if it is none."""
+    """Returns the store's URL from the environment; None for Amazon's own. Raises `CheckpointError` with the variable's
+    name if its value is no URL."""
     for variable in _ENDPOINTS:
         if text := os.environ.get(variable):
             if re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", text) is None:
@@ -187,7 +187,8 @@ def _endpoint() -> str | None:
 
 
 def _boto3_credentials() -> Any:
-    """Credentials of profiles and of single sign-on, which only boto3 reads. None without it, or without any."""
+    """Returns credentials of profiles and of single sign-on, which only boto3 reads. None if boto3 is missing or finds
+    none."""
     try:
         from boto3 import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -198,9 +199,9 @@ def _boto3_credentials() -> Any:
 
 
 def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-    """Aborts the uploads below a URL that began so long ago, which killed saves have left: a store keeps their parts,
-    and charges for them. Returns the URLs of the objects. None where they cannot be listed: obstore does not, so boto3
-    is asked, with the environment's credentials. Raises `CheckpointError`."""
+    """Aborts the uploads below a URL that began so long ago. Killed saves have left them; a store keeps their parts,
+    and charges for them. Returns the URLs of the objects. None if they cannot be listed: obstore has no such request,
+    so boto3 is asked, with the environment's credentials. Raises `CheckpointError`."""
     root, key = paths.split(url)
     if root == "memory://":
         return []
@@ -233,8 +234,8 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
 # --- Errors
 
 _DENIED = "check the credentials (AWS_ACCESS_KEY_ID, ... or the machine's role) and what they may do there"
-_LIMITS = re.compile(r"retry_timeout: \S+")  # which are told with every error
-# A pattern in what the store says, the errno of the error, and what it means.
+_LIMITS = re.compile(r"retry_timeout: \S+")  # every error's text has these limits
+# Each row is a pattern in the store's text, the errno of the error, and its meaning.
 _MEANINGS: tuple[tuple[str, int, str], ...] = (
     (r"NoSuchBucket|ContainerNotFound|bucket does not exist", errno.ENXIO, "there is no such bucket"),
     (
@@ -294,9 +295,9 @@ def is_panic(error: BaseException) -> bool:
 
 
 def named(error: BaseException, url: str) -> OSError:
-    """The error for one that obstore raised for a URL."""
+    """Returns the error of this package for an error that obstore raised for a URL."""
     name, told = type(error).__name__, _told(error)
-    full = _LIMITS.sub("", str(error))  # of a broken connection, only the part for programs tells why
+    full = _LIMITS.sub("", str(error))  # only the debug part gives the reason for a broken connection
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return error
     if name == "AlreadyExistsError":
@@ -317,11 +318,11 @@ def named(error: BaseException, url: str) -> OSError:
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether the store's answer says that the request is at fault, as one without valid credentials."""
+    """Whether the store's answer says that the request is at fault, for instance that it lacks valid credentials."""
     return re.search(r"status code: 4\d\d", str(error)) is not None
 
 
 def _told(error: BaseException) -> str:
-    """What the store said, in one line, without the program text that obstore adds."""
+    """Returns the store's text in one line, without the debug text that obstore adds."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."

@@ -2,8 +2,9 @@
 exists.
 
 A save writes a small object, its lease, and then looks for notices of removers. A remover writes a notice, and then
-looks for leases. Stores show what was written to all who look later. So of two at least one sees the other: a save
-waits until the remover has gone, and a remover lets the files be. Those of processes that died count for a day.
+looks for leases. A store shows an object to all readers as soon as it is written. So of a save and a remover at least
+one sees the other: the save waits until the notice is gone, and the remover leaves the files. Leases and notices of
+processes that died expire after a day.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_LEASE, _REMOVER = ".user.", ".remover."  # between the mark's name and a random ending
-_REMOVAL_SECONDS = 10.0  # to wait for removers, which need some requests
+_LEASE, _REMOVER = ".user.", ".remover."  # they stand between the marker file's name and a random ending
+_REMOVAL_SECONDS = 10.0  # waits so long for removers, which need some requests
 _POLL_SECONDS = 0.2
 
 
@@ -33,7 +34,7 @@ class ObjectLease:
 
     def release(self) -> None:
         """May be called again."""
-        with contextlib.suppress(OSError):  # it counts for a day at most
+        with contextlib.suppress(OSError):  # a lease that stays expires after a day
             self._storage.remove(self._name)
 
 
@@ -57,7 +58,7 @@ def lease(storage: Storage, mark: str, grace_seconds: float) -> ObjectLease:
 
 @contextlib.contextmanager
 def removing(storage: Storage, mark: str, grace_seconds: float) -> Iterator[bool]:
-    """A context that gives whether nobody has leased files of the folder; nobody does while it lasts. Raises
+    """A context that gives whether nobody has leased files of the folder. New leases wait until it ends. Raises
     OSError."""
     name = mark + _REMOVER + secrets.token_hex(8)
     storage.write(name, b"")
@@ -69,7 +70,7 @@ def removing(storage: Storage, mark: str, grace_seconds: float) -> Iterator[bool
 
 
 def _is_any(storage: Storage, beginning: str, grace_seconds: float) -> bool:
-    """Whether an object's name begins so. Removes those of processes that died."""
+    """Whether there is an object whose name begins so. Removes such objects of processes that died."""
     found = False
     for name in storage.names():
         if not name.startswith(beginning):

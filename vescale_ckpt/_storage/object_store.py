@@ -1,7 +1,7 @@
-"""`ObjectStore` is a folder in an object store: the objects whose keys begin with its own.
+"""`ObjectStore` keeps checkpoints in a folder of an object store for `Storage`: objects whose keys begin with its own.
 
-An object store has no folders, locks, renames or syncs, and an object appears whole or not at all. Each method says
-what stands in their place.
+An object store has no folders, locks, renames or syncs. An object appears whole or not at all. Each method says what
+it does instead.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .object_clients import (
 from .object_leases import ObjectLease
 from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
 
-_MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
-# Names that are random, so that no save writes to one again.
+_MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
+# These names are random, so no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
-_exclusive: set[str] = set()  # roots of stores that are known to heed conditions
-_ATTEMPTS = 3  # to read a range of the length that was asked for, or a whole list
+_exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
+_ATTEMPTS = 3  # a range or a list that came short is requested so often
 
 
 class Client:
@@ -81,11 +81,11 @@ class Client:
                 raise
             if isinstance(error, FileNotFoundError) or not refuses(error):
                 raise named(error, self.url) from error
-            found, _ = self.get((0, 1))  # the answer to HEAD has no body, that to GET says why
+            found, _ = self.get((0, 1))  # the answer to HEAD has no body; the answer to GET says what is wrong
         return found
 
     def version(self) -> tuple[Any, ...] | None:
-        """What tells versions of the object apart, its size first. None if there is none."""
+        """Returns size, ETag and time, which identify a version of the object. None if there is no object."""
         try:
             found = self.head()
         except ObjectMissingError:
@@ -93,7 +93,8 @@ class Client:
         return found["size"], found["e_tag"], found["last_modified"]
 
     def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
-        """What is known of the object, and a function that reads it, or a `part` of it (obstore's ranges)."""
+        """Returns the object's properties, and a function that reads the object or a `part` of it (obstore's
+        ranges)."""
         options: dict[str, Any] = {}
         if part is not None:
             options["range"] = part
@@ -102,7 +103,7 @@ class Client:
         with self._named():
             result = obstore().get(self.store, self.key, options=options)
             found: dict[str, Any] = result.meta
-        if etag is not None and found["e_tag"] not in (etag, None):  # a store that ignores If-Match
+        if etag is not None and found["e_tag"] not in (etag, None):  # some stores ignore If-Match
             raise ObjectChangedError(errno.EIO, f"{self.url} was replaced while it was read", self.url)
 
         def content() -> Any:
@@ -118,7 +119,7 @@ class Client:
             obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
-        """One multipart upload. If `parts` raises, it is aborted, and its error raised."""
+        """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error."""
         with self._named():
             obstore().put(
                 self.store,
@@ -134,7 +135,7 @@ class Client:
             obstore().delete(self.store, self.key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Removes objects of the store, wherever they are: a thousand with one request, where the store can."""
+        """Removes objects anywhere in the store: a thousand with one request, if the store can."""
         if not keys:
             return
         try:
@@ -146,7 +147,7 @@ class Client:
                     Client(paths.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
-        """The keys of folders and the objects directly below."""
+        """Returns the keys of the folders directly below, and the objects directly below."""
         found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
         return list(found["common_prefixes"]), self._without_itself(found["objects"])
 
@@ -154,12 +155,12 @@ class Client:
         return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
 
     def some_below(self) -> list[dict[str, Any]]:
-        """Those of one request: all, where there are not very many."""
+        """Returns the objects that one request lists: all, unless there are very many."""
         found = self._list(lambda: next(iter(obstore().list(self.store, self.key or None)), []))
         return self._without_itself(found)
 
     def _list(self, request: Callable[[], Any]) -> Any:
-        """The answer to a request for a list. obstore does not repeat one whose answer broke off in its middle."""
+        """Returns the answer to a request for a list. Repeats a request whose answer broke off: obstore does not."""
         for attempts_left in range(_ATTEMPTS - 1, -1, -1):
             with self._named():
                 try:
@@ -170,19 +171,19 @@ class Client:
         raise AssertionError
 
     def _without_itself(self, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Some servers and tools keep an empty object `folder/` for a folder."""
+        """Leaves out the empty object `folder/` that some servers and tools keep for a folder."""
         return [one for one in found if one["path"].rstrip("/") != self.key]
 
 
 class ObjectStore(Storage):
-    """A folder in an object store. It exists as long as objects are in it. All its methods' errors are OSError."""
+    """A folder in an object store. It exists as long as objects are in it. All its methods raise OSError."""
 
     by_requests = can_be_away = rereads = pins_data_files = True
     has_locks = renames = shares_files = False
 
     @cached_property
     def _client(self) -> Client:
-        return Client(self.path)  # to ask for a fact opens no connection
+        return Client(self.path)  # made at first use: asking for a class attribute opens no connection
 
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
@@ -193,7 +194,7 @@ class ObjectStore(Storage):
     # --- What is there
 
     def names(self) -> list[str]:
-        """Those of objects, and of what stands before a slash. Raises `FileNotFoundError` if there are none."""
+        """Returns the names of objects and of folders. Raises `FileNotFoundError` if there are none."""
         folders, objects = self._client.listed()
         if not folders and not objects:
             raise ObjectMissingError(errno.ENOENT, f"{self.path}: there is nothing below it", self.path)
@@ -217,7 +218,7 @@ class ObjectStore(Storage):
             if client.key:
                 return _stat(client.head())
         except ObjectMissingError:
-            # The answer to HEAD has no body: others tell whether it is the bucket that is missing.
+            # The answer to HEAD has no body. The answer to a list says whether the bucket is missing.
             below = client.some_below()
             if not below:
                 raise
@@ -235,7 +236,7 @@ class ObjectStore(Storage):
         return time.time() - modified_ns / 1e9
 
     def says_nothing(self, number: int) -> bool:
-        # Access denied, too many requests, no such bucket and no network are no answers.
+        # After access denied, too many requests, no such bucket or no network, nothing is known of the object.
         return number != errno.ENOENT
 
     # --- Reads
@@ -264,7 +265,7 @@ class ObjectStore(Storage):
             return _stat(found), b""  # there is no such range
 
     def look_again(self) -> None:
-        """By new connections."""
+        """Makes new connections, and forgets known objects."""
         with _known_lock:
             for known in [each for each in _known if paths.split(each)[0] == self._client.root]:
                 del _known[known]
@@ -273,22 +274,22 @@ class ObjectStore(Storage):
     # --- Writes
 
     def make(self) -> None:
-        """A key needs no folder."""
+        """Does nothing: a key needs no folder."""
 
     def check_space(self, needed: int) -> None:
-        """A bucket has no end."""
+        """Does nothing: a bucket has no limit."""
 
     def write(self, name: str, content: bytes) -> None:
-        """An object appears when it is complete, and is durable then."""
+        """Puts an object, which appears when it is complete and is durable then."""
         self._client.at(name).put(content)
 
     def commit(self, name: str, content: bytes, overwrite: bool) -> None:
-        """By one conditional request: of several jobs with `overwrite=False` one succeeds."""
+        """Makes one conditional request. Of several jobs with `overwrite=False` one succeeds."""
         client = self._client.at(name)
         try:
             client.put(content, create=not overwrite)
         except OSError as error:
-            # Its answer may have been lost, and a repeated request then finds its own object.
+            # The answer to the first request may have been lost. A repeated request then finds its own object.
             try:
                 _, found = client.get()
                 is_ours = bytes(found()) == content
@@ -312,8 +313,8 @@ class ObjectStore(Storage):
             raise
 
     def check_exclusive_commits(self) -> None:
-        """By two conditional requests, once in a process for each bucket: some stores do not know them, and some do not
-        heed the condition."""
+        """Makes two conditional requests, once in a process for each bucket. Some stores do not know such requests, and
+        some ignore the condition."""
         root = self._client.root
         if root in _exclusive:
             return
@@ -328,7 +329,7 @@ class ObjectStore(Storage):
                 _exclusive.add(root)
                 return
             except OSError as error:
-                if error.errno != errno.EOPNOTSUPP:  # the save will say what is wrong
+                if error.errno != errno.EOPNOTSUPP:  # the save will raise this error itself
                     return
                 why = "does not know conditional requests"
             finally:
@@ -341,12 +342,12 @@ class ObjectStore(Storage):
         )
 
     def sync(self, name: str = "") -> None:
-        """An object is durable when it appears."""
+        """Does nothing: an object is durable when it appears."""
 
     # --- Removals
 
     def remove(self, name: str) -> bool:
-        """True if it is gone; stores do not tell whether it was there."""
+        """Returns True if the object is gone: stores do not tell whether it was there."""
         try:
             self._client.at(name).delete()
         except ObjectMissingError:
@@ -361,15 +362,15 @@ class ObjectStore(Storage):
         folder.delete_all([found["path"] for found in folder.all_below()])
 
     def set_aside(self, name: str, first: str) -> None:
-        """Removes the folder, the object `first` before all others: there is no rename. An interruption leaves a folder
-        without `first`, or a whole one."""
+        """Removes the folder, and the object `first` before all others, because there is no rename. An interruption
+        leaves a folder without `first`, or a whole one."""
         folder = self._client.at(name)
         below = folder.all_below()
         ObjectStore(folder.url).remove(first)
         folder.delete_all([found["path"] for found in below])
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
-        """`set_aside` leaves nothing."""
+        """Does nothing: `set_aside` has removed everything."""
 
     def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
         return abort_dead_uploads(self.path, grace_seconds, dry_run=dry_run)
@@ -380,7 +381,7 @@ class ObjectStore(Storage):
         self._client.at(name).put(b"", create=True)
 
     def keep_mark(self, name: str) -> None:
-        if not self.has(name):  # its time means nothing: leases tell who uses it
+        if not self.has(name):  # its time does not matter: leases show who uses it
             self.write(name, b"")
 
     def sees_mark(self, name: str) -> bool:
@@ -429,12 +430,12 @@ def _stat(found: dict[str, Any]) -> Stat:
 
 # --- What the engine reads and writes
 
-_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # size and ETag of objects that nobody writes again
+_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # {URL: (size, ETag)} of objects that never change
 _known_lock = threading.Lock()
 
 
 class _OpenObject:
-    """An object as it was when it was opened first."""
+    """Reads the version of an object that was opened first."""
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
@@ -443,7 +444,7 @@ class _OpenObject:
         if known is None:
             found = self._client.head()
             known = found["size"], found["e_tag"]
-            # These names are random: no save writes to one again, so one look at it does for all loads.
+            # Nobody writes to such a name again, so one HEAD request is enough for all loads.
             if _OUR_DATA_FILE.search(url):
                 with _known_lock:
                     _known[url] = known
@@ -453,7 +454,7 @@ class _OpenObject:
 
     def read(self, offset: int, length: int) -> Any:
         try:
-            for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends early within what was said of it
+            for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
                 _, content = self._client.get((offset, offset + length), self._etag)
                 if len(found := content()) == length:
                     break
@@ -466,12 +467,12 @@ class _OpenObject:
 
 def _upload(window: _C.PartWindow) -> None:
     client = Client(window.path)
-    # The writer waits for its end. When the process ends, asynchronous saves are waited for, or cancelled.
+    # The writer waits for the end of this thread. At its end the process waits for asynchronous saves, or cancels them.
     threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload", daemon=True).start()
 
 
 def _send(client: Client, window: _C.PartWindow) -> None:
-    """Sends a file: in one request if it has one part."""
+    """Sends a file, in one request if it has one part."""
     sent, before = _Sent(client.root), None
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
@@ -482,10 +483,10 @@ def _send(client: Client, window: _C.PartWindow) -> None:
             client.put(b"" if first is None else bytes(first))
         else:
             ready = [second, first]
-            del first, second  # each part is released when it is sent
+            del first, second  # nothing here holds a part that was sent
             client.put_parts(sent.all_of(ready, window), window.part_bytes)
     except BaseException as error:
-        # The answer to the last request may have been lost. What is there now and was not before is this file.
+        # The answer to the last request may have been lost. An object that was not there before is this file.
         with contextlib.suppress(OSError):
             there = client.version() if sent.total else None
             if there is not None and there != before and there[0] == sent.total:
@@ -497,21 +498,22 @@ def _send(client: Client, window: _C.PartWindow) -> None:
 
 
 class _Sent:
-    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before.
+    """Limits how many parts of a file are sent at a time, so that each arrives before its request times out.
 
-    A request is given up after some time, and a part whose request was given up is sent anew from its start. So as many
-    parts are sent at a time as arrive within a third of that time: one, until it is known how long that takes. Then all
-    that is sent arrives, also on a slow link. Not to stores that were registered, whose times are their own, or that
-    keep the parts in memory.
+    A part whose request times out is sent again from its start. So only as many parts are sent at a time as arrive
+    within a third of the timeout: one, until the time of a part is known. Then every part arrives, even on a slow link.
+    There is no limit for registered stores, whose timeouts are their own, and for stores in memory.
+
+    `total`: the bytes of the whole file, after its last part was taken; 0 before.
     """
 
     total = 0
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._changed = threading.Condition()  # its lock can be taken again: a part may end anywhere
+        self._changed = threading.Condition()  # its lock is re-entrant: a part may be freed within
         self._on_their_way = 0
-        self._enough = settings.number("object_store_timeout") / 2 / 3  # seconds for a part
+        self._enough = settings.number("object_store_timeout") / 2 / 3  # a part should arrive within so many seconds
         self._longest_wait = 2 * settings.number("object_store_timeout")
         self._paces = is_opened_here(root)
 
@@ -523,7 +525,7 @@ class _Sent:
                 self._wait_for_room()
                 self._begin(part)
             yield part
-            del part  # it ends when the client has let go of it
+            del part  # it counts as sent when the client frees it
         self.total = total
 
     def _wait_for_room(self) -> None:
@@ -531,7 +533,7 @@ class _Sent:
             return self._on_their_way < _parts_at_a_time.get(self._root, 1)
 
         with self._changed:
-            # No request lasts so long: the client keeps parts that were sent, and nobody knows when they arrive.
+            # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
             self._paces = self._changed.wait_for(is_room, self._longest_wait)
 
     def _begin(self, part: Any) -> None:
@@ -542,14 +544,14 @@ class _Sent:
     def _end(self, began: float, beside: int) -> None:
         with self._changed:
             seconds = max(1e-6, time.monotonic() - began)
-            beside = max(beside, self._on_their_way)  # that shared the link with it
+            beside = max(beside, self._on_their_way)  # so many parts shared the link
             self._on_their_way -= 1
             most = settings.number("object_store_requests")
             _parts_at_a_time[self._root] = max(1, min(most, int(self._enough * beside / seconds)))
             self._changed.notify_all()
 
 
-_parts_at_a_time: dict[str, int] = {}  # by root, as the last part has shown: the next file begins with it
+_parts_at_a_time: dict[str, int] = {}  # {root: limit that the last part has shown}; the next file begins with it
 
 
 _C.set_remote_store(_OpenObject, _upload)

@@ -1,4 +1,4 @@
-"""Opens the storage of a path, whatever kind it is, and words for one file what `Storage` says of a folder."""
+"""Opens the storage of a path for all callers, whatever kind it is, and asks it about single files."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> str:
-    """`path` as an absolute path, because the working directory may change while a save runs, or as the URL of an
-    object store. Raises ValueError if it is none of these, nor a `file://` URL, and `CheckpointError` if the package
-    for object stores is missing."""
+    """Returns `path` as an absolute path or as the URL of an object store. A relative path is resolved now, because the
+    working directory may change while a save runs. Raises ValueError if `path` is no path, no `file://` URL and no URL
+    of an object store, and `CheckpointError` if the package for object stores is missing."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"expected a checkpoint's path as text, got {text!r}")
@@ -47,14 +47,15 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         joined = os.path.join(os.getcwd(), text)
     except OSError as error:
         raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
-    # A path with ".." is not normalized: after a link, ".." means the directory above the link's target.
+    # A path with ".." must stay as it is: after a link, ".." means the directory above the link's target.
     return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
 
 
 def _path_of_url(text: str, scheme: str) -> str:
-    """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
+    """Returns the path of a `file://` URL. Raises ValueError with advice for every part of a URL that has no meaning
+    here."""
     if scheme in paths.SCHEMES:
-        # What went through `pathlib.Path` has one slash; or the scheme has capital letters.
+        # `pathlib.Path` leaves one slash of the two; or the scheme has capital letters.
         raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
     if scheme != "file":
         raise ValueError(
@@ -62,7 +63,7 @@ def _path_of_url(text: str, scheme: str) -> str:
             f"{', '.join(f'{name}://' for name in paths.SCHEMES)} are"
         )
     if not text[len("file:") :].startswith("//"):
-        # A URL that went through `pathlib.Path` looks like this.
+        # `pathlib.Path` turns a URL into this.
         raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
     host, slash, rest = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):
@@ -82,9 +83,9 @@ def _path_of_url(text: str, scheme: str) -> str:
 
 
 def storage_at(path: str) -> Storage:
-    """The storage at a path that `checkpoint_path` returned."""
+    """Returns the storage at a path that `checkpoint_path` returned."""
     if paths.is_url(path):
-        from .object_store import ObjectStore  # an extra, imported by those who need it
+        from .object_store import ObjectStore  # needs an extra, so it is imported only here
 
         return ObjectStore(path)
     return FileSystem(path)
@@ -121,15 +122,15 @@ def _stat_if_there(path: str) -> Stat | None:
 
 
 def says_nothing(number: int | None, path: str) -> bool:
-    """Whether a read of `path` that failed with this errno leaves open what is there: bytes may have come and be wrong,
-    or be absent, or nothing is known."""
-    # Without an errno the error is not of the system: bytes came, and are wrong.
+    """Whether a read of `path` that failed with this errno says nothing about the file: it may be sound, damaged or
+    missing."""
+    # An error without an errno does not come from the system: bytes came, and are wrong.
     return bool(number) and storage_at(path).says_nothing(number or 0)
 
 
 def read_twice(path: str, read: Callable[[], Found]) -> Found:
-    """What `read` returns. If that raises an error of damage, and the storage of `path` may give other bytes when it is
-    asked anew, `read` is called again: a bit may have changed on the way, or the file was replaced by a sound one."""
+    """Returns what `read` returns. If `read` raises an error of damage, and the storage of `path` may give other bytes
+    at a second request, calls it again: a bit may have changed on the way, or a sound file has replaced the old one."""
     try:
         return read()
     except (CorruptCheckpointError, UntrustedCheckpointError, _C.EngineError) as error:

@@ -14,11 +14,11 @@ from .open_storage import storage_at
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a modification after which files count as orphans. Used only where there are no locks: a living
-#: writer modifies its files more often.
-SMALL_FILE_GRACE = 600.0  # one file that is written at once
-SAVE_GRACE = 24 * 3600.0  # the files of a save or an export
-NEVER = float("inf")  # a folder: its modification time does not tell about the files in it
+#: Where there are no locks, files count as orphans after so many seconds without a modification: a living writer
+#: modifies its files more often.
+SMALL_FILE_GRACE = 600.0  # for one file that is written at once
+SAVE_GRACE = 24 * 3600.0  # for the files of a save or an export
+NEVER = float("inf")  # for a folder: its modification time does not show writes to the files in it
 
 
 def _not_wanted() -> bool:
@@ -29,8 +29,8 @@ def _not_wanted() -> bool:
 class Orphan:
     """Files or a folder that one writer may have left."""
 
-    paths: Sequence[str]  #: of one folder; removed together, the last one first
-    locked: str | None  #: the one of them that the writer keeps locked; None: such files are never locked
+    paths: Sequence[str]  #: files of one folder, removed together, the last one first
+    locked: str | None  #: the path that the writer keeps locked; None: such files are never locked
     grace_seconds: float
     is_wanted: Callable[[], bool] = _not_wanted  #: called last, with `locked` locked: the writer may have committed
     are_folders: bool = False

@@ -1,4 +1,4 @@
-"""Takes apart URLs of object stores, and resolves the names that metadata gives to data files.
+"""Parses URLs of object stores, and resolves the names of data files in metadata, for storages and checkpoints.
 
 URLs are `s3://bucket/key`, `gs://bucket/key`, `az://container/key` and `memory://key`. A data file lies in the
 directory of its checkpoint, or of one beside it.
@@ -25,7 +25,7 @@ def is_url(path: str) -> bool:
 
 
 def split(url: str) -> tuple[str, str]:
-    """The root of the store (`s3://bucket`), and the key in it."""
+    """Returns the root of the store (`s3://bucket`) and the key in it."""
     match = _URL.fullmatch(url)
     assert match is not None, url
     scheme, rest = match[1], match[2]
@@ -36,7 +36,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def normal(url: str) -> str:
-    """The URL without a slash at its end. Raises ValueError, with advice, for one that cannot be honoured."""
+    """Returns the URL without a slash at its end. Raises ValueError with advice for a URL that names no folder."""
     root, key = split(url)
     if root == "memory://" and not key:
         raise ValueError(f"{url}: names no folder")
@@ -53,8 +53,8 @@ def normal(url: str) -> str:
 
 
 def check_no_secret(text: str) -> None:
-    """Raises ValueError, which does not repeat the text, if a URL holds a user's name or a password: they are not used,
-    and would stand in logs and errors."""
+    """Raises ValueError if a URL holds a user's name or a password: they are not used, and would stand in logs and
+    errors. The error does not repeat the text."""
     match = _USER.match(text)
     if match is None:
         return
@@ -72,8 +72,8 @@ def joined(root: str, key: str) -> str:
 
 
 def check_relative(name: object, key: str) -> str:
-    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory,
-    other than to a data file of a checkpoint beside it."""
+    """Returns a data file's name from metadata. Raises `UntrustedCheckpointError` if it leads out of the checkpoint's
+    directory, except to a data file of a checkpoint beside it."""
     if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
         raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
     path = PurePosixPath(name)
@@ -97,16 +97,16 @@ class InSibling(NamedTuple):
 
 
 def in_sibling(name: str) -> InSibling | None:
-    """What a name of the form `../folder/file.distcp` stands for. None for every other name."""
+    """Returns the folder and file of a name `../folder/file.distcp`. None for every other name."""
     match = _IN_SIBLING.fullmatch(name)
     return None if match is None or match[1] in (os.curdir, os.pardir) else InSibling(match[1], match[2])
 
 
 def data_path(root: str, name: str) -> str:
-    """The path of a data file, whose name metadata in `root` gives and `check_relative` has checked.
+    """Returns the path of a data file. `name`: from the metadata in `root`, checked by `check_relative`.
 
-    The system resolves `..`: of a link to a checkpoint the directory above the link's target counts, as for stock DCP.
-    In an object store there is no `..`.
+    The operating system resolves `..`. If `root` is a link, `..` is the directory above its target, as for stock DCP.
+    An object store has no `..`, so it is resolved here.
     """
     if is_url(root) and (place := in_sibling(name)) is not None:
         return os.path.join(folder_above(root)[0], *place)
@@ -114,7 +114,7 @@ def data_path(root: str, name: str) -> str:
 
 
 def folder_above(directory: str) -> tuple[str, str]:
-    """The directory above a checkpoint, and the checkpoint's name in it. Links are followed."""
+    """Returns the directory above a checkpoint and the checkpoint's name in it. Follows links."""
     if is_url(directory):
         above, _, name = directory.rstrip("/").rpartition("/")
         return above, name

@@ -24,9 +24,9 @@ from .storage import Lease
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-_TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+(\.[0-9a-f]{8})?")  # the machine: csrc/io/commit.h
-_ASIDE, _COPY = ".old", ".copy"  # between a folder's own name and the temporary ending
-_ATTEMPTS = 3  # to make a file that clean-ups of other processes remove before it is locked
+_TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+(\.[0-9a-f]{8})?")  # csrc/io/commit.h appends the machine
+_ASIDE, _COPY = ".old", ".copy"  # they stand between a folder's own name and the temporary ending
+_ATTEMPTS = 3  # a clean-up of another process may remove a new file before it is locked
 _serial = itertools.count()
 
 
@@ -39,17 +39,17 @@ def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, Lease | Non
             lock = storage_at(os.path.dirname(path)).lock(os.path.basename(path))
             break
         except locks.TakenForOrphanError:
-            del made  # closes what it has open now; the error's traceback would keep it
+            del made  # closes its files now: the error's traceback would keep them open
             if not attempts_left:
                 raise
     return made, lock
 
 
 class Pending:
-    """The files that one writer makes, or one folder. The first path is locked while they are written; its lock marks
-    all of them.
+    """The files that one writer makes, or one folder. The first path is locked while they are written. Its lock counts
+    for all of them.
 
-    As a context, it removes at its end what was not committed.
+    As a context, it removes at its end all paths that were not committed.
     """
 
     def __init__(self, directory: str) -> None:
@@ -57,13 +57,13 @@ class Pending:
             "a file or folder that is written under another name first, and renamed,",
             "Write it to a local path. A checkpoint of DCP's layout is copied from there (vescale-ckpt copy)",
         )
-        self.directory = directory  #: that they will belong to
+        self.directory = directory
         self.storage = FileSystem(directory)
-        self.paths: list[str] = []  #: not committed yet
+        self.paths: list[str] = []  #: the paths that are not committed yet
         self._lock: Lease | None = None
 
     def begin(self, make: Callable[[], tuple[str, Made]]) -> Made:
-        """Makes the first file, and locks it, as `make_locked` does."""
+        """Makes the first file and locks it, as `make_locked` does."""
 
         def noted() -> tuple[str, Made]:
             path, made = make()
@@ -74,15 +74,15 @@ class Pending:
         return made
 
     def give_names(self, names: Sequence[str]) -> None:
-        """Renames the files, not durably. `paths` has the current paths also after an error."""
+        """Renames the files, without a sync. After an error, too, `paths` has the current paths."""
         for number, name in enumerate(names):
             path = os.path.join(self.directory, name)
             _C.rename_file(self.paths[number], path)
             self.paths[number] = path
 
     def taking_turns(self) -> AbstractContextManager[bool]:
-        """A context that makes those who commit into one directory do so one after the other. It gives False if the
-        file system has no locks. Raises `CheckpointError` if the other one takes too long."""
+        """A context within which nobody else commits into the directory. It gives False if the file system has no
+        locks. Raises `CheckpointError` if another commit takes too long."""
         return locks.taking_turns(self.directory)
 
     def committed(self) -> None:
@@ -90,9 +90,9 @@ class Pending:
         self.paths = []
 
     def discard(self) -> None:
-        """Removes what was not committed. May be called again."""
+        """Removes the paths that were not committed. May be called again."""
         try:
-            for path in reversed(self.paths):  # the locked one last
+            for path in reversed(self.paths):  # the locked path comes last
                 with contextlib.suppress(_C.EngineError):
                     self._remove(path)
         finally:
@@ -118,8 +118,8 @@ PendingT = TypeVar("PendingT", bound=Pending)
 
 
 class PendingFile(Pending):
-    """The file `path` while it is written as `{path}.tmp.{pid}.{n}`. Such files of processes that died are removed when
-    the next one is made."""
+    """The file `path`, which is written as `{path}.tmp.{pid}.{n}`. The next `create` removes such files of processes
+    that died."""
 
     def __init__(self, path: str) -> None:
         super().__init__(os.path.dirname(path) or ".")
@@ -136,23 +136,23 @@ class PendingFile(Pending):
         return self.begin(named)
 
     def commit(self) -> None:
-        """The file is complete and synced: gives it its name, durably."""
+        """Renames the file to `path`, durably. The file must be complete and synced."""
         with named_errors(str, self.directory):
             _C.move_into_place(self.paths[0], self.directory, self.path)
         self.committed()
 
 
 class PendingFolder(Pending):
-    """The folder `path` while it is filled as `{path}.tmp.{pid}.{n}`.
+    """The folder `path`, which is filled as `{path}.tmp.{pid}.{n}`.
 
     The commit exchanges the names of old and new folder in one step if the file system can (RENAME_EXCHANGE). Otherwise
     it renames the old folder first, so that for an instant no folder has the name. A process killed in that instant
-    leaves both folders; `put_back` repairs that. Folders of processes that died are removed when the next one is made.
+    leaves both folders; `put_back` repairs that. The next `make` removes the folders of processes that died.
     """
 
     def __init__(self, path: str, *, resumes: bool = False) -> None:
-        """`resumes`: takes over the folder that a process which died has begun for the same path, with what is in it.
-        Where the file system has no locks, none is taken over."""
+        """`resumes`: takes over the folder, with its content, that a dead process has begun for the same path. Takes
+        over none if the file system has no locks."""
         self.path = path.rstrip("/") or path
         super().__init__(os.path.dirname(self.path) or ".")
         self._resumes = resumes
@@ -175,11 +175,12 @@ class PendingFolder(Pending):
                 orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in others)
 
     def _orphans(self) -> Iterator[str]:
-        """The folders that other processes have made for this path; those that are alive keep theirs locked."""
+        """Returns the folders that other processes have made for this path. A living process keeps its folder
+        locked."""
         yield from temporary_ones(self.path)
         if not self._resumes:
             yield from temporary_ones(self.path + _COPY)
-        if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
+        if os.path.lexists(self.path):  # otherwise the old folder that was set aside is the only copy
             yield from temporary_ones(self.path + _ASIDE)
 
     def _make(self) -> tuple[str, None]:
@@ -193,8 +194,8 @@ class PendingFolder(Pending):
         return temporary, None
 
     def commit(self) -> None:
-        """Gives the folder its name, durably. All files in it must be complete and durable. The folder that had the
-        name is removed afterwards."""
+        """Renames the folder to `path`, durably, and then removes the folder that had this name. All files in it must
+        be complete and durable."""
         temporary = self.temporary
         with named_system_errors(self.directory):
             _C.sync_directory(temporary)
@@ -209,16 +210,16 @@ class PendingFolder(Pending):
             _C.sync_directory(self.directory)
         if old:
             with contextlib.suppress(_C.EngineError):
-                self._remove(old)  # of a link only the link
+                self._remove(old)  # removes only the link if it is one
 
     def _remove(self, path: str) -> None:
         self.storage.remove_folder(os.path.basename(path))
 
     def _replace_in_two_steps(self, temporary: str) -> str:
-        """Returns the new path of the old folder."""
+        """Renames the old folder away, then the new one to `path`. Returns the new path of the old folder."""
         aside = temporary_name(self.path + _ASIDE)
         # The lock keeps clean-ups from taking the old folder for an orphan.
-        mark = None if os.path.islink(self.path) else locks.lock(self.path)
+        lock = None if os.path.islink(self.path) else locks.lock(self.path)
         try:
             _C.rename_file(self.path, aside)
             try:
@@ -228,14 +229,14 @@ class PendingFolder(Pending):
                 _C.rename_file(aside, self.path)
                 raise
         finally:
-            if mark is not None:
-                mark.release()
+            if lock is not None:
+                lock.release()
         return aside
 
 
 def _exchanges_names(path: str) -> bool:
-    """Whether the file system exchanges names. Tried with two files beside `path`: some FUSE mounts report success and
-    rename the first over the second."""
+    """Whether the file system exchanges names. Tries it with two files beside `path`, because some FUSE mounts report
+    success and rename the first file over the second."""
     files = temporary_name(path), temporary_name(path)
     try:
         for file in files:
@@ -251,10 +252,10 @@ def _exchanges_names(path: str) -> bool:
 
 
 def put_back(path: str) -> None:
-    """Gives the old folder its name `path` back, if a process was killed between the two renames of a commit.
+    """Renames the old folder back to `path`, if a process was killed between the two renames of a commit.
 
-    Without locks in the file system the other process may still be alive. The folder is put back in that case, too;
-    then the commit of the other process raises.
+    Without locks in the file system the other process may still be alive. Then the folder is renamed back, too, and the
+    commit of the other process raises.
     """
     path = path.rstrip("/") or path
     if os.path.lexists(path):
@@ -265,39 +266,39 @@ def put_back(path: str) -> None:
                 continue
             _C.rename_file(aside, path)
             _C.sync_directory(os.path.dirname(path) or ".")
-        logger.warning("%s was being replaced when the conversion died: what was there is back", path)
+        logger.warning("%s was being replaced when the conversion died: the old folder is back", path)
         return
 
 
 def new_token() -> str:
-    """A random part of file names, different for every writer."""
+    """Returns a random part of file names, different for every writer."""
     return secrets.token_hex(4)
 
 
 def temporary_name(path: str) -> str:
-    """The path of a file or folder while it is written, beside its final `path`."""
+    """Returns a path beside `path` under which a file or folder is written."""
     return f"{path}.tmp.{os.getpid()}.{next(_serial)}"
 
 
 def final_name(name: str) -> str | None:
-    """The name that a file or folder would have got that is named as `temporary_name` does. None for other names."""
+    """Returns the final name that belongs to a name of `temporary_name`. None for other names."""
     own = _own_name(name)
     return None if own is None else own.removesuffix(_ASIDE).removesuffix(_COPY)
 
 
 def is_begun_copy(name: str) -> bool:
-    """Whether a folder is named as one that resumes."""
+    """Whether the name is that of a folder which a later process resumes."""
     return (_own_name(name) or "").endswith(_COPY)
 
 
 def _own_name(name: str) -> str | None:
-    """What stands before a temporary ending. None if there is none."""
+    """Returns a name without its temporary ending. None if it has none."""
     found = _TEMPORARY.search(name)
     return name[: found.start()] if found is not None and found.end() == len(name) else None
 
 
 def temporary_ones(path: str) -> Iterator[str]:
-    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
+    """Returns the paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)
     if not storage_at(directory).renames:
         return

@@ -1,7 +1,7 @@
-"""`Storage` is the interface to a folder of checkpoints: its verbs, and the facts in which kinds of storage differ.
+"""`Storage` reads, writes, lists, removes and leases the files of one folder for all that handle checkpoints.
 
-Files have names in any order, appear whole, and reads see all earlier writes. Users of a storage do not rename or lock
-anything themselves, and do not ask what kind it is. The engine reads and writes large files by their paths.
+Files appear whole, and reads see all earlier writes. Users of a storage do not rename or lock anything themselves, and
+do not ask what kind it is. The engine reads and writes large files by their paths.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple, Protocol
 
-#: Of the names of marks. They are named like temporary files of a checkpoint's metadata, so that clean-ups find them.
+#: Names of marker files begin with this. Clean-ups find them as temporary files of a checkpoint's metadata.
 MARK_PREFIX = ".metadata.tmp.place."
-LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
-BEGINNING_BYTES = 1 << 20  #: that are checked before the rest of a larger file is read
+LOCK_NAME = ".lock"  #: a save locks this file in its directory before it writes anything
+BEGINNING_BYTES = 1 << 20  #: so many bytes are checked before the rest of a larger file is read
 
-CheckBeginning = Callable[[bytes, int], None]  # of a file's first bytes and its size; raises if the file is unsound
+CheckBeginning = Callable[[bytes, int], None]  # takes a file's first bytes and its size; raises if the file is unsound
 
 
 class Stat(NamedTuple):
@@ -26,7 +26,7 @@ class Stat(NamedTuple):
 
     size: int  #: bytes
     modified_ns: int  #: when it was last written to
-    identity: tuple[int, ...]  #: changes when the file is written to or replaced
+    identity: tuple[int, ...]  #: it changes when the file is written to or replaced
     changed_ns: int  #: when its content or name was last changed
     is_file: bool
     is_folder: bool
@@ -52,86 +52,86 @@ class Storage(ABC):
     writes through the engine.
     """
 
-    by_requests: ClassVar[bool]  #: each look or read is a request, and no page cache helps
-    can_be_away: ClassVar[bool]  #: it may not answer for a while: what cannot be read then must not count as missing
+    by_requests: ClassVar[bool]  #: each look or read is a request, and there is no page cache
+    can_be_away: ClassVar[bool]  #: it may not answer for a while; files that cannot be read then may still exist
     rereads: ClassVar[bool]  #: bytes that seem damaged may be sound when they are read again
-    pins_data_files: ClassVar[bool]  #: reads of a data file ask for the version of it that was opened first
-    has_locks: ClassVar[bool]  #: a lock tells that the writer of a file lives; otherwise only the file's age does
-    renames: ClassVar[bool]  #: files and folders are written under temporary names, and get their own in one step
+    pins_data_files: ClassVar[bool]  #: all reads of a data file ask for the version that was opened first
+    has_locks: ClassVar[bool]  #: a lock shows that the writer of a file lives; otherwise only the file's age does
+    renames: ClassVar[bool]  #: files and folders are written under temporary names, then renamed in one step
     shares_files: ClassVar[bool]  #: several processes may write ranges of one file, in any order
 
     def __init__(self, path: str) -> None:
-        self.path = path  #: as messages name it, and the engine takes it
+        self.path = path  #: messages and the engine use it
 
     @abstractmethod
     def check_mounted(self, what: str, instead: str) -> None:
-        """Raises `CheckpointError`, with the advice `instead`, if other programs and libraries cannot open the files by
-        their paths: `what` cannot be in such a storage."""
+        """Raises `CheckpointError` with the advice `instead` if other programs cannot open the files by their paths, so
+        that `what` cannot be in this storage."""
 
     @abstractmethod
     def hurried(self, seconds: int) -> AbstractContextManager[None]:
-        """A context in which a request of this thread is given up after so many seconds, where there are requests."""
+        """A context in which requests of this thread time out after so many seconds, where there are requests."""
 
     # --- What is there
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of files and folders, in any order."""
+        """Returns the names of files and folders, in any order."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """The names of folders, without links. Empty if the folder is missing."""
+        """Returns the names of folders, without links. Empty if the folder is missing."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether a file or folder has that name. Cheaper than `names`. Raises `CheckpointError` if the storage is
-        away: all that follows would wait as long again. Otherwise it raises nothing."""
+        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing but `CheckpointError`, if the
+        storage does not answer: all later calls would wait as long again."""
 
     @abstractmethod
     def stat(self, name: str = "") -> Stat:
-        """The `Stat` of a file; without a name, that of the folder."""
+        """Returns the `Stat` of a file; without a name, that of the folder."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """The lengths of files, as far as they come with one request for all; a file may be missing."""
+        """Returns {file name: length}, as far as one request tells. A file may be missing in it."""
 
     @abstractmethod
     def age(self, modified_ns: int, enough: float) -> float:
-        """Seconds since a time that `stat` gave, by the storage's clock. Of an age below `enough` it is only known that
-        it is less."""
+        """Returns the seconds since a time that `stat` gave, by the storage's clock. A result below `enough` is only a
+        bound: the age is below `enough`."""
 
     @abstractmethod
     def says_nothing(self, number: int) -> bool:
-        """Whether a read that failed with this errno leaves open what is there."""
+        """Whether a read that failed with this errno says nothing about the file."""
 
     # --- Reads
 
     @abstractmethod
     def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
-        """The content of a file. Raises OSError also if it is no regular file.
+        """Returns the content of a file. Raises OSError also if it is no regular file.
 
-        `check` gets the beginning and the size of a large file before memory for the rest is allocated. Raises what
-        `check` raises, and then `UntrustedCheckpointError` if the file has holes.
+        `check` gets the beginning and the size of a large file before memory for the rest is allocated. Errors of
+        `check` pass through. With `check`, raises `UntrustedCheckpointError` if the file has holes.
         """
 
     @abstractmethod
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
-        """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
-        end. Fewer bytes if the file is shorter."""
+        """Returns the `Stat` of the file, and `length` bytes of it from `begin` on; fewer if the file is shorter. A
+        negative `begin` counts from the end."""
 
     @abstractmethod
     def look_again(self) -> None:
-        """Makes the next reads see what is there now, not what this process or machine has kept of it."""
+        """Makes the next reads see the present files, without caches of this process or machine."""
 
     # --- Writes
 
     @abstractmethod
     def make(self) -> None:
-        """Makes the folder and those above it durably, where files need a folder. Raises `CheckpointError`."""
+        """Makes the folder and all folders above it, durably, if files need a folder. Raises `CheckpointError`."""
 
     @abstractmethod
     def check_space(self, needed: int) -> None:
-        """Raises `StorageFullError` if there is no room for so many bytes, as far as the storage tells. Call it within
+        """Raises `StorageFullError` if the storage reports less room than so many bytes. Call it within
         `named_errors`."""
 
     @abstractmethod
@@ -140,97 +140,98 @@ class Storage(ABC):
 
     @abstractmethod
     def commit(self, name: str, content: bytes, overwrite: bool) -> None:
-        """Writes the file that makes a save the checkpoint of the folder, as `write` does; the folder's own name is
-        durable, too. With `overwrite=False` an object store raises FileExistsError if there is one by now; a file
-        system replaces it."""
+        """Writes the file that makes a save the checkpoint of the folder, as `write` does. The folder's own name is
+        durable afterwards, too. With `overwrite=False` an object store raises FileExistsError if the file exists; a
+        file system replaces it."""
 
     @abstractmethod
     def check_exclusive_commits(self) -> None:
-        """Raises `CheckpointError` if `commit` cannot keep here what `overwrite=False` promises of this kind of
-        storage: asked before anything is sent."""
+        """Raises `CheckpointError` if `commit` cannot keep the promise of `overwrite=False` in this storage. A save
+        calls it before it sends anything."""
 
     @abstractmethod
     def sync(self, name: str = "") -> None:
-        """Makes the names in the folder durable; with a name, the content of that file."""
+        """Makes the names in the folder durable; with `name`, the content of that file."""
 
     # --- Removals
 
     @abstractmethod
     def remove(self, name: str) -> bool:
-        """Removes a file. Returns whether it was there, as far as the storage tells."""
+        """Removes a file. Returns whether it existed, as far as the storage tells."""
 
     @abstractmethod
     def remove_all(self, names: Iterable[str]) -> None:
-        """Removes files, where there are locks in the order given; some may be missing."""
+        """Removes files. A storage with locks keeps the given order. Files may be missing."""
 
     @abstractmethod
     def remove_folder(self, name: str) -> None:
-        """Removes a folder with as much of its content as it can; of a link only the link."""
+        """Removes a folder with as much of its content as it can. Of a link it removes only the link."""
 
     @abstractmethod
     def set_aside(self, name: str, first: str) -> None:
-        """Begins the removal of a folder: takes away its name, at once. `first`: see `erase_set_aside`."""
+        """Begins the removal of a folder: it loses its name in one step. `first`: see `erase_set_aside`."""
 
     @abstractmethod
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
-        """Removes all folders that were set aside, by any process, and whose names satisfy `is_one`. The file `first`
-        is removed before all others, durably: an interrupted removal leaves a whole folder or one without `first`.
-        Failures are logged."""
+        """Removes all folders that any process has set aside and whose names satisfy `is_one`. Removes the file `first`
+        before all others, durably: an interrupted removal leaves a whole folder or one without `first`. Logs
+        failures."""
 
     @abstractmethod
     def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        """Aborts the uploads of large files that began so long ago, which killed saves have left, and returns their
-        URLs. None where they cannot be listed. Raises `CheckpointError`."""
+        """Aborts the uploads of large files that killed saves began so long ago, and returns their URLs. None if the
+        storage cannot list them. Raises `CheckpointError`."""
 
     # --- Whether ranks use one folder
 
     @abstractmethod
     def leave_mark(self, name: str) -> None:
-        """Makes an empty file, which must be missing before. It is not durable."""
+        """Makes an empty marker file, without a sync. Raises OSError if it exists."""
 
     @abstractmethod
     def keep_mark(self, name: str) -> None:
-        """Makes an empty file unless it is there, and makes it durable. Where only a file's age tells whether it is
-        used, it gets the present time."""
+        """Makes an empty marker file if it is missing, and makes it durable. Gives it the present time if only the age
+        of a file shows whether it is in use."""
 
     @abstractmethod
     def sees_mark(self, name: str) -> bool:
-        """Whether the folder holds the file now, without what a client may have cached. Raises nothing."""
+        """Whether the folder holds the marker file now. Bypasses caches of clients. Raises nothing."""
 
     # --- Others who use it
 
     @abstractmethod
     def lock(self, name: str) -> Lease | None:
-        """Marks a file or folder as being written. None if the storage has no locks. Raises `TakenForOrphanError` if a
-        clean-up removed it, `CheckpointError` if it cannot be opened."""
+        """Locks a file or folder while it is written. None if the storage has no locks. Raises `TakenForOrphanError` if
+        a clean-up removed it, `CheckpointError` if it cannot be opened."""
 
     @abstractmethod
     def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> AbstractContextManager[bool]:
-        """A context that gives whether the writer of the files is gone. `locked`: the one of them that the writer keeps
-        locked; None if it locks none. Without locks, files count that were not modified for `grace_seconds`."""
+        """A context that gives whether the writer of the files is gone. `locked`: the file that the writer keeps
+        locked; None if it locks none. Without locks, the writer counts as gone if the files were not modified for
+        `grace_seconds`."""
 
     @abstractmethod
     def share(self, name: str = LOCK_NAME) -> Lease | None:
-        """Keeps the folder from being removed while the file `name` is read. Without a name, it is the lease of a save:
-        then the folder is made if it is missing.
+        """Keeps the folder from being removed while a load reads the file `name`. Without a name, keeps it for a save,
+        and makes the folder if it is missing.
 
-        None if the storage has no locks, or there is no such file. For a save it raises `CheckpointError`.
+        None if the storage has no locks, or the file is missing. Raises `CheckpointError` only for a save.
         """
 
     @abstractmethod
     def alone(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
-        """A context that gives whether nobody else uses the folder; None if the storage has no locks. While it lasts,
-        no new use begins. `held`: the files that loads lock; `tested`: those that saves lock."""
+        """A context that gives whether nobody else uses the folder; None if the storage has no locks. No new use begins
+        while it lasts. `held`: the files that loads lock. `tested`: the files that saves lock."""
 
     # --- Those who name its data files from elsewhere, as delta saves do
 
     @abstractmethod
     def lease(self, mark: str, grace_seconds: float, *, make: bool) -> Lease | None:
-        """Keeps the files of the folder from being removed, which has the file `mark`, while a save may come to name
-        them. `make`: makes the file if it is missing; otherwise the answer is None then. `grace_seconds`: as for
-        `unleased`. Raises `CheckpointError` if others go on removing files there."""
+        """Keeps the files of the folder from being removed while a save may reference them. `mark`: the marker file of
+        the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`: as
+        for `unleased`. Raises `CheckpointError` if others go on removing files there."""
 
     @abstractmethod
     def unleased(self, mark: str, grace_seconds: float) -> AbstractContextManager[bool]:
-        """A context that gives whether no save may come to name files of the folder; none begins to while it lasts.
-        `grace_seconds`: after which a lease counts as one of a dead process where there are no locks."""
+        """A context that gives whether nobody has leased files of the folder. No lease begins while it lasts.
+        `grace_seconds`: without locks, an older lease counts as one of a dead process."""
