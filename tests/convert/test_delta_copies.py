@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.commands import copy
-from harness.files import DELTA_NAME, MARK_NAME, data_files, flip
+from harness.files import DELTA_NAME, LEASE_MARKER, data_files, flip
 from harness.states import blank, same
 
 import vescale_ckpt
@@ -66,7 +66,7 @@ def test_the_copy_of_a_delta_save_can_be_replaced(run: Path, tmp_path: Path) -> 
 
 def test_a_folder_whose_mark_was_dropped_is_not_replaced(run: Path, tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "other", lora(9))
-    (run / "step-0" / MARK_NAME).unlink()
+    (run / "step-0" / LEASE_MARKER).unlink()
     with pytest.raises(CheckpointError, match="name its files"):
         copy(tmp_path / "other", run / "step-0", overwrite=True)
     assert loads(run / "step-2", 2)

@@ -22,7 +22,7 @@ from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
 from vescale_ckpt._storage import locks
 
 #: As docs/format.md names them.
-METADATA_NAME, DELTA_NAME, MARK_NAME, LOCK_NAME = ".metadata", ".metadata.delta", ".referred", ".lock"
+METADATA_NAME, DELTA_NAME, LEASE_MARKER, LOCK_NAME = ".metadata", ".metadata.delta", ".referred", ".lock"
 
 
 @dataclass(frozen=True)

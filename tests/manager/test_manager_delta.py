@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.children import fork, killed_before
-from harness.files import LOCK_NAME, MARK_NAME, METADATA_NAME, data_files, flip, share
+from harness.files import LOCK_NAME, LEASE_MARKER, METADATA_NAME, data_files, flip, share
 from harness.ranks import run_ranks
 from harness.states import blank, same
 
@@ -54,7 +54,7 @@ def test_a_removed_step_leaves_the_files_that_others_name(tmp_path: Path) -> Non
     manager = CheckpointManager(tmp_path)
     assert manager.steps() == [4, 5] and steps_on_disk(tmp_path) == [0, 4, 5]
     (kept,) = data_files(tmp_path / "step-0")
-    assert {path.name for path in (tmp_path / "step-0").iterdir()} <= {kept.name, MARK_NAME, LOCK_NAME}
+    assert {path.name for path in (tmp_path / "step-0").iterdir()} <= {kept.name, LEASE_MARKER, LOCK_NAME}
     for step in (4, 5):
         assert loads(tmp_path, step, lora(step)) and vescale_ckpt.verify(tmp_path / f"step-{step}").ok
         values = blank(lora(step))
@@ -144,12 +144,12 @@ def test_a_step_that_is_being_read_stays_whole(tmp_path: Path) -> None:
 
 def test_clean_ups_keep_files_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
     save_steps(tmp_path, range(4), max_to_keep=2)
-    for path in tmp_path.glob(f"step-*/{MARK_NAME}"):
+    for path in tmp_path.glob(f"step-*/{LEASE_MARKER}"):
         path.unlink()
     assert step_directories.remove_leftovers(str(tmp_path), dry_run=True) == []
     assert step_directories.remove_leftovers(str(tmp_path)) == []
-    assert loads(tmp_path, 2, lora(2)) and (tmp_path / "step-0" / MARK_NAME).exists()
-    (tmp_path / "step-0" / MARK_NAME).unlink()
+    assert loads(tmp_path, 2, lora(2)) and (tmp_path / "step-0" / LEASE_MARKER).exists()
+    (tmp_path / "step-0" / LEASE_MARKER).unlink()
     save_steps(tmp_path, range(4, 5), max_to_keep=1)
     assert loads(tmp_path, 4, lora(4))
 
@@ -164,7 +164,7 @@ def test_without_locks_a_young_mark_keeps_the_files(tmp_path: Path, monkeypatch:
     save_steps(tmp_path, range(4), max_to_keep=1)
     assert loads(tmp_path, 3, lora(3))
     assert CheckpointManager(tmp_path).steps() == [0, 1, 2, 3], "a save may be running that names them"
-    for path in tmp_path.glob(f"step-*/{MARK_NAME}"):
+    for path in tmp_path.glob(f"step-*/{LEASE_MARKER}"):
         os.utime(path, (0, 0))
     assert step_directories.remove(str(tmp_path), [0, 1, 2]) == [0, 1, 2]
     assert steps_on_disk(tmp_path) == [0, 3] and loads(tmp_path, 3, lora(3))

@@ -17,7 +17,7 @@ from harness.states import blank, same
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
-from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
+from vescale_ckpt._checkpoint.native.file_names import LEASE_MARKER, METADATA_NAME
 from vescale_ckpt._convert.copy import copy
 from vescale_ckpt._storage import object_leases, orphans
 from vescale_ckpt._storage.open_storage import storage_at
@@ -64,7 +64,7 @@ def test_a_removed_step_leaves_the_objects_that_others_name(url: str, tmp_path: 
     manager = CheckpointManager(url)
     assert manager.steps() == [2, 3] and names(f"{url}/step-1") == set()
     (kept,) = data_files(f"{url}/step-0")
-    assert names(f"{url}/step-0") == {kept, MARK_NAME}
+    assert names(f"{url}/step-0") == {kept, LEASE_MARKER}
     for step in (2, 3):
         path = f"{url}/step-{step}"
         assert loads(path, lora(step)) and vescale_ckpt.verify(path).ok and vescale_ckpt.verify(path, quick=True).ok
@@ -99,7 +99,7 @@ def test_a_step_that_is_saved_again_keeps_what_others_name(url: str) -> None:
 def test_objects_are_kept_where_a_tool_dropped_the_mark(url: str) -> None:
     for step in range(2):
         vescale_ckpt.save(f"{url}/step-{step}", lora(step), base=f"{url}/step-0")
-    stores.remove(f"{url}/step-0", MARK_NAME)
+    stores.remove(f"{url}/step-0", LEASE_MARKER)
     vescale_ckpt.save(f"{url}/step-0", lora(7, 1))
     assert loads(f"{url}/step-0", lora(7, 1)) and loads(f"{url}/step-1", lora(1))
 
@@ -114,21 +114,21 @@ def test_a_checkpoint_of_a_store_has_its_base_there(tmp_path: Path) -> None:
 def test_users_and_removers_keep_out_of_each_others_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_leases, "_REMOVAL_SECONDS", 0.3)
     directory = storage_at(f"{url}/step-0")
-    directory.keep_mark(MARK_NAME)
-    lease = object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
-    with object_leases.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+    directory.keep_marker(LEASE_MARKER)
+    lease = object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
+    with object_leases.removing(directory, LEASE_MARKER, SAVE_GRACE) as unused:
         assert not unused
         with pytest.raises(CheckpointError, match="being cleaned up"):
-            object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
-    object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
+            object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
+    object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
     lease.release()
     lease.release()
-    with object_leases.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+    with object_leases.removing(directory, LEASE_MARKER, SAVE_GRACE) as unused:
         assert not unused
     # The other has died: its lease counts for a day.
-    with object_leases.removing(directory, MARK_NAME, 0.0) as unused:
+    with object_leases.removing(directory, LEASE_MARKER, 0.0) as unused:
         assert unused
-    assert directory.names() == [MARK_NAME]
+    assert directory.names() == [LEASE_MARKER]
 
 
 def test_a_save_waits_for_a_remover(url: str) -> None:
@@ -136,7 +136,7 @@ def test_a_save_waits_for_a_remover(url: str) -> None:
     inside = threading.Event()
 
     def remove() -> None:
-        with object_leases.removing(storage_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE):
+        with object_leases.removing(storage_at(f"{url}/step-0"), LEASE_MARKER, SAVE_GRACE):
             inside.set()
             time.sleep(0.5)
 
@@ -151,7 +151,7 @@ def test_a_save_waits_for_a_remover(url: str) -> None:
 def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
     save_steps(url, range(2))
     with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
-        lease = object_leases.lease(storage_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE)
+        lease = object_leases.lease(storage_at(f"{url}/step-0"), LEASE_MARKER, SAVE_GRACE)
         manager.save(2, lora(2, 7))
         assert manager.steps() == [0, 2], "step 1 is not used"
         assert remove_leftovers(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []
@@ -168,7 +168,7 @@ def test_prune_leaves_what_kept_steps_name(url: str, capsys: pytest.CaptureFixtu
     assert main(["prune", url, "--keep", "2"]) == 0
     assert "removed 2, 2 stay" in capsys.readouterr().out
     (kept,) = data_files(f"{url}/step-0")
-    assert names(f"{url}/step-0") == {kept, MARK_NAME} and not names(f"{url}/step-1")
+    assert names(f"{url}/step-0") == {kept, LEASE_MARKER} and not names(f"{url}/step-1")
     assert loads(f"{url}/step-2", lora(2)) and loads(f"{url}/step-3", lora(3))
     # A base of its own from now on: then nobody names the old object.
     save_steps(url, range(4, 6), frozen=1)

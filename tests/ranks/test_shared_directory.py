@@ -24,7 +24,7 @@ from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, Storag
 from vescale_ckpt._checkpoint.native import file_names
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
 from vescale_ckpt._ranks import shared_directory
-from vescale_ckpt._ranks.shared_directory import DirectoryMark, SeparateDirectoriesError
+from vescale_ckpt._ranks.shared_directory import MarkerFile, SeparateDirectoriesError
 
 
 class PlansItems(SavePlanner):
@@ -97,21 +97,21 @@ def test_under_dcp_save_nothing_is_committed(format: str, tmp_path: Path) -> Non
 
 
 def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
-    token = DirectoryMark(str(tmp_path))
+    token = MarkerFile(str(tmp_path))
     names = os.listdir(tmp_path)
-    late = threading.Timer(0.2, token.leave)
+    late = threading.Timer(0.2, token.make)
     late.start()
     patient = mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 60.0)
     with patient, mock.patch.object(shared_directory.secrets, "randbelow", return_value=5):
-        DirectoryMark(str(tmp_path)).look(5, 1)
+        MarkerFile(str(tmp_path)).look(5, 1)
         late.join()
         token.remove()
     assert os.listdir(tmp_path) == names == []
 
 
 def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Path) -> None:
-    token = DirectoryMark(str(tmp_path))
-    token.leave()
+    token = MarkerFile(str(tmp_path))
+    token.make()
     (left,) = os.listdir(tmp_path)
     assert file_names.is_of_a_save(left)
     assert remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
@@ -168,7 +168,7 @@ def test_plans_that_cannot_travel_fail_all_ranks_with_the_reason(tmp_path: Path)
 
 def _no_room(path: Path) -> str:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(DirectoryMark, "leave", side_effect=full), pytest.raises(StorageFullError) as caught:
+    with mock.patch.object(MarkerFile, "make", side_effect=full), pytest.raises(StorageFullError) as caught:
         vescale_ckpt.save(path, _state(1))
     return str(caught.value)
 

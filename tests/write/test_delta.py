@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, SaveStats, UntrustedCheckpointError
 from vescale_ckpt._checkpoint.native import commit_metadata
-from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME, METADATA_NAME
+from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, LEASE_MARKER, METADATA_NAME
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._write import delta_base
@@ -430,22 +430,22 @@ def test_clean_ups_keep_what_checkpoints_beside_name(tmp_path: Path) -> None:
     assert same(loaded(renamed, lora(1)), lora(1)), "a checkpoint that was renamed needs its files, too"
     shutil.rmtree(renamed)
     commit_metadata.remove_leftovers(str(first))
-    assert not data_files(first) and not (first / MARK_NAME).exists()
+    assert not data_files(first) and not (first / LEASE_MARKER).exists()
 
 
 def test_files_are_kept_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
     chain(tmp_path / "run", 2)
     copied = tmp_path / "copied"
-    shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns(MARK_NAME))
+    shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns(LEASE_MARKER))
     first, second = copied / "step-0", copied / "step-1"
     file = data_files(first)[0]
     assert (
         commit_metadata.remove_leftovers(str(first), {file.name}, dry_run=True) == []
-        and not (first / MARK_NAME).exists()
+        and not (first / LEASE_MARKER).exists()
     )
     vescale_ckpt.save(first, lora(7))
     assert file.exists() and same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
-    assert (first / MARK_NAME).exists(), "the next clean-up is told"
+    assert (first / LEASE_MARKER).exists(), "the next clean-up is told"
     (second / METADATA_NAME).unlink()
     commit_metadata.remove_leftovers(str(first))
     assert data_files(first) != [file] and not file.exists()
@@ -481,7 +481,7 @@ def _overwrite(base: Path) -> list[str]:
 
 
 #: what changes a directory in a save
-CHANGES = [(FileSystem, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync")]
+CHANGES = [(FileSystem, name) for name in ("write", "remove", "keep_marker", "make_marker", "sync")]
 
 
 def test_a_kill_before_any_step_leaves_every_checkpoint_whole(tmp_path: Path) -> None:

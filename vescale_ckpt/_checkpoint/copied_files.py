@@ -16,7 +16,7 @@ from .native.delta_table import DeltaTable
 from .native.file_names import (
     DELTA_NAME,
     INDEX_NAME,
-    MARK_NAME,
+    LEASE_MARKER,
     METADATA_NAME,
     is_metadata_file,
     is_temporary_file,
@@ -101,7 +101,7 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
     """The files to copy, and the names that are left out."""
     other, left_out = set(), []
     for name in storage_at(path).names():
-        if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
+        if name == LOCK_NAME or name.startswith(LEASE_MARKER) or name in of_checkpoint:
             continue
         is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
         is_unnamed = holds_data(name)  # of another save or model

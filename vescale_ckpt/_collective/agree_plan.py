@@ -14,7 +14,7 @@ from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedSavePlan
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import (
     NO_NUMBER,
-    DirectoryMark,
+    MarkerFile,
     SeparateDirectoriesError,
     check_nodes,
     identity,
@@ -34,16 +34,16 @@ class CollectivePlan:
     """One planning. First `describe`, without other ranks, then `make`, with all ranks. Used once.
 
     Args:
-        mark: finds out whether all ranks write to one directory; None: not checked.
+        marker: finds out whether all ranks write to one directory; None: not checked.
         on_devices: whether replicas on devices are compared, too.
     """
 
     def __init__(
-        self, steps: Steps, planner: SavePlanner, mark: DirectoryMark | None = None, *, on_devices: bool = True
+        self, steps: Steps, planner: SavePlanner, marker: MarkerFile | None = None, *, on_devices: bool = True
     ) -> None:
         self._steps = steps
         self._exchange = steps.exchange
-        self._mark = mark
+        self._marker = marker
         self._planner = planner
         self._on_devices = on_devices
         self.description: Description | None = None
@@ -72,27 +72,27 @@ class CollectivePlan:
         has an error."""
         try:
             same_plan, all_pack, number = self._vote()
-            if self._mark is not None and self._exchange.size > 1:
-                self._check_shared_directory(self._mark, number)
+            if self._marker is not None and self._exchange.size > 1:
+                self._check_shared_directory(self._marker, number)
         finally:
-            if self._mark is not None:
-                self._mark.remove()
+            if self._marker is not None:
+                self._marker.remove()
         if not all_pack:
             return None
         assert self._local is not None
         self.reused = same_plan
         return self._plan(self._local, same_plan)
 
-    def _check_shared_directory(self, mark: DirectoryMark, number: int) -> None:
+    def _check_shared_directory(self, marker: MarkerFile, number: int) -> None:
         """Raises on all ranks if they do not write to one directory. With placement="local" only the ranks of a node
         must. `number`: of the token that the coordinator has left in the directory."""
         steps, local = self._steps, self._planner.placement == "local"
         if local:
-            of_all = steps.gather(lambda: identity(mark.directory), "gather places")
+            of_all = steps.gather(lambda: identity(marker.directory), "gather places")
             if of_all is not None:
-                steps.take(check_nodes, mark.directory, of_all)
+                steps.take(check_nodes, marker.directory, of_all)
         else:
-            steps.take(mark.look, number, self._exchange.rank)
+            steps.take(marker.look, number, self._exchange.rank)
         try:
             steps.raise_together("compare places")
         except SeparateDirectoriesError as raised:
@@ -108,7 +108,7 @@ class CollectivePlan:
         plan_id = local.plan_id if local is not None and kept else bytes(16)
         low, high = struct.unpack("<qq", plan_id)
         placement = PLACEMENTS.index(self._planner.placement)
-        number = NO_NUMBER if self._mark is None else self._mark.number
+        number = NO_NUMBER if self._marker is None else self._marker.number
         checked, check = (local.checked, local.check) if local is not None else (True, 0)
         ours = (int(steps.error is None), int(local is not None), int(kept), low, ~low, high, ~high, int(checked))
         votes = self._exchange.agree((*ours, placement, ~placement, number), steps.phase("agree"), [check])

@@ -21,7 +21,7 @@ from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
 from .._ranks.groups import check_alone_on_purpose
 from .._ranks.message import pack, unpack
-from .._ranks.shared_directory import DirectoryMark
+from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._state.application import saved_form
 from .._state.per_rank import counted
@@ -74,11 +74,11 @@ class Save:
         by plans of DCP's items, because a value of the state does not allow packed plans. `error`: why this rank cannot
         take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
         with phase("plan"):
-            # From `doing` and the mark it detects ranks that are at different saves or in different directories.
-            mark = DirectoryMark(self.path)
-            plan = CollectivePlan(self.steps, self.planner, mark, on_devices=not gated)
+            # From `doing` and the marker it detects ranks that are at different saves or in different directories.
+            marker = MarkerFile(self.path)
+            plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
-            values = self.steps.take(self._prepare, state, plan, mark)
+            values = self.steps.take(self._prepare, state, plan, marker)
             planned = plan.make()
             self._plan_reused = plan.reused
         if planned is None:
@@ -94,7 +94,7 @@ class Save:
             raise
         return True
 
-    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, mark: DirectoryMark) -> dict[str, Any]:
+    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, marker: MarkerFile) -> dict[str, Any]:
         """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
         settings.check()
         check_alone_on_purpose()
@@ -109,7 +109,7 @@ class Save:
         layout.begin(exchange.is_coordinator)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
-                mark.leave()
+                marker.make()
         plan.describe(values, self._storage_meta())
         if plan.description is not None and (left_out := layout.left_out(plan.description)):
             plan.leave_out(left_out)

@@ -35,7 +35,7 @@ from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
-from .._ranks.groups import resolved
+from .._ranks.groups import resolve_group
 from .._routes.begin import BroadcastLoad
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
@@ -224,7 +224,7 @@ class StorageReader(DcpStorageReader):
         # Only here is it known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
         if self.broadcast_checkpoint is False or len(plans) == 1:
             return plans
-        group = resolved(self.process_group)
+        group = resolve_group(self.process_group)
         ranks = 1 if group is None else dist.get_world_size(group)
         if len(plans) != ranks:
             logger.warning(
@@ -266,7 +266,7 @@ class StorageReader(DcpStorageReader):
         measured = None
         if timeline.current() is None:  # else `vescale_ckpt.load` measures
             measured = Timeline("load", self.path, f"loading {self.given_path}")
-            group = resolved(self.process_group)
+            group = resolve_group(self.process_group)
             rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
             measured.begin(rank, ranks, " by dcp.load")
         try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .._checkpoint.record_reader import Record, Target
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
-from .._ranks.groups import resolved
+from .._ranks.groups import resolve_group
 from .._ranks.node import ranks_of_this_node
 from .._routes.begin import BroadcastLoad
 from .._state import objects
@@ -125,7 +125,7 @@ def fill_packed(load: Load, reads: PackedReads) -> None:
 
 def _overlap(load: Load, reads: PackedReads) -> float:
     """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
-    group = resolved(None)
+    group = resolve_group(None)
     ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
     if ranks == 1:
         return 1

@@ -10,9 +10,10 @@ the ranks of subgroups; and a group that failed cannot be made again under its n
 The first failure ends a generation of connections. The rank that notices it writes a failure report to the store, then
 closes its connections. Its neighbours notice that, read the report, raise the same error and close theirs.
 
-Of the end of a connection gloo tells only who waits for a message of which no byte has come yet. It tells neither who
-waits for a send nor who waits for the rest of a message (`signalException` in its `tcp/pair.cc`). So a rank waits for
-such messages alone: a long message is followed by a short one, its trailer, and the receiver may answer with a receipt.
+If a connection ends, gloo wakes only a rank that waits for a message of which no byte has come yet. It does not wake a
+rank that waits for a send or for the rest of a message (`signalException` in its `tcp/pair.cc`). So ranks wait only for
+messages of the first kind: a short message, the trailer, follows a long one, and the receiver may answer with a
+receipt.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
-_LONGEST_END = 5.0  # seconds after a failure in which others may be waited for: less than GRACE
+_LONGEST_END = 5.0  # after a failure a rank waits at most so many seconds for others: less than GRACE
 _CONNECTING = "connecting the ranks"
-# gloo's tags: messages of one tag come in the order in which they are sent. Two ranks have a connection for each of
-# their interfaces, and torch takes that of the tag modulo their number: with up to 16 all tags share one connection.
-_MESSAGES, _TRAILERS, _RECEIPTS = (number * math.lcm(*range(1, 17)) for number in range(3))
-_SHORT_BYTES = 1024  # a message of at most so many fits in one packet of any network: it has no trailer
+# Messages with one gloo tag arrive in the order in which they are sent. Two ranks have one connection for each network
+# interface, and torch chooses the connection by the tag modulo their number. With these tags, up to 16 interfaces still
+# give one connection for all.
+_MESSAGES, _TRAILERS, _RECEIPTS = (index * math.lcm(*range(1, 17)) for index in range(3))
+_SHORT_BYTES = 1024  # a message of at most so many bytes fits in one packet of any network, so it has no trailer
 
 
 class Arrival(Protocol):
-    """What a rank waits for: a message, or a word in memory that it shares with the peer."""
+    """A message that a rank waits for, or a word in memory that it shares with the peer."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Raises RuntimeError if it does not come in time, and as soon as it is known that it will not come."""
+        """Raises RuntimeError if it does not arrive in time, and as soon as it cannot arrive any more."""
 
 
 class _Awaited(NamedTuple):
-    """What a rank waits for: the last of `works`. The others must stay until it comes."""
+    """An arrival from `peer` that a rank waits for: the last of `works`. The others must live until then."""
 
     peer: int
     works: list[Arrival]
@@ -67,7 +69,7 @@ class _Awaited(NamedTuple):
 
 
 class _LostError(Exception):
-    """A message from or to `peer` failed. `in_time`: before the deadline, so the connection is closed."""
+    """A message from or to `peer` failed. `in_time`: it failed before the deadline, so the connection is closed."""
 
     def __init__(self, peer: int, in_time: bool) -> None:
         self.peer = peer
@@ -83,12 +85,12 @@ class _ElsewhereError(Exception):
 
 
 def _parent(rank: int) -> int | None:
-    """In the tree of ranks."""
+    """Returns the parent of a rank in the tree of ranks; None for the root."""
     return (rank - 1) // FANOUT if rank else None
 
 
 class Connections:
-    """One rank's connections of one generation. `ranks`: those of the group, as the default group numbers them.
+    """One rank's connections of one generation. `ranks`: the ranks of the group, as the default group numbers them.
 
     All ranks make it together. Raises CheckpointTimeoutError that names the ranks that did not come within `timeout`
     seconds.
@@ -103,24 +105,24 @@ class Connections:
         self._step = _CONNECTING
         self._progress = 0
         self.failure: FailureReport | None = None
-        self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
+        self.devices: DeviceGroup | None = None  #: the connections among the ranks' devices, once `devices_tried`
         self.devices_tried = False
-        self.kept: dict[str, object] = {}  #: what their users keep as long as these connections are good
-        self._device_groups = 0  # that were made
+        self.kept: dict[str, object] = {}  #: users keep values here as long as these connections are good
+        self._device_groups = 0  # so many were made
         self.ranks = ranks
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
-        self._farthest = 0  # steps from any rank to any other, from neighbour to neighbour
+        self._farthest = 0  # the largest distance of two ranks in the tree
         at = _parent(self.size - 1)
         while at is not None:
             self._farthest += 2
             at = _parent(at)
-        # Only these hold work in flight: gloo closes only after all of it is released.
+        # Only these queues hold work in flight. gloo closes only after all of it is released.
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()
-        self._sent: deque[tuple[int, list[Arrival]]] = deque()  # without a receipt, by the number of the collective
-        self._mark = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what trailers and receipts consist of
+        self._sent: deque[tuple[int, list[Arrival]]] = deque()  # (number of the collective, sends without a receipt)
+        self._short_message = torch.zeros(1, dtype=torch.uint8, device="cpu")  # every trailer and receipt is this
         self._gloo: dist.ProcessGroupGloo | None = None
         with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
             rendezvous.meet(_CONNECTING, timeout)
@@ -139,7 +141,7 @@ class Connections:
         return in_time(connect, self._left() + 1, "vescale_ckpt connecting")
 
     def make_devices(self, device: Device, timeout: float) -> None:
-        """Makes `devices`. NCCL connects at their first swap."""
+        """Makes `devices`. NCCL connects at the first swap."""
         self._device_groups += 1
         store = self._rendezvous.store_for_devices(self._device_groups)
         self.devices = DeviceGroup(device, nccl.nccl_backend(store, self.rank, self.size, timeout), timeout)
@@ -148,7 +150,7 @@ class Connections:
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
         """A context for this rank's part of a collective, made of `send`, `receive` and `wait`.
 
-        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`.
+        It begins with a greeting between neighbours. It ends when all messages of this rank are done, as after `wait`.
         Any exception raised inside ends these connections on all ranks.
         """
         with self._lock:
@@ -174,7 +176,7 @@ class Connections:
     def _whom(self) -> str:
         """Names the ranks that this one waits for, as far as it is known. Any thread may call it."""
         peer = ""
-        with suppress(IndexError):  # it may just have come
+        with suppress(IndexError):  # the message may just have come
             peer = f"a message of rank {(self._pending or self._receipts)[0].peer} of {self.size}"
         if self.rank != 0:
             return peer or "other ranks"
@@ -183,13 +185,13 @@ class Connections:
         return f"{self._rendezvous.named(late)}{_last_seen(notes, late)}" if late else peer or "other ranks"
 
     def progress(self, progress: int) -> None:
-        """Notes how far this rank has come in a long collective, for the error of a rank that times out."""
+        """Notes the progress of this rank in a long collective, for the error of a rank that times out."""
         self._progress = progress
         self._rendezvous.note(self.calls, self._step, progress)
 
     def may_commit(self, timeout: float) -> None:
-        """Call it before a step that cannot be undone. Raises if other ranks have given up, or if the store does not
-        answer. After it has returned, the error of a rank that gives up says that the commit may have been made."""
+        """Call this before a step that cannot be undone. Raises if other ranks have given up, or if the store does not
+        answer. After it returns, the error of a rank that gives up says that the commit may have been made."""
         with self._lock:
             if self.failure is None:
                 failure = self._rendezvous.may_commit(self.calls, timeout)
@@ -202,36 +204,35 @@ class Connections:
     def send(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
         """Begins to send a CPU tensor.
 
-        With `receipt`, `wait` returns only when the peer has it. Without, the tensor must never change, and this rank
-        must wait, before or after, for something that the peer sends only after it has begun to receive this message:
-        gloo sends a message when the peer has begun to receive it.
+        With `receipt`, `wait` returns only when the peer has the message. Without it, the tensor must never change, and
+        this rank must at some time wait for a message that the peer sends only after it has begun to receive this one.
+        The reason: gloo sends a message when the peer has begun to receive it.
         """
         works: list[Arrival] = []
         if receipt:
             self._receipts.append(_Awaited(peer, works))
-            works.append(self._begin("recv", peer, self._mark, _RECEIPTS))
+            works.append(self._begin("recv", peer, self._short_message, _RECEIPTS))
         else:
             self._sent.append((self.calls, works))
         works.insert(0, self._begin("send", peer, tensor, _MESSAGES))
         if tensor.nbytes > _SHORT_BYTES:
-            works.insert(0, self._begin("send", peer, self._mark, _TRAILERS))
+            works.insert(0, self._begin("send", peer, self._short_message, _TRAILERS))
 
     def receive(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
-        """Begins to receive a tensor of exactly the size that the peer sends. `receipt`: as the peer's `send`."""
+        """Begins to receive a tensor of exactly the size that the peer sends. `receipt`: the same as in its `send`."""
         works: list[Arrival] = []
         self._pending.append(_Awaited(peer, works, receipt))
         works.append(self._begin("recv", peer, tensor, _MESSAGES))
         if tensor.nbytes > _SHORT_BYTES:
-            works.append(self._begin("recv", peer, self._mark, _TRAILERS))
+            works.append(self._begin("recv", peer, self._short_message, _TRAILERS))
 
     def expect(self, peer: int, arrival: Arrival) -> None:
-        """Adds something of `peer` that does not come over these connections to what `wait` waits for."""
+        """Makes `wait` also wait for an arrival from `peer` that does not come over these connections."""
         self._pending.append(_Awaited(peer, [arrival]))
 
     def wait(self, receipts: bool = True) -> None:
-        """Returns when all receives that were begun are done, and all that is expected has come. `receipts`: and when
-        all receipts have come."""
-        # In this order: the peers may wait for receipts of this rank.
+        """Returns when all receives and expected arrivals are done; with `receipts`, also all receipts."""
+        # Receives come first: the peers may wait for receipts of this rank.
         for awaited in (self._pending, self._receipts) if receipts else (self._pending,):
             while awaited:
                 try:
@@ -239,7 +240,7 @@ class Connections:
                 except RuntimeError as error:
                     raise self._lost(awaited[0].peer) from error
                 if awaited[0].receipt:
-                    self._sent.append((self.calls, [self._begin("send", awaited[0].peer, self._mark, _RECEIPTS)]))
+                    self._sent.append((self.calls, [self._begin("send", awaited[0].peer, self._short_message, _RECEIPTS)]))
                 awaited.popleft()
 
     def _begin(self, way: str, peer: int, tensor: torch.Tensor, tag: int) -> Arrival:
@@ -268,16 +269,17 @@ class Connections:
         for peer, buffer in heard.items():
             if buffer != greeting:
                 raise _ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
-        # The neighbours have taken all of the last collective, their neighbours all of the one before, and so on.
+        # A greeting from a neighbour proves that ranks d hops away have finished collective n - d. So buffers that were
+        # sent earlier can be freed.
         while self._sent and self._sent[0][0] + self._farthest < self.calls:
             self._sent.popleft()
 
     def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
-        """Makes or reads the failure report, so that all ranks have the same, then closes the connections."""
+        """Makes or reads the failure report, then closes the connections. All ranks get the same report."""
         until, store_answers = time.monotonic() + _LONGEST_END, True
         try:
             failure = None
-            if isinstance(error, _LostError) and error.in_time:  # the peer closed it, perhaps after a report
+            if isinstance(error, _LostError) and error.in_time:  # the peer closed the connection, perhaps after a report
                 failure = self._rendezvous.failure(wait=GRACE_SECONDS)
             if failure is None:
                 failure = self._rendezvous.settle(lambda notes: self._diagnose(phase, step, timeout, error, notes))
@@ -289,7 +291,7 @@ class Connections:
         self._close()
         if store_answers:
             with suppress(StoreGoneError):
-                if self.ranks[self.rank] == 0:  # torch made the store there, unless its launcher did
+                if self.ranks[self.rank] == 0:  # this process hosts the store, unless the launcher does
                     left = until - time.monotonic()
                     self._rendezvous.wait_for_readers(failure.late, min(GRACE_SECONDS, max(0.0, left)))
                 else:
@@ -303,7 +305,7 @@ class Connections:
             works.clear()
         for held in self._pending, self._receipts, self._sent:
             held.clear()
-        # The list holds the only reference, so that the thread of `in_time` destroys the group, not this one.
+        # The list holds the only reference, so the thread of `in_time` destroys the group, not this thread.
         closing, self._gloo = [self._gloo], None
         with suppress(TimeoutError):
             in_time(closing.clear, GRACE_SECONDS, "vescale_ckpt closing")
@@ -344,18 +346,18 @@ class Connections:
         return self._diagnose_by_notes(error.peer, phase, timeout, notes)
 
     def _late(self, notes: Notes) -> list[int]:
-        """The ranks that have not come to this collective."""
+        """Returns the ranks that have not come to this collective."""
         return [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
 
     def _behind(self, notes: Notes) -> list[int]:
-        """The ranks inside collectives that have come less far than this one, and than all that are further."""
+        """Returns the ranks with the least progress of all that are inside collectives, if it is less than this rank's."""
         places = {rank: (note.calls, note.progress) for rank, note in notes.items() if note is not None and note.inside}
-        last = min(places.values(), default=(0, 0))  # the other ranks wait for the ranks that are here
+        last = min(places.values(), default=(0, 0))  # all other ranks wait for these
         return [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
 
     def _diagnose_by_notes(self, peer: int, phase: str, timeout: float, notes: Notes) -> FailureReport:
-        """The report where all ranks are in one collective, no connection is closed, and nothing came from `peer`. The
-        peer may itself be waiting for another rank."""
+        """Makes the report for the case that all ranks are in one collective, no connection is closed, and nothing came
+        from `peer`. The peer may itself wait for another rank."""
         rendezvous = self._rendezvous
         late = self._late(notes)
         waiting = {rank: note for rank, note in notes.items() if note is not None and note.inside}
@@ -371,8 +373,8 @@ class Connections:
         if behind := self._behind(notes):
             text = f"{rendezvous.named(behind)} did not come within {timeout:g} s"
             return FailureReport(self.calls, phase, behind, f"{phase}: {text}{_last_seen(notes, behind)}")
-        # If the peer has left the collective, its message was lost. Else the two ranks cannot reach each other, though
-        # both reach the store.
+        # If the peer has left the collective, its message was lost. Otherwise the two ranks cannot reach each other,
+        # although both reach the store.
         late = [] if peer in waiting else [peer]
         text = f"all ranks came, but nothing arrived from {rendezvous.named([peer])} for the rest of {timeout:g} s"
         return FailureReport(self.calls, phase, late, f"{phase}: {text}")
@@ -384,8 +386,8 @@ class Connections:
             )
         if not isinstance(error, _LostError):
             return self._diagnose(phase, "", timeout, error, {})
-        # A peer may be silent because it waits for a third rank. That is excluded if there is no third rank, or if the
-        # peer hosts the store, which is gone.
+        # A peer may be silent because it waits for a third rank. It does not if there is no third rank, or if it hosts
+        # the store, which is gone.
         certain = self.size == 2 or self.ranks[error.peer] == 0
         what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
         text = f"{phase}: {self._rendezvous.named([error.peer])} is lost, {what}, and {gone}"
@@ -398,5 +400,5 @@ def _last_seen(notes: Notes, ranks: list[int]) -> str:
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:
-    """The buffer's own memory as a tensor of bytes."""
+    """Returns the buffer's own memory as a tensor of bytes."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,8 +1,8 @@
-"""Runs all collectives of saves and loads on connections of its own, with a timeout and with names of missing ranks.
+"""`Exchange` runs the collectives of saves and loads, with a timeout and with names of missing ranks.
 
 Messages travel along a tree of ranks (`agree`, `broadcast`) or between each rank and the coordinator (`gather`,
-`scatter`). They are point-to-point sends of plain tensors, so a failure tells which rank it comes from. Each collective
-begins with a greeting between neighbours in the tree that names the collective: ranks that are in different collectives
+`scatter`). They are point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective
+begins with a greeting between neighbours in the tree, which names the collective. So ranks in different collectives
 raise before any data moves.
 """
 
@@ -27,7 +27,7 @@ from .. import settings
 from .._engine.torch_private import new_store_client
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
 from .connections import Connections, tensor_over
-from .groups import check_alone_on_purpose, resolved
+from .groups import check_alone_on_purpose, resolve_group
 from .message import pack, unpack
 from .nccl import Device, DeviceGroup
 from .rendezvous import Rendezvous
@@ -35,7 +35,7 @@ from .store_thread import StoreGoneError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TEXT = 2000  # characters; longer texts of errors are cut before they are sent to other ranks
+_LONGEST_TEXT = 2000  # texts of errors are cut after so many characters before they are sent to other ranks
 _NO_ERROR = 1
 DIGEST_BYTES = 16
 
@@ -59,13 +59,13 @@ class Exchange:
         self.timeout = timeout
         self.rank = 0 if links is None else links.rank
         self.size = 1 if links is None else links.size
-        self.ranks = () if links is None else tuple(links.ranks)  #: as the default group numbers them; () for one rank
+        self.ranks = () if links is None else tuple(links.ranks)  #: numbers in the default group; () for a single rank
 
     @staticmethod
     def of(
         process_group: dist.ProcessGroup | None = None, timeout: float | None = None, purpose: str = "save"
     ) -> Exchange:
-        """The exchange of a group (None: the default group); without torch.distributed, one of a single rank.
+        """Returns the exchange of a group (None: the default group); without torch.distributed, of a single rank.
 
         Each `purpose` has its own connections, so that a background save and a load can run at the same time.
 
@@ -73,7 +73,7 @@ class Exchange:
         group lives. The group itself is not used. `timeout`: seconds; None: the setting. Raises as the methods do.
         """
         limit = settings.timeout(timeout)
-        group = resolved(process_group)
+        group = resolve_group(process_group)
         if group is None:
             if purpose != "load":
                 check_alone_on_purpose()
@@ -92,12 +92,12 @@ class Exchange:
 
     @property
     def kept(self) -> dict[str, object]:
-        """What users keep for the next exchange, as long as it has the same connections."""
+        """The values that users keep for the next exchange, as long as it has the same connections."""
         return {} if self._links is None else self._links.kept
 
     def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
-        """The minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo 2^64. All are 64-bit
-        integers, and every rank gives equally many."""
+        """Returns the minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo 2^64. All are
+        64-bit integers, and every rank gives equally many."""
         links = self._links
         least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
         if links is not None:
@@ -115,12 +115,13 @@ class Exchange:
                     links.wait()
                     least = answer
                 for child in links.children:
-                    links.send(child, least)  # it has begun to receive
+                    links.send(child, least)  # the child has begun to receive
         result: list[int] = least.tolist()
         return result
 
     def gather(self, data: bytes, phase: str) -> list[bytes] | None:
-        """Every rank's bytes, by rank, on the coordinator; None on other ranks. The coordinator holds all at once."""
+        """Returns every rank's bytes, by rank, on the coordinator; None on other ranks. The coordinator holds all at
+        once."""
         links = self._links
         if links is None:
             return [data]
@@ -137,15 +138,14 @@ class Exchange:
                 links.receive(rank, tensor_over(buffer), receipt=True)
         buffers.reverse()
         parts = [data]
-        while buffers:  # freed one by one: never twice the sum
+        while buffers:  # each buffer is freed after its copy, so memory never holds all twice
             parts.append(bytes(buffers.pop()))
         return parts
 
     def gather_distinct(self, parts: Sequence[bytes], phase: str) -> list[list[bytes]] | None:
-        """Every rank's `parts`, equally many on all ranks, by rank, on the coordinator; None on other ranks.
+        """Returns every rank's `parts`, by rank, on the coordinator; None on other ranks. All ranks give equally many.
 
-        What is equal, on several ranks or twice on one, travels once and is one object on the coordinator. So replicas
-        of tables cost it 16 bytes.
+        Equal parts travel once and are one object on the coordinator. So the replica of a table costs 16 bytes.
         """
         if self._links is None:
             return [list(parts)]
@@ -166,7 +166,7 @@ class Exchange:
         return [[found[digest] for digest in row] for row in rows]
 
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
-        """This rank's element of `parts`. The coordinator gives one part for each rank, by rank; other ranks None."""
+        """Returns this rank's element of `parts`. The coordinator gives one part for each rank; other ranks give None."""
         if self.is_coordinator and (parts is None or len(parts) != self.size):
             raise ValueError(f"scatter: expected {self.size} parts, one for each rank")
         links = self._links
@@ -181,7 +181,7 @@ class Exchange:
         return parts[0]
 
     def broadcast(self, data: bytes | None, phase: str) -> bytes:
-        """The coordinator's bytes, on every rank."""
+        """Returns the coordinator's bytes on every rank."""
         if self.is_coordinator and data is None:
             raise ValueError("broadcast: the coordinator has nothing to send")
         links = self._links
@@ -196,22 +196,22 @@ class Exchange:
         return data
 
     def may_commit(self) -> None:
-        """A rank calls it after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError
-        if other ranks have given up, or if the store does not answer."""
+        """Call this after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError if
+        other ranks have given up, or if the store does not answer."""
         if self._links is not None:
             self._links.may_commit(self.timeout)
 
     @contextmanager
     def commit_in_doubt(self, committed: Callable[[], bool]) -> Iterator[None]:
-        """A context for the steps after `may_commit`: a CheckpointTimeoutError that ends this exchange within it says
-        whether the commit was made. `committed`: whether this rank has made it."""
+        """A context for the steps after `may_commit`. A CheckpointTimeoutError within it says whether the commit was
+        made. `committed`: whether this rank has made the commit."""
         links = self._links
         since = 0 if links is None else links.calls
         try:
             yield
         except CheckpointTimeoutError as error:
             if links is None or links.failure is None:
-                raise  # another rank's error, which all ranks have
+                raise  # all ranks have this error of another rank
             failure = links.failure
             if committed():
                 text, known = "this rank had committed: the new checkpoint is there", True
@@ -241,8 +241,8 @@ class Exchange:
         return True
 
     def device_group(self, device: Device, phase: str) -> DeviceGroup | None:
-        """The connections among the devices of all ranks, made at the first call. None on all ranks if they cannot be
-        made, for instance because ranks share a device. `may_swap_on` must be true on all ranks."""
+        """Returns the connections among the devices of all ranks, made at the first call. None on all ranks if they
+        cannot be made, for instance because ranks share a device. `may_swap_on` must be true on all ranks."""
         links = self._links
         assert links is not None
         if links.devices_tried:
@@ -265,7 +265,7 @@ class Exchange:
             return
         (usable,) = self.agree([int(links.devices.usable)], f"{phase}: the last swap is done")
         links.devices.end()
-        if usable:  # else no rank tries it again
+        if usable:  # otherwise no rank tries it again
             links.devices, links.devices_tried = None, False
 
     def _succeed(self, step: Callable[[], None], phase: str) -> bool:
@@ -305,14 +305,14 @@ class Exchange:
         least: Sequence[int] = (),
         sums: Sequence[int] = (),
     ) -> list[int]:
-        """Returns if no rank has an error, after one `agree`: the minima of `least` over all ranks and the sums of
-        `sums`. Otherwise all ranks raise; the exchange can be used again.
+        """If no rank has an error, returns the minima of `least` over all ranks and the sums of `sums`, after one
+        `agree`. Otherwise all ranks raise. The exchange can be used again.
 
         All ranks raise the error of the lowest failed rank, with the texts of all failed ranks in `failures`. An error
         of this package keeps its class, so that StorageFullError can be caught on every rank, and gets the attribute
-        `rank`. Any other error is raised as `kind`. An exception that cannot be pickled is sent as its text. A rank
-        whose error is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this
-        package unchanged.
+        `rank`. Any other error becomes a `kind`. If an exception cannot be pickled, its text is sent. A rank whose error
+        is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this package
+        unchanged.
         """
         if self._links is None:
             _raise_alone(error, phase, kind)
@@ -339,14 +339,14 @@ class Exchange:
 
 
 class _Place:
-    """Keeps the connections of one process group for one purpose: one generation after another."""
+    """Keeps the connections of one process group for one purpose. A new generation replaces a failed one."""
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous | None = None
         self._links: Connections | None = None
-        self._failed = False  # the last attempt, on this rank
+        self._failed = False  # whether the last attempt of this rank failed
 
     def links(self, group: dist.ProcessGroup, timeout: float) -> Connections:
         with self._lock:
@@ -369,7 +369,7 @@ class _Place:
         if links.failure is not None:
             self._failed = True
             return False
-        with suppress(StoreGoneError):  # collectives do not need the store unless they fail
+        with suppress(StoreGoneError):  # collectives need the store only if they fail
             links.failure = rendezvous.failure()
         if links.failure is not None and links.calls < links.failure.calls:
             raise links.failure.error()
@@ -383,12 +383,12 @@ atexit.register(_places.clear)
 
 
 def digest(data: bytes) -> int:
-    """A hash of bytes that ranks compare."""
+    """Returns a hash of bytes, for comparisons between ranks."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def _first_of_each(rows: list[list[bytes]]) -> list[bytes]:
-    """For each element of the rows, 1 where its value comes up first, else 0."""
+    """Returns a mask for each row: 1 where a value occurs for the first time, otherwise 0."""
     seen: set[bytes] = set()
     masks = []
     for row in rows:
@@ -404,7 +404,7 @@ def _first_swap(links: Connections) -> None:
     assert links.devices is not None
     device = links.devices.device
     device.begin()
-    with device.queued():  # torch's allocator orders the memory's uses within one stream only
+    with device.queued():  # torch's allocator orders uses of memory within one stream only
         sent = torch.zeros(links.size, dtype=torch.uint8, device=device.device)
         received = torch.zeros_like(sent)
     links.devices.connect(torch.split(received, 1), torch.split(sent, 1))
@@ -435,12 +435,12 @@ def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedE
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     text = f"{type(error).__name__}: {error}"
-    # It takes over the traceback of the original error, which is not shown a second time.
+    # The new error takes over the traceback, so that it is shown once.
     raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
 
 
 def _report(error: BaseException) -> bytes:
-    """An error as it is sent to other ranks: its text, and its pickle if it can be pickled."""
+    """Packs an error for other ranks: its text, and its pickle if it can be pickled."""
     text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
     try:
         pickled = pickle.dumps(error)

@@ -1,4 +1,4 @@
-"""Resolves the process groups that callers give, and keeps a value for each of them."""
+"""Resolves the process groups that users give, and keeps a value for each group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..errors import CheckpointError
 
 Value = TypeVar("Value")
 
-_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns on ranks outside the group
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # `new_group` returns this on ranks outside the group
 
 
-def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group; for None the default group. None if torch.distributed is not initialised."""
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the group; for None the default group. None if torch.distributed is not initialised."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
         hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
         raise ValueError(f"process_group: expected a group or None, got {type(process_group).__name__}{hint}")
@@ -34,7 +34,7 @@ def check_alone_on_purpose() -> None:
     """Raises `CheckpointError` if a job has several processes and torch.distributed is not initialised: each process
     would save alone to the same directory, and the last one would replace the saves of the others."""
     size = os.environ.get("WORLD_SIZE", "")
-    if resolved(None) is not None or not size.isdecimal() or int(size) < 2 or settings.number("alone"):
+    if resolve_group(None) is not None or not size.isdecimal() or int(size) < 2 or settings.number("alone"):
         return
     raise CheckpointError(
         f"this process is one of {size} (WORLD_SIZE), but torch.distributed is not initialised: each would save alone, "
@@ -44,14 +44,14 @@ def check_alone_on_purpose() -> None:
 
 
 class PerGroup(Generic[Value]):
-    """One value for each process group, kept while the group lives, and one for a process without groups."""
+    """Keeps one value for each process group as long as the group lives, and one for a process without groups."""
 
     def __init__(self, make: Callable[[], Value]) -> None:
         self._make = make
         self.forget()
 
     def of(self, process_group: dist.ProcessGroup | None) -> Value:
-        group = resolved(process_group)
+        group = resolve_group(process_group)
         return self._alone if group is None else self._of_groups.setdefault(group, self._make())
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Packs several byte strings into one message between ranks, and unpacks them."""
+"""Packs several byte strings into one message and unpacks them, for exchanges between ranks."""
 
 from __future__ import annotations
 

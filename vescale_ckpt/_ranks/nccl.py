@@ -4,8 +4,8 @@ Each rank has a CUDA device of its own. The communicator is not made by `new_gro
 `connections.py` gives. A swap that exceeds its time raises here; the next collective on `Connections` finds out which
 rank is gone.
 
-No thread of torch's watches the communicator. Torch's watchdog answers an error with a key in the store of the whole
-job, and the monitors of the user's own groups then end their processes, minutes later. So errors are looked for here.
+Torch's watchdog thread is off. It answers an error with a key in the store of the whole job, and minutes later the
+monitors of the user's own groups end their processes. So this module polls for errors itself.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .store_thread import in_time
 
 logger = logging.getLogger(__name__)
 
-MOST_SECONDS = 120.0  # for one swap: NCCL cannot always tell a dead peer from a late one
+MOST_SECONDS = 120.0  # one swap may take so long: NCCL cannot always distinguish a dead peer from a late one
 ABORT_SECONDS = 30.0
-_MOST_CHANNELS = 8  # NCCL's own choice is up to 32, with buffers of several MiB for each peer
+_MOST_CHANNELS = 8  # NCCL itself would take up to 32, with buffers of several MiB for each peer
 _PAUSE = 0.0002
 
 
@@ -42,10 +42,10 @@ class Device(Protocol):
     device: torch.device
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """A tensor of bytes from which copies to the device run asynchronously."""
+        """Returns a tensor of bytes from which copies to the device run asynchronously."""
 
     def identity(self) -> str:
-        """A text that is equal on ranks that have the same device."""
+        """Returns a text that is equal on ranks that have the same device."""
 
     def begin(self) -> None:
         """Orders all work that is queued from now on after the work in the caller's current stream. Raises
@@ -55,8 +55,8 @@ class Device(Protocol):
         """A context in which any thread queues work on this object's own stream."""
 
     def finish(self, seconds: float, swap: Any = None) -> bool:
-        """Waits for the queued work, at most `seconds`. Returns whether it is done. `swap`: torch's `Work` of a swap
-        that is part of it. Raises CheckpointError as soon as NCCL reports that it fails."""
+        """Waits for the queued work, at most `seconds`. Returns whether it is done. `swap`: torch's `Work` if a swap is
+        part of the work. Raises CheckpointError as soon as NCCL reports that the swap fails."""
 
 
 class CudaDevice:
@@ -99,13 +99,13 @@ class CudaDevice:
 
 def _raise_error_of(swap: Any) -> None:
     """Raises if NCCL reports that a swap fails."""
-    # `is_completed` asks NCCL. `Work.exception` would have the text, but torch 2.11 cannot return it to Python.
+    # `is_completed` asks NCCL. `Work.exception` has the text, but torch 2.11 cannot return it to Python.
     if swap.is_completed() and (result := swap.get_future_result()).done() and result.value() != _SUCCESS:
         raise CheckpointError("NCCL reports that a connection among the devices failed; torch has logged its error")
 
 
 class DeviceGroup:
-    """The devices of all ranks of an exchange, one a rank. All ranks make it together and call each swap together."""
+    """Connects the devices of all ranks of an exchange, one a rank. All ranks make it and call each swap together."""
 
     def __init__(self, device: Device, backend: Any, timeout: float) -> None:
         self.device = device
@@ -114,11 +114,11 @@ class DeviceGroup:
         self._connecting_seconds = _connecting_seconds(timeout)
         self._backend = backend
         self._lock = threading.Lock()
-        self._connecting = False  # whether a thread is in the call that connects: only that thread may abort then
+        self._connecting = False  # whether a thread is in the connecting call: then only that thread may abort
 
     def swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. Tensors of bytes on the
-        device, which may be empty.
+        """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. All are tensors of bytes on the
+        device, and may be empty.
 
         Raises `CheckpointError` if it takes longer than `seconds`. After that every swap raises.
         """
@@ -131,10 +131,10 @@ class DeviceGroup:
             raise
 
     def connect(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """The first `swap`. NCCL connects in the call itself, which waits for ranks that died, and which nothing can
-        interrupt. So a thread of its own makes the call; it is left behind if the call does not return in time.
+        """Makes the first `swap`. NCCL connects in this call, which waits even for dead ranks and cannot be interrupted.
+        So a new thread makes the call. If the call does not return in time, the thread is abandoned.
 
-        Raises `CheckpointError` after half the timeout: ranks that failed at once wait for this one's result.
+        Raises `CheckpointError` after half the timeout: ranks that failed at once wait for the result of this rank.
         """
         seconds = self._connecting_seconds
         try:
@@ -147,8 +147,8 @@ class DeviceGroup:
             raise
 
     def end(self) -> None:
-        """Ends the connections and returns their memory. Any thread may call it, and again. Waits at most
-        `ABORT_SECONDS`, and not at all for a call that connects: its thread ends the connections when it returns."""
+        """Ends the connections and returns their memory. Any thread may call it, several times. Waits at most
+        `ABORT_SECONDS`. Does not wait for a connecting call: its thread ends the connections when the call returns."""
         with self._lock:
             ended, self.usable = not self.usable, False
             if ended or self._connecting:
@@ -156,7 +156,7 @@ class DeviceGroup:
         aborting = threading.Thread(target=self._abort, name="vescale_ckpt abort", daemon=True)
         try:
             aborting.start()
-        except RuntimeError:  # at its end the interpreter starts no threads
+        except RuntimeError:  # the interpreter is ending and starts no threads
             self._abort()
             return
         seconds = min(ABORT_SECONDS, self.seconds / 4)  # other ranks wait for this one
@@ -167,7 +167,7 @@ class DeviceGroup:
     def _swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         with self.device.queued():
             work = self._backend.alltoall([*outputs], [*inputs])
-            work.block_current_stream()  # `wait` would wait on the host, for up to 10 minutes
+            work.block_current_stream()  # `wait` would block the host for up to 10 minutes
         if not self.device.finish(self.seconds, work):
             raise CheckpointError(f"the devices of the ranks did not swap their bytes within {self.seconds:g} s")
 
@@ -198,10 +198,11 @@ class DeviceGroup:
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
-    """An NCCL process group, which connects at its first swap. `store`: a client of its own, whose timeout is set."""
-    store.set_timeout(timedelta(seconds=_connecting_seconds(timeout)))  # of the wait for NCCL's unique id
+    """Returns an NCCL process group, which connects at its first swap. `store`: a client that nobody else uses; its
+    timeout is set."""
+    store.set_timeout(timedelta(seconds=_connecting_seconds(timeout)))  # it bounds the wait for NCCL's unique id
     options = dist.ProcessGroupNCCL.Options()
-    # Also if the user's groups do not block: an abort cannot interrupt a call that waits for their communicators.
+    # The group blocks even if the user's groups do not: an abort cannot interrupt a call that waits for communicators.
     options.config.blocking = 1
     options.config.max_ctas = _MOST_CHANNELS
     with _environment(_GROUP_ENVIRONMENT):
@@ -212,12 +213,12 @@ def _connecting_seconds(timeout: float) -> float:
     return min(timeout / 2, MOST_SECONDS)
 
 
-# What torch reads when a process group is made. With blocking waits it makes no watchdog and no monitor. Events of the
-# cache outlive their swaps: torch's flight recorder looks at them until a watchdog tells of their end.
+# Torch reads these variables when it makes a process group. With blocking waits it makes no watchdog and no monitor.
+# Events of the cache live longer than their swaps: torch's flight recorder reads them until a watchdog reports their end.
 _GROUP_ENVIRONMENT = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
-# Where it is set, `abort` tells the monitors of all groups to end their processes.
+# If this variable is set, `abort` tells the monitors of all groups to end their processes.
 _EXTRA_DUMP = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
-_SUCCESS = 0  # of torch's `WorkResult`
+_SUCCESS = 0  # torch's `WorkResult.SUCCESS`
 
 
 @contextmanager
@@ -235,8 +236,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:
-    """The CUDA device that holds most bytes of `tensors`, or the current one if there are no tensors. None if most
-    bytes are in host memory, if they are on several devices, or without NCCL."""
+    """Returns the CUDA device that holds most bytes of `tensors`, or the current device if there are no tensors. None if
+    most bytes are in host memory or on several devices, or if NCCL is missing."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Numbers the machine that this process runs on, so that ranks can compare their machines."""
+"""Numbers the machine of this process for ranks that compare their machines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_of_this_process() -> int:
-    """Equal for processes of one machine (containers on it included), in 0 … 2**63 - 1.
+    """Returns a number in 0 … 2**63 - 1 that is equal for all processes of one machine, containers included.
 
-    The environment variable VESCALE_CKPT_NODE, a whole number, wins.
+    The environment variable VESCALE_CKPT_NODE, a whole number, takes precedence.
     """
-    said = settings.node()
-    if said is not None:
-        return said
+    from_environment = settings.node()
+    if from_environment is not None:
+        return from_environment
     try:
         machine = _BOOT_ID.read_bytes()
     except OSError:
@@ -28,7 +28,8 @@ def node_of_this_process() -> int:
 
 
 def memory_domain() -> str:
-    """Equal for processes that may open each other's files in /proc: of one machine, process namespace and user."""
+    """Returns a text that is equal for processes that may open each other's files in /proc. They have the same machine,
+    process namespace and user."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -37,20 +38,20 @@ def memory_domain() -> str:
 
 
 def ranks_of_this_node(otherwise: int) -> int:
-    """`LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; else `otherwise`."""
+    """Returns `LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; otherwise `otherwise`."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else otherwise
 
 
 class Process:
-    """A process of this machine. When it has ended, another one may get its number."""
+    """A process of this machine. It is not confused with a later process of the same number."""
 
     def __init__(self, number: int) -> None:
         self._path = f"/proc/{number}/stat"
         _, self._start = self._state_and_start()
 
     def lives(self) -> bool:
-        """False also for a process that has ended and that its parent has not waited for."""
+        """Whether the process runs. False also for a zombie."""
         state, start = self._state_and_start()
         return start == self._start and state not in ("Z", "X")
 

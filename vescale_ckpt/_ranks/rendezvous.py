@@ -1,10 +1,10 @@
 """Records each rank's current collective in the TCPStore for `Connections`, so that a timeout can name missing ranks.
 
-The notes are read only after a failure. A rank that times out reads from them which ranks are missing. The first rank
-that gives up writes a failure report to the store: then all ranks raise the same error, and a rank that arrives later
-raises at once. A rank that waits repeats its note; a rank that is stopped or cut off does not.
+The notes are read only after a failure. A rank that times out learns from them which ranks are missing. The first rank
+that gives up writes a failure report to the store. Then all ranks raise the same error, and a rank that arrives later
+raises at once. A rank that waits repeats its note as a heartbeat; a rank that is stopped or cut off does not.
 
-After a failure the ranks of a group connect anew. Each attempt has a number, its generation. Each rank counts its own
+After a failure the ranks of a group connect again. Each attempt has a number, its generation. Each rank counts its own
 generations, so ranks that have called equally often meet in the same one.
 """
 
@@ -22,28 +22,28 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 from .store_thread import GRACE_SECONDS, StoreThread
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
-_BEATS_OF_SILENCE = 5  # a rank that waits and has not repeated its note for so many beats is silent
-_COMMIT = "commit "  # written in place of a failure report when a commit begins; the number of its collective follows
+_HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated its note for so many heartbeats
+_COMMIT = "commit "  # replaces a failure report when a commit begins; the number of its collective follows
 
 _Result = TypeVar("_Result")
 
 
 class Note(NamedTuple):
-    """Where a rank is: in its `calls`-th collective, which is `step`, at `progress`. Not `inside`: it has left it."""
+    """The place of a rank: its `calls`-th collective, which is `step`, at `progress`. Not `inside`: it has left it."""
 
     calls: int
     step: str
     progress: int
     inside: bool
-    beat: int  #: rises while it is inside
+    heartbeat: int  #: it rises while the rank is inside
 
 
-Notes = dict[int, Note | None]  #: by rank; None for ranks that have not come
+Notes = dict[int, Note | None]  #: {rank: note, or None for a rank that has not come}
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a generation ended. `calls`: the number of the collective that failed, 0 for the meeting itself."""
+    """The reason why a generation ended. `calls`: the number of the collective that failed; 0: the meeting itself."""
 
     calls: int
     phase: str
@@ -84,18 +84,17 @@ class Rendezvous:
         self.size = size
         self._generation = generation
         self._connect = connect
-        self._beat = 0.4 + size / 10_000  # seconds; longer for more ranks, to bound the load on the store
-        self._store_thread = store_thread if store_thread is not None else StoreThread(connect, self._beat)
+        self._heartbeat = 0.4 + size / 10_000  # seconds; more ranks write less often, to bound the load on the store
+        self._store_thread = store_thread if store_thread is not None else StoreThread(connect, self._heartbeat)
 
     def next(self, failed_before: bool, timeout: float) -> Rendezvous:
-        """The rendezvous of this rank's next generation.
+        """Returns the rendezvous of this rank's next generation.
 
-        `failed_before`: this rank's attempt before this one failed. Then generations that have failed meanwhile without
-        this rank are passed over. Otherwise they are not: a generation that failed before this rank came has failed for
-        this rank, too.
+        `failed_before`: whether this rank's last attempt failed. Then generations that have failed meanwhile without
+        this rank are skipped. Otherwise a generation that failed before this rank came has failed for this rank, too.
         """
         # A client that waits for an answer waits until TCP gives up, perhaps long after the network is back.
-        store_thread = self._store_thread if self._store_thread.answers else StoreThread(self._connect, self._beat)
+        store_thread = self._store_thread if self._store_thread.answers else StoreThread(self._connect, self._heartbeat)
         key = f"generation/{self.rank}"
         while True:
             generation = store_thread.ask(lambda store: store.add(key, 1), timeout)
@@ -128,29 +127,29 @@ class Rendezvous:
         return self.named([rank for rank, note in self.notes().items() if note is None])
 
     def store_for_connections(self) -> Store:
-        """The store by the client that also writes the notes. Calls must be short."""
+        """Returns the store as the client that also writes the notes. Calls must be short."""
         return PrefixStore(self._key("connections"), self._store_thread.ask(lambda store: store))
 
     def store_for_devices(self, number: int) -> Store:
-        """The store by a client of its own, because the ranks' devices wait in it for each other. `number`: of the
-        connections among devices, which begin with an empty store."""
+        """Returns the store as a new client, because the ranks' devices wait in it for each other. `number`: counts the
+        connections among devices, each of which begins with an empty store."""
         return PrefixStore(self._key(f"devices/{number}"), self._store_thread.ask(torch_private.clone_of))
 
     def note(self, calls: int, step: str, progress: int = 0, inside: bool = True) -> None:
-        """Notes where this rank is; the arguments are those of `Note`. Costs microseconds."""
+        """Notes the place of this rank. The arguments are those of `Note`. Costs microseconds."""
 
-        def text(beat: int) -> str:
-            return json.dumps(Note(calls, step, progress, inside, beat))
+        def text(heartbeat: int) -> str:
+            return json.dumps(Note(calls, step, progress, inside, heartbeat))
 
         self._store_thread.note(self._key(f"at/{self.rank}"), text, repeated=inside)
 
     def failure(self, wait: float = 0.0) -> FailureReport | None:
-        """The failure report of this generation. None if there is none within `wait` seconds."""
+        """Returns the failure report of this generation. None if there is none within `wait` seconds."""
         return self._look_until(self._read_failure, time.monotonic() + wait)
 
     def may_commit(self, calls: int, timeout: float) -> FailureReport | None:
         """Notes that a commit begins after the `calls`-th collective, and returns None. If there is a failure report,
-        notes nothing and returns the report. Reports that are written after the note say that the commit began."""
+        returns the report and notes nothing. Reports that are written after the note say that the commit began."""
         key, said = self._key("failure"), f"{_COMMIT}{calls}"
 
         def begin(store: Store) -> FailureReport | None:
@@ -166,8 +165,8 @@ class Rendezvous:
         return self._store_thread.ask(begin, timeout)
 
     def settle(self, diagnose: Callable[[Notes], FailureReport]) -> FailureReport:
-        """The failure report of this generation: the first that a rank writes. `diagnose` makes it from all ranks'
-        notes.
+        """Returns the failure report of this generation, the first that a rank writes. `diagnose` makes it from the
+        notes of all ranks.
 
         If many ranks fail at once, one of them makes the report and the others wait for it.
         """
@@ -180,29 +179,30 @@ class Rendezvous:
         self._store_thread.ask(lambda store: store.set(self._key(f"read/{self.rank}"), "1"))
 
     def wait_for_readers(self, late: list[int], seconds: float) -> None:
-        """Waits until all ranks but those `late` have the failure report, at most so long. For the rank whose process
-        hosts the store: when it has ended, nobody can read the report, and all would name that rank."""
+        """Waits until all ranks except the `late` ones have the failure report, at most so long. The rank whose process
+        hosts the store calls it: if that process ended earlier, nobody could read the report, and all would name that
+        rank."""
         keys = [self._key(f"read/{rank}") for rank in range(self.size) if rank != self.rank and rank not in late]
         self._look_until(lambda store: not keys or store.check(keys), time.monotonic() + seconds)
 
     def silent(self, before: Notes, among: list[int]) -> list[int]:
-        """The ranks `among` that do not repeat their notes, because they are stopped or cut off. All of them were
-        inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""
+        """Returns the ranks of `among` that do not repeat their notes, because they are stopped or cut off. All of them
+        were inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""
 
-        def beat(notes: Notes, rank: int) -> int:
+        def heartbeat(notes: Notes, rank: int) -> int:
             note = notes[rank]
-            return -1 if note is None else note.beat
+            return -1 if note is None else note.heartbeat
 
         still = [rank for rank in among if rank != self.rank]
         deadline = time.monotonic() + self._seconds_of_silence
         while still and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, self._beat))
+            time.sleep(min(left, self._heartbeat))
             now = self.notes()
-            still = [rank for rank in still if beat(now, rank) == beat(before, rank)]
+            still = [rank for rank in still if heartbeat(now, rank) == heartbeat(before, rank)]
         return still
 
     def notes(self) -> Notes:
-        """The notes of all ranks."""
+        """Returns the notes of all ranks."""
         keys = {self._key(f"at/{rank}"): rank for rank in range(self.size)}
 
         def read(store: Store) -> list[tuple[str, bytes]]:
@@ -215,8 +215,8 @@ class Rendezvous:
         return notes
 
     def named(self, ranks: list[int], most: int = 10) -> str:
-        """'rank 3 of 8', 'ranks 3, 5 of 8'."""
-        if not ranks:  # they came just when another rank gave up
+        """Returns 'rank 3 of 8' or 'ranks 3, 5 of 8'."""
+        if not ranks:  # the missing ranks came just when another rank gave up
             return f"some of {self.size} ranks"
         shown = ", ".join(str(rank) for rank in ranks[:most])
         more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
@@ -224,7 +224,7 @@ class Rendezvous:
 
     @property
     def _seconds_of_silence(self) -> float:
-        return _BEATS_OF_SILENCE * self._beat
+        return _HEARTBEATS_OF_SILENCE * self._heartbeat
 
     def _read_failure(self, store: Store) -> FailureReport | None:
         key = self._key("failure")
@@ -234,7 +234,7 @@ class Rendezvous:
         return None if text.startswith(_COMMIT.encode()) else FailureReport.decode(text)
 
     def _leave(self, failure: FailureReport) -> FailureReport:
-        """Writes the report if there is none yet. Returns the one that is in the store."""
+        """Writes the report if there is none yet. Returns the report in the store."""
         key = self._key("failure")
 
         def leave(store: Store) -> FailureReport:
@@ -248,8 +248,8 @@ class Rendezvous:
         return self._store_thread.ask(leave)
 
     def _look_until(self, question: Callable[[Store], _Result], deadline: float) -> _Result:
-        """Asks until the answer is true or the deadline is over. A wait inside the store would block other
-        questions."""
+        """Asks until the answer is true or the deadline is over. It polls, because a wait inside the store would block
+        other questions."""
         nap = 0.002
         while True:
             left = deadline - time.monotonic()  # a store that does not answer now may answer before the deadline
@@ -257,7 +257,7 @@ class Rendezvous:
             if answer or left <= 0:
                 return answer
             time.sleep(min(nap, left))
-            nap = min(nap * 1.5, self._beat)
+            nap = min(nap * 1.5, self._heartbeat)
 
     def _key(self, name: str) -> str:
         return f"{self._generation}/{name}"

@@ -1,6 +1,6 @@
-"""Checks that the ranks of a save write to one directory, before they write anything.
+"""Checks for saves that all ranks write to one directory, before they write anything.
 
-A path may exist on every machine without being shared; each machine would then hold a part of the checkpoint. So the
+A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
 coordinator makes a file with a random name in the directory, and the other ranks look for it. With
 `placement="local"` each node has its own directory; then the ranks of a node compare its device and inode numbers.
 """
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from .._engine import _C
 from .._storage.open_storage import stat_of, storage_at
-from .._storage.storage import MARK_PREFIX
+from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-NO_NUMBER = 1 << 62  # from ranks without a mark; so the minimum over all ranks is the coordinator's number
+NO_NUMBER = 1 << 62  # ranks without a marker file give this, so the minimum over all ranks is the coordinator's number
 _VISIBLE_SECONDS = 2.0  # a network file system shows a new file to all machines within this time
 _IDENTITY = struct.Struct("<qQQ")
 
@@ -28,14 +28,14 @@ class SeparateDirectoriesError(CheckpointError):
     """Ranks that should write to one directory do not."""
 
     path: str
-    ranks: list[int]  #: those that do not see the files of the others
+    ranks: list[int]  #: these ranks do not see the files of the others
 
     def __init__(self, path: str, ranks: Sequence[int], message: str) -> None:
         super().__init__(message, path=path, ranks=[*ranks])
 
 
 def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
-    """The error for `ranks` that do not see the coordinator's files in `path`."""
+    """Returns the error for `ranks` that do not see the coordinator's files in `path`."""
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     who = f"rank{'s' if len(ranks) != 1 else ''} {shown}"
     text = (
@@ -46,27 +46,27 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
     return SeparateDirectoriesError(path, ranks, text)
 
 
-class DirectoryMark:
-    """A file that the coordinator leaves in the directory while the other ranks look for it."""
+class MarkerFile:
+    """A file that the coordinator makes in the directory, and that the other ranks look for."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.number = NO_NUMBER  #: part of the file's name, once this rank has left it
+        self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
         self._name: str | None = None
 
-    def leave(self) -> None:
+    def make(self) -> None:
         """Raises OSError."""
         number = secrets.randbelow(NO_NUMBER)
-        storage_at(self.directory).leave_mark(_name(number))
+        storage_at(self.directory).make_marker(_name(number))
         self.number, self._name = number, _name(number)
 
     def look(self, number: int, rank: int) -> None:
-        """Raises SeparateDirectoriesError if the coordinator's mark of that number is not in the directory."""
+        """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory."""
         if number == NO_NUMBER or number == self.number:
             return
         directory = storage_at(self.directory)
         deadline = time.monotonic() + _VISIBLE_SECONDS
-        while not directory.sees_mark(_name(number)):
+        while not directory.sees_marker(_name(number)):
             if time.monotonic() >= deadline:
                 raise separate_directories(self.directory, [rank])
             time.sleep(0.05)
@@ -80,17 +80,17 @@ class DirectoryMark:
 
 
 def _name(number: int) -> str:
-    return f"{MARK_PREFIX}{number:016x}"
+    return f"{MARKER_PREFIX}{number:016x}"
 
 
 def identity(directory: str) -> bytes:
-    """The number of this rank's node, and the directory's device and inode, packed. Raises OSError."""
+    """Packs the number of this rank's node, and the directory's device and inode. Raises OSError."""
     device, inode, *_ = stat_of(directory).identity
     return _IDENTITY.pack(node_of_this_process(), device, inode)
 
 
 def check_nodes(directory: str, identities: Sequence[bytes]) -> None:
-    """Raises SeparateDirectoriesError if ranks of one node write to several directories; `identities` by rank."""
+    """Raises SeparateDirectoriesError if ranks of one node write to several directories. `identities`: by rank."""
     first: dict[int, tuple[int, bytes]] = {}
     for rank, of_rank in enumerate(identities):
         node, _, _ = _IDENTITY.unpack(of_rank)

@@ -1,4 +1,4 @@
-"""`Steps` takes the steps of a save on one rank, so that all ranks take each step or none."""
+"""`Steps` runs the steps of a save on one rank, so that an error of one rank stops all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 class Steps:
-    """A rank with an error keeps it, and takes no more steps, until the next exchange, where all ranks raise.
+    """After an error a rank takes no more steps until the next `raise_together`, where all ranks raise.
 
     Args:
         doing: names the save in errors and phases; equal on all ranks.
@@ -29,7 +29,7 @@ class Steps:
     def take(
         self, step: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
     ) -> _Result | None:
-        """The result of a step of this rank. None if it or an earlier one has failed."""
+        """Returns the result of a step of this rank. None if this step or an earlier one has failed."""
         if self.error is None:
             try:
                 return step(*arguments, **options)
@@ -38,14 +38,14 @@ class Steps:
         return None
 
     def gather(self, step: Callable[[], bytes], phase: str) -> list[bytes] | None:
-        """Takes a step, whose result must not be empty. Returns the results of all ranks on the coordinator; None on
-        other ranks, and if a rank has an error."""
+        """Takes a step, whose result must not be empty. Returns the results of all ranks on the coordinator. Returns
+        None on other ranks, and if a rank has an error."""
         gathered = self.exchange.gather(self.take(step) or b"", self.phase(phase))
         return gathered if gathered is not None and all(gathered) else None
 
     def gather_distinct(self, step: Callable[[], Sequence[bytes]], count: int, phase: str) -> list[list[bytes]] | None:
-        """The same for a step that returns `count` parts, of which the first must not be empty. Parts that are equal on
-        several ranks travel once."""
+        """Does the same for a step that returns `count` parts. The first part must not be empty. Equal parts of several
+        ranks travel once."""
         gathered = self.exchange.gather_distinct(self.take(step) or [b""] * count, self.phase(phase))
         return gathered if gathered is not None and all(parts[0] for parts in gathered) else None
 

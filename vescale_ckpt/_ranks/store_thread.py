@@ -1,9 +1,9 @@
-"""Calls the TCPStore on a thread of its own for `Rendezvous`, so that no caller waits for a store that hangs.
+"""Calls the TCPStore on a separate thread for `Rendezvous`, so that no caller waits for a store that hangs.
 
 `in_time` does that for single calls of torch that may exceed their own timeouts.
 
 A call to a store on a machine that is cut off returns only when TCP gives up, after minutes, and holds the client's
-lock until then. Here only this thread is blocked; its callers get an error after a bounded time.
+lock until then. Such a call blocks only this thread. Its callers get an error after a bounded time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from .._engine.torch_private import Store
 from ..errors import CheckpointTimeoutError
 
-GRACE_SECONDS = 2.0  # for a store to answer, and for a rank that failed to write its report
-_DELAY = 0.02  # seconds from a note to its writing; of several notes in that time only the last is written
+GRACE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
+_DELAY = 0.02  # a note is written after so many seconds; a later note within that time replaces it
 
 _Result = TypeVar("_Result")
 _STORE_GONE = (
@@ -33,9 +33,9 @@ _STORE_GONE = (
 
 
 def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Result:
-    """The result of a function of torch that may exceed its own timeout: a thread of its own calls it.
+    """Calls a function of torch that may exceed its own timeout, on a new thread, and returns its result.
 
-    Raises TimeoutError after `seconds`; the thread goes on until the function returns.
+    Raises TimeoutError after `seconds`. The thread goes on until the function returns.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
@@ -48,7 +48,7 @@ def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Resu
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
         return future.result(seconds)
-    except concurrent.futures.TimeoutError as late:  # a class of its own before Python 3.11
+    except concurrent.futures.TimeoutError as late:  # this is another class before Python 3.11
         raise TimeoutError(f"{name}: not done within {seconds:.0f} s") from late
 
 
@@ -60,21 +60,21 @@ class StoreGoneError(CheckpointTimeoutError):
 
 
 class StoreThread:
-    """One connection to the store. `connect` makes it, on the thread. The thread ends with this object.
+    """One connection to the store. `connect` makes it on the thread. The thread ends with this object.
 
-    `beat`: seconds between two writings of a repeated note.
+    `heartbeat`: a repeated note is written every so many seconds.
     """
 
-    def __init__(self, connect: Callable[[], Store], beat: float) -> None:
+    def __init__(self, connect: Callable[[], Store], heartbeat: float) -> None:
         self.answers = True  #: False after the first question without an answer
-        self._requests = _Requests(connect, beat)
+        self._requests = _Requests(connect, heartbeat)
         thread = threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True)
         thread.start()
         _threads[thread] = self._requests
         weakref.finalize(self, self._requests.end)
 
     def ask(self, question: Callable[[Store], _Result], seconds: float = GRACE_SECONDS) -> _Result:
-        """The result of `question`. Raises StoreGoneError if the store fails or does not answer within `seconds`.
+        """Returns the result of `question`. Raises StoreGoneError if the store fails or does not answer in `seconds`.
 
         `question` must not wait inside the store, because notes are written after it.
         """
@@ -87,26 +87,25 @@ class StoreThread:
             raise StoreGoneError from error
 
     def note(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
-        """Writes `text(n)` under a key soon, where n counts the writings. If `repeated`, writes it again at each beat
-        until the next note. Costs the caller microseconds. Failures are not reported: later questions fail with an
-        error."""
+        """Writes `text(n)` under a key soon; n counts the writes. If `repeated`, writes it again at each heartbeat until
+        the next note. Costs the caller microseconds. Does not report failures: later questions raise an error."""
         self._requests.note(key, text, repeated)
 
 
 class _Requests:
-    """The questions and notes for the thread. The thread holds this object and no StoreThread: the end of the
+    """The questions and notes for the thread. The thread holds no reference to the StoreThread, so that the end of the
     StoreThread ends the thread."""
 
-    def __init__(self, connect: Callable[[], Store], beat: float) -> None:
+    def __init__(self, connect: Callable[[], Store], heartbeat: float) -> None:
         self._connect = connect
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._store: Store | None = None
         self._changed = threading.Condition()
         self._questions: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
         self._note: tuple[str, Callable[[int], str], bool] | None = None
-        self._due = float("inf")  # when the note is to be written
-        self._idle = False  # the thread sleeps until it is woken
-        self._beats = 0
+        self._due = float("inf")  # the time to write the note
+        self._idle = False  # whether the thread sleeps until a notification
+        self._writes = 0
         self._takes_notes = True
         self._ended = False
 
@@ -138,7 +137,7 @@ class _Requests:
                     self._idle = False
                 if self._ended:
                     break
-                # A rank that asks has noted its place before; so notes are written first.
+                # A rank notes its place before it asks, so notes are written first.
                 note = self._note if self._due < float("inf") else None
                 self._due = float("inf")
                 question = self._questions.popleft() if self._questions else None
@@ -152,19 +151,19 @@ class _Requests:
         self._store = None
 
     def _write(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
-        self._beats += 1
+        self._writes += 1
         try:
-            self._of_store().set(key, text(self._beats))
+            self._connected_store().set(key, text(self._writes))
         except Exception:
-            self._takes_notes = False  # each attempt at a dead store would print a warning of torch
+            self._takes_notes = False  # torch prints a warning for each attempt at a dead store
             return
         with self._changed:
             if repeated and self._note is not None and self._note[2] and self._due == float("inf"):
-                self._due = time.monotonic() + self._beat
+                self._due = time.monotonic() + self._heartbeat
 
     def _answer(self, question: Callable[[Store], Any], future: Future[Any]) -> None:
         try:
-            result = question(self._of_store())
+            result = question(self._connected_store())
         except BaseException as error:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(error)
@@ -172,7 +171,7 @@ class _Requests:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_result(result)
 
-    def _of_store(self) -> Store:
+    def _connected_store(self) -> Store:
         if self._store is None:
             self._store = self._connect()
         return self._store
@@ -182,7 +181,8 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, _Requests] = weakref.WeakK
 
 
 def _end_all() -> None:
-    """A call to the store that returned while the interpreter ends would end the process by `std::terminate`."""
+    """Ends all threads. If a call to the store returned while the interpreter ends, `std::terminate` would end the
+    process."""
     threads = dict(_threads)
     for requests in threads.values():
         requests.end()

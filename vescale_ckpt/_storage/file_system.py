@@ -190,13 +190,13 @@ class FileSystem(Storage):
 
     # --- Whether ranks use one directory
 
-    def leave_mark(self, name: str) -> None:
+    def make_marker(self, name: str) -> None:
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
-    def keep_mark(self, name: str) -> None:
+    def keep_marker(self, name: str) -> None:
         path, made = self._at(name), False
         with contextlib.suppress(FileExistsError):
-            self.leave_mark(name)
+            self.make_marker(name)
             made = True
         os.utime(path)
         status = os.stat(path)
@@ -204,7 +204,7 @@ class FileSystem(Storage):
             self.sync()
             _note_durable(path, status)
 
-    def sees_mark(self, name: str) -> bool:
+    def sees_marker(self, name: str) -> bool:
         # An open directory makes the client of a network file system ask its server about it again.
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -242,19 +242,19 @@ class FileSystem(Storage):
 
     # --- Those who name its data files from elsewhere
 
-    def lease(self, mark: str, grace_seconds: float, *, make: bool) -> FileLock | None:
+    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> FileLock | None:
         for _ in range(_LEASE_ATTEMPTS):
-            if not make and not self.has(mark):
+            if not make and not self.has(marker):
                 return None
-            self.keep_mark(mark)
-            if (lock := locks.share(self._at(mark))) is not None:
+            self.keep_marker(marker)
+            if (lock := locks.share(self._at(marker))) is not None:
                 return lock
-            if self.has(mark):
+            if self.has(marker):
                 return FileLock.of_nothing()  # the file system has no locks: the time of the file counts
         raise CheckpointError(f"{self.path} is being cleaned up by another process", path=self.path)
 
-    def unleased(self, mark: str, grace_seconds: float) -> AbstractContextManager[bool]:
-        return locks.abandoned(self._at(mark), grace_seconds)
+    def unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
+        return locks.abandoned(self._at(marker), grace_seconds)
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)

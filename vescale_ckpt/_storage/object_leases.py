@@ -38,15 +38,15 @@ class ObjectLease:
             self._storage.remove(self._name)
 
 
-def lease(storage: Storage, mark: str, grace_seconds: float) -> ObjectLease:
+def lease(storage: Storage, marker: str, grace_seconds: float) -> ObjectLease:
     """Leases the files of the folder, and waits for those who are removing some. Raises `CheckpointError` if that takes
     too long, and OSError."""
-    name = mark + _LEASE + secrets.token_hex(8)
+    name = marker + _LEASE + secrets.token_hex(8)
     storage.write(name, b"")
     made = ObjectLease(storage, name)
     deadline = time.monotonic() + _REMOVAL_SECONDS
     try:
-        while _is_any(storage, mark + _REMOVER, grace_seconds):
+        while _is_any(storage, marker + _REMOVER, grace_seconds):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{storage.path} is being cleaned up by another process", path=storage.path)
             time.sleep(_POLL_SECONDS)
@@ -57,13 +57,13 @@ def lease(storage: Storage, mark: str, grace_seconds: float) -> ObjectLease:
 
 
 @contextlib.contextmanager
-def removing(storage: Storage, mark: str, grace_seconds: float) -> Iterator[bool]:
+def removing(storage: Storage, marker: str, grace_seconds: float) -> Iterator[bool]:
     """A context that gives whether nobody has leased files of the folder. New leases wait until it ends. Raises
     OSError."""
-    name = mark + _REMOVER + secrets.token_hex(8)
+    name = marker + _REMOVER + secrets.token_hex(8)
     storage.write(name, b"")
     try:
-        yield not _is_any(storage, mark + _LEASE, grace_seconds)
+        yield not _is_any(storage, marker + _LEASE, grace_seconds)
     finally:
         with contextlib.suppress(OSError):
             storage.remove(name)

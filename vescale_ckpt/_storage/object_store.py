@@ -377,14 +377,14 @@ class ObjectStore(Storage):
 
     # --- Whether ranks use one folder
 
-    def leave_mark(self, name: str) -> None:
+    def make_marker(self, name: str) -> None:
         self._client.at(name).put(b"", create=True)
 
-    def keep_mark(self, name: str) -> None:
+    def keep_marker(self, name: str) -> None:
         if not self.has(name):  # its time does not matter: leases show who uses it
             self.write(name, b"")
 
-    def sees_mark(self, name: str) -> bool:
+    def sees_marker(self, name: str) -> bool:
         try:
             return self.has(name)
         except CheckpointError:
@@ -408,14 +408,14 @@ class ObjectStore(Storage):
 
     # --- Those who name its data files from elsewhere
 
-    def lease(self, mark: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
-        if not make and not self.has(mark):
+    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
+        if not make and not self.has(marker):
             return None
-        self.keep_mark(mark)
-        return object_leases.lease(self, mark, grace_seconds)
+        self.keep_marker(marker)
+        return object_leases.lease(self, marker, grace_seconds)
 
-    def unleased(self, mark: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
-        return object_leases.removing(self, mark, grace_seconds)
+    def unleased(self, marker: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
+        return object_leases.removing(self, marker, grace_seconds)
 
 
 def _last(key: str) -> str:

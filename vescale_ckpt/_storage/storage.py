@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple, Protocol
 
 #: Names of marker files begin with this. Clean-ups find them as temporary files of a checkpoint's metadata.
-MARK_PREFIX = ".metadata.tmp.place."
+MARKER_PREFIX = ".metadata.tmp.place."
 LOCK_NAME = ".lock"  #: a save locks this file in its directory before it writes anything
 BEGINNING_BYTES = 1 << 20  #: so many bytes are checked before the rest of a larger file is read
 
@@ -185,16 +185,16 @@ class Storage(ABC):
     # --- Whether ranks use one folder
 
     @abstractmethod
-    def leave_mark(self, name: str) -> None:
+    def make_marker(self, name: str) -> None:
         """Makes an empty marker file, without a sync. Raises OSError if it exists."""
 
     @abstractmethod
-    def keep_mark(self, name: str) -> None:
+    def keep_marker(self, name: str) -> None:
         """Makes an empty marker file if it is missing, and makes it durable. Gives it the present time if only the age
         of a file shows whether it is in use."""
 
     @abstractmethod
-    def sees_mark(self, name: str) -> bool:
+    def sees_marker(self, name: str) -> bool:
         """Whether the folder holds the marker file now. Bypasses caches of clients. Raises nothing."""
 
     # --- Others who use it
@@ -226,12 +226,12 @@ class Storage(ABC):
     # --- Those who name its data files from elsewhere, as delta saves do
 
     @abstractmethod
-    def lease(self, mark: str, grace_seconds: float, *, make: bool) -> Lease | None:
-        """Keeps the files of the folder from being removed while a save may reference them. `mark`: the marker file of
+    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> Lease | None:
+        """Keeps the files of the folder from being removed while a save may reference them. `marker`: the marker file of
         the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`: as
         for `unleased`. Raises `CheckpointError` if others go on removing files there."""
 
     @abstractmethod
-    def unleased(self, mark: str, grace_seconds: float) -> AbstractContextManager[bool]:
+    def unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
         """A context that gives whether nobody has leased files of the folder. No lease begins while it lasts.
         `grace_seconds`: without locks, an older lease counts as one of a dead process."""

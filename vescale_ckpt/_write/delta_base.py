@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from .._checkpoint.native import delta_table
 from .._checkpoint.native.delta_table import DeltaTable, Row
-from .._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
+from .._checkpoint.native.file_names import LEASE_MARKER, METADATA_NAME
 from .._checkpoint.native.metadata_file import has_metadata
 from .._engine import _C
 from .._storage.open_storage import storage_at
@@ -91,7 +91,7 @@ class DeltaBase:
     def _protect(self, storage: Storage, *, make: bool) -> bool:
         """Keeps the files of a directory from being removed. `make`: gives it the mark. Returns False if it has none:
         then its files are not kept for anybody."""
-        lease = storage.lease(MARK_NAME, SAVE_GRACE, make=make)
+        lease = storage.lease(LEASE_MARKER, SAVE_GRACE, make=make)
         if lease is not None:
             self._leases.append(lease)
         return lease is not None

@@ -27,7 +27,7 @@ from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
 from .._ranks.exchange import Exchange, digest
-from .._ranks.groups import check_alone_on_purpose, resolved
+from .._ranks.groups import check_alone_on_purpose, resolve_group
 from .._storage.open_storage import checkpoint_path, says_nothing, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
@@ -548,7 +548,7 @@ class CheckpointManager:
     # --- Between ranks
 
     def _is_coordinator(self) -> bool:
-        group = resolved(self.process_group)
+        group = resolve_group(self.process_group)
         return group is None or dist.get_rank(group) == 0
 
     def _exchange(self) -> Exchange:

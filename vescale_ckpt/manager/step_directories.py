@@ -74,7 +74,7 @@ def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[in
         found = _names(path)
         if found is None or file_names.METADATA_NAME in found:
             continue
-        if file_names.MARK_NAME in found and not dry_run:
+        if file_names.LEASE_MARKER in found and not dry_run:
             _strip_again(path)
         if not _is_leftover(path):
             continue
@@ -101,7 +101,7 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
 
 def is_marked(path: str) -> bool:
     """Whether checkpoints beside a directory may name its data files."""
-    return storage_at(path).has(file_names.MARK_NAME)
+    return storage_at(path).has(file_names.LEASE_MARKER)
 
 
 def _strip_again(path: str) -> None:
@@ -115,7 +115,7 @@ def _strip_again(path: str) -> None:
 def _strip(path: str, needed: set[str]) -> bool:
     """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
     is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
-    kept = {*needed, file_names.MARK_NAME, LOCK_NAME}
+    kept = {*needed, file_names.LEASE_MARKER, LOCK_NAME}
     storage = storage_at(path)
     try:
         found = [name for name in storage.names() if name not in kept]
@@ -140,7 +140,7 @@ def _is_ours(name: str) -> bool:
     return (
         file_names.is_of_a_save(name)
         or name == LOCK_NAME
-        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME, file_names.MARK_NAME))
+        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME, file_names.LEASE_MARKER))
     )
 
 

@@ -21,7 +21,7 @@ from ..._storage.open_storage import storage_at
 from ..._storage.orphans import Orphan
 from ..._storage.paths import in_sibling
 from . import delta_table, file_names
-from .file_names import DELTA_NAME, MARK_NAME
+from .file_names import DELTA_NAME, LEASE_MARKER
 from .named_files import named_by_any, needed_beside
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def remove_leftovers(
         ]
         named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
-        is_marked = storage.has(MARK_NAME) if only_superseded else MARK_NAME in found
+        is_marked = storage.has(LEASE_MARKER) if only_superseded else LEASE_MARKER in found
         looks = is_marked or left
         with needed_beside(directory, dry_run=dry_run) if looks else nullcontext(set[str]()) as needed:
             if needed is None:
@@ -92,7 +92,7 @@ def remove_leftovers(
             elif needed:
                 left = [name for name in left if name not in needed]
             elif is_marked and not dry_run:
-                storage.remove(MARK_NAME)
+                storage.remove(LEASE_MARKER)
             removed = orphans.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)

@@ -7,12 +7,12 @@ import re
 
 from ..._engine import _C
 from ..._engine.torch_private import DEFAULT_SUFFIX
-from ..._storage.storage import MARK_PREFIX
+from ..._storage.storage import MARKER_PREFIX
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
 DELTA_NAME = METADATA_NAME + ".delta"  #: what later saves need to name records of the checkpoint
-MARK_NAME = ".referred"  #: an empty file: checkpoints beside the directory may name its data files
+LEASE_MARKER = ".referred"  #: an empty file: checkpoints beside the directory may name its data files
 METRICS_NAME = "metrics.json"  #: of a manager
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
@@ -66,7 +66,7 @@ def may_be_in_use(temporary: str) -> bool:
     writes it may be about to rename it. Of a process that this one cannot see, on another machine or in another
     container, only the file's age can tell that it has died."""
     match = _OF_PROCESS.search(temporary)
-    if temporary.startswith(MARK_PREFIX) or match is None or match[2] != _C.process_space():
+    if temporary.startswith(MARKER_PREFIX) or match is None or match[2] != _C.process_space():
         return True
     return int(match[1]) != os.getpid() and os.path.exists(f"/proc/{match[1]}")
 

@@ -19,7 +19,7 @@ from ..._storage.paths import folder_above, in_sibling
 from ..._storage.storage import Storage
 from ...errors import CheckpointError
 from . import file_names
-from .file_names import DELTA_NAME, MARK_NAME
+from .file_names import DELTA_NAME, LEASE_MARKER
 from .metadata_file import has_metadata
 from .native_checkpoint import NativeCheckpoint
 
@@ -67,14 +67,14 @@ def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str]
         needed = None
         with contextlib.suppress(CheckpointError, OSError, _C.EngineError):
             storage = storage_at(directory)
-            found = set[str]() if storage.has(MARK_NAME) else _named_without_mark(storage)
+            found = set[str]() if storage.has(LEASE_MARKER) else _named_without_mark(storage)
             if found and not dry_run:
-                storage.keep_mark(MARK_NAME)
-            if storage.has_locks and not storage.has(MARK_NAME):
+                storage.keep_marker(LEASE_MARKER)
+            if storage.has_locks and not storage.has(LEASE_MARKER):
                 needed = found
-            elif held.enter_context(storage.unleased(MARK_NAME, orphans.SAVE_GRACE)):
+            elif held.enter_context(storage.unleased(LEASE_MARKER, orphans.SAVE_GRACE)):
                 # In an object store a mark may have come until the remover's notice was written.
-                needed = named_beside(directory) if storage.has(MARK_NAME) else found
+                needed = named_beside(directory) if storage.has(LEASE_MARKER) else found
         yield needed
 
 
