@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up_meanwhile_keeps_the_old_checkpoint(small_disk: Pat
 
 
 @pytest.mark.root
-def test_leftovers_are_removed_before_the_space_is_counted(small_disk: Path) -> None:
+def test_orphans_are_removed_before_the_space_is_counted(small_disk: Path) -> None:
     directory = small_disk / "checkpoint"
     save(directory, state(1))
     (directory / "__3_0123abcd.distcp").write_bytes(bytes(12 * MiB))  # of a save that was killed

@@ -404,7 +404,7 @@ def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch
     assert which(as_we(tmp_path)) == 2
 
 
-def test_leftovers_do_not_hide_a_model_of_files_without_an_index(tmp_path: Path) -> None:
+def test_orphans_do_not_hide_a_model_of_files_without_an_index(tmp_path: Path) -> None:
     stock_torch.save_file(model(0), tmp_path / "weights.safetensors")
     for name in model_names.file_names(2, 6):
         stock_torch.save_file({"a": torch.zeros(1)}, tmp_path / name)

@@ -324,7 +324,7 @@ def test_a_file_system_that_does_not_tell_what_is_free_is_not_full(checkpoint: P
     assert same(read(checkpoint), model(0))
 
 
-def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
+def test_orphans_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     going_on = _folder(checkpoint)
     dead = _folder(checkpoint)
     assert dead.files._lock is not None
@@ -344,7 +344,7 @@ def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     assert len(os.listdir(checkpoint)) == 3
 
 
-def test_without_locks_leftovers_stay_for_a_day(checkpoint: Path) -> None:
+def test_without_locks_orphans_stay_for_a_day(checkpoint: Path) -> None:
     abandoned = _folder(checkpoint)
     with mock.patch.object(locks, "try_lock_alone", return_value=None):
         save(checkpoint, {"a": torch.ones(1)})

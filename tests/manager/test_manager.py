@@ -495,7 +495,7 @@ def test_names_that_only_look_like_steps(checkpoint: Path) -> None:
     assert verify(checkpoint / "elsewhere").ok
 
 
-def test_directories_of_others_are_no_leftovers(checkpoint: Path) -> None:
+def test_directories_of_others_are_no_orphans(checkpoint: Path) -> None:
     (checkpoint / "step-1").mkdir(parents=True)
     (checkpoint / "step-1" / "model.safetensors").touch()
     (checkpoint / "step-1" / "__0_00000000.distcp").touch()

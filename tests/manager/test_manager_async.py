@@ -74,7 +74,7 @@ def test_what_a_save_supersedes_goes_when_it_is_durable(checkpoint: Path) -> Non
             handle = saver.save(2, small_state(2), metrics={"loss": 1})
             assert handle is not None and handle.staged.done() and not handle.done()
             assert saver.steps() == [1] and saver.latest() == 1
-            # Somebody else does not take step 2 for a leftover.
+            # Somebody else does not take step 2 for an orphan.
             in_child(functools.partial(save_steps, checkpoint, 3, max_to_keep=2, async_checkpoint=False))
             assert steps_in(checkpoint) == [1, 2, 3]
             event.set()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.children import fork, killed_before
-from harness.files import LOCK_NAME, LEASE_MARKER, METADATA_NAME, data_files, flip, share
+from harness.files import LEASE_MARKER, LOCK_NAME, METADATA_NAME, data_files, flip, share
 from harness.ranks import run_ranks
 from harness.states import blank, same
 
@@ -136,18 +136,18 @@ def test_a_step_that_is_being_read_stays_whole(tmp_path: Path) -> None:
     lock.release()
     assert step_directories.remove(str(tmp_path), [0]) == [0]
     assert loads(tmp_path, 1, lora(1)) and data_files(tmp_path / "step-0")
-    assert step_directories.remove_leftovers(str(tmp_path)) == []
+    assert step_directories.remove_orphans(str(tmp_path)) == []
     shutil.rmtree(tmp_path / "step-1")
-    assert step_directories.remove_leftovers(str(tmp_path), dry_run=True) == [0] and steps_on_disk(tmp_path) == [0]
-    assert step_directories.remove_leftovers(str(tmp_path)) == [0] and not steps_on_disk(tmp_path)
+    assert step_directories.remove_orphans(str(tmp_path), dry_run=True) == [0] and steps_on_disk(tmp_path) == [0]
+    assert step_directories.remove_orphans(str(tmp_path)) == [0] and not steps_on_disk(tmp_path)
 
 
 def test_clean_ups_keep_files_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
     save_steps(tmp_path, range(4), max_to_keep=2)
     for path in tmp_path.glob(f"step-*/{LEASE_MARKER}"):
         path.unlink()
-    assert step_directories.remove_leftovers(str(tmp_path), dry_run=True) == []
-    assert step_directories.remove_leftovers(str(tmp_path)) == []
+    assert step_directories.remove_orphans(str(tmp_path), dry_run=True) == []
+    assert step_directories.remove_orphans(str(tmp_path)) == []
     assert loads(tmp_path, 2, lora(2)) and (tmp_path / "step-0" / LEASE_MARKER).exists()
     (tmp_path / "step-0" / LEASE_MARKER).unlink()
     save_steps(tmp_path, range(4, 5), max_to_keep=1)

@@ -16,7 +16,7 @@ from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
-from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
+from vescale_ckpt._checkpoint.native.commit_metadata import remove_orphans
 from vescale_ckpt._checkpoint.native.file_names import LEASE_MARKER, METADATA_NAME
 from vescale_ckpt._convert.copy import copy
 from vescale_ckpt._storage import object_leases, orphans
@@ -154,7 +154,7 @@ def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
         lease = object_leases.lease(storage_at(f"{url}/step-0"), LEASE_MARKER, SAVE_GRACE)
         manager.save(2, lora(2, 7))
         assert manager.steps() == [0, 2], "step 1 is not used"
-        assert remove_leftovers(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []
+        assert remove_orphans(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []
         lease.release()
         manager.save(3, lora(3, 7))
         assert manager.steps() == [3]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageFullError, StorageWriter, api
 from vescale_ckpt._checkpoint.native import file_names
-from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
+from vescale_ckpt._checkpoint.native.commit_metadata import remove_orphans
 from vescale_ckpt._ranks import shared_directory
 from vescale_ckpt._ranks.shared_directory import MarkerFile, SeparateDirectoriesError
 
@@ -109,15 +109,15 @@ def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == names == []
 
 
-def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Path) -> None:
+def test_a_token_that_a_dead_save_left_is_an_orphan_after_a_while(tmp_path: Path) -> None:
     token = MarkerFile(str(tmp_path))
     token.make()
     (left,) = os.listdir(tmp_path)
     assert file_names.is_of_a_save(left)
-    assert remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
+    assert remove_orphans(str(tmp_path)) == []  # its save may go on, on another machine
     past = time.time() - 3600
     os.utime(tmp_path / left, (past, past))
-    assert remove_leftovers(str(tmp_path)) == [left]
+    assert remove_orphans(str(tmp_path)) == [left]
 
 
 # --- Alone, and not on purpose

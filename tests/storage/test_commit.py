@@ -88,7 +88,7 @@ def test_a_save_that_dies_before_the_commit_changes_nothing(checkpoint: Path) ->
     assert only_named_files(checkpoint)
 
 
-def test_the_file_of_a_save_that_goes_on_is_no_leftover(checkpoint: Path) -> None:
+def test_the_file_of_a_save_that_goes_on_is_no_orphan(checkpoint: Path) -> None:
     save(checkpoint, small_state(1))
     for name in ("__0_00000000.distcp", "__1_11111111_0.distcp", "__1_11111111_7.distcp"):
         (checkpoint / name).write_bytes(b"being written")
@@ -118,13 +118,13 @@ def test_nothing_unknown_is_ever_removed(checkpoint: Path) -> None:
     assert (checkpoint / "__7_0.distcp.d").is_dir()
 
 
-def test_leftovers_of_dead_saves_are_removed(checkpoint: Path) -> None:
+def test_orphans_of_dead_saves_are_removed(checkpoint: Path) -> None:
     save(checkpoint, small_state(1))
-    leftovers = [
+    orphans = [
         "__0_00000000.distcp", "__12_89abcdef.distcp", "__3_89abcdef_4.distcp",
         ".metadata.tmp", ".metadata.tmp.1234.0", "__3.metadata.tmp.1234.0",
     ]  # fmt: skip
-    for name in leftovers:
+    for name in orphans:
         (checkpoint / name).write_bytes(b"left")
         os.utime(checkpoint / name, (0, 0))
     save(checkpoint, small_state(2))
@@ -157,7 +157,7 @@ def test_a_file_of_a_process_that_lives_stays(checkpoint: Path) -> None:
     assert left.exists()
 
 
-def test_a_directory_named_like_a_leftover_does_not_fail_a_save(checkpoint: Path) -> None:
+def test_a_directory_named_like_an_orphan_does_not_fail_a_save(checkpoint: Path) -> None:
     (checkpoint / "__0_0.distcp").mkdir(parents=True)
     save(checkpoint, small_state(1))
     assert outcome(checkpoint, small_state(1)) is None
@@ -458,7 +458,7 @@ def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
     def late(path: str) -> locks.FileLock | None:
         if len(taken) < 2:
             taken.append(path)
-            assert os.path.basename(path) in commit_metadata.remove_leftovers(os.path.dirname(path))
+            assert os.path.basename(path) in commit_metadata.remove_orphans(os.path.dirname(path))
         return mark(path)
 
     monkeypatch.setattr(locks, "lock", late)
@@ -471,12 +471,12 @@ def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
     assert "removed" in str(cause(raised.value)) and same(load(checkpoint, state(0)), state(1))
 
 
-def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_save_that_goes_on_are_no_orphans(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[str] = []
     finish = NativeLayout.finish
 
     def cleaned(files: NativeLayout, *counts: int) -> SaveStats:
-        removed.extend(commit_metadata.remove_leftovers(str(checkpoint)))
+        removed.extend(commit_metadata.remove_orphans(str(checkpoint)))
         return finish(files, *counts)
 
     monkeypatch.setattr(NativeLayout, "finish", cleaned)
@@ -484,7 +484,7 @@ def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeyp
     assert not removed and same(load(checkpoint, state(0)), state(1))
 
 
-def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
+def test_a_file_that_was_committed_while_orphans_were_looked_for_stays(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another save commits between this one's look at what is named and its look at what is locked."""
@@ -497,5 +497,5 @@ def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
         return set() if len(looks) == 1 else looks[-1]
 
     monkeypatch.setattr(commit_metadata, "named_by_any", outdated)
-    assert commit_metadata.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
+    assert commit_metadata.remove_orphans(str(checkpoint)) == [] and len(looks) == 2
     assert same(load(checkpoint, state(0)), state(1))

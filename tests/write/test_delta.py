@@ -423,13 +423,13 @@ def test_clean_ups_keep_what_checkpoints_beside_name(tmp_path: Path) -> None:
     assert file.exists() and len(data_files(first)) == 2
     assert same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
     (first / METADATA_NAME).unlink()
-    commit_metadata.remove_leftovers(str(first))
+    commit_metadata.remove_orphans(str(first))
     assert data_files(first) == [file]
     renamed = second.rename(tmp_path / "final")
-    commit_metadata.remove_leftovers(str(first))
+    commit_metadata.remove_orphans(str(first))
     assert same(loaded(renamed, lora(1)), lora(1)), "a checkpoint that was renamed needs its files, too"
     shutil.rmtree(renamed)
-    commit_metadata.remove_leftovers(str(first))
+    commit_metadata.remove_orphans(str(first))
     assert not data_files(first) and not (first / LEASE_MARKER).exists()
 
 
@@ -440,14 +440,14 @@ def test_files_are_kept_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
     first, second = copied / "step-0", copied / "step-1"
     file = data_files(first)[0]
     assert (
-        commit_metadata.remove_leftovers(str(first), {file.name}, dry_run=True) == []
+        commit_metadata.remove_orphans(str(first), {file.name}, dry_run=True) == []
         and not (first / LEASE_MARKER).exists()
     )
     vescale_ckpt.save(first, lora(7))
     assert file.exists() and same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
     assert (first / LEASE_MARKER).exists(), "the next clean-up is told"
     (second / METADATA_NAME).unlink()
-    commit_metadata.remove_leftovers(str(first))
+    commit_metadata.remove_orphans(str(first))
     assert data_files(first) != [file] and not file.exists()
 
 
@@ -455,7 +455,7 @@ def test_metadata_that_cannot_be_read_keeps_all(tmp_path: Path) -> None:
     first, second = chain(tmp_path, 2)
     os.truncate(second / METADATA_NAME, 40)
     (first / METADATA_NAME).unlink()
-    assert commit_metadata.remove_leftovers(str(first)) == [] and data_files(first)
+    assert commit_metadata.remove_orphans(str(first)) == [] and data_files(first)
 
 
 def test_a_running_save_keeps_its_base(tmp_path: Path) -> None:

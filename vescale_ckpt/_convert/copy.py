@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from .. import settings
 from .._checkpoint.check_records import Progress
 from .._checkpoint.copied_files import CopiedFiles, completes, holds_data
-from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.named_files import check_replaceable, named_files
 from .._checkpoint.open_checkpoint import open_checkpoint
@@ -186,7 +186,7 @@ class FolderCopy:
             storage.commit(name, content, self._overwrite)
             made.append(Made(name, len(content), _C.crc32(content)))
         if superseded:
-            remove_leftovers(self._path, superseded)
+            remove_orphans(self._path, superseded)
         return made
 
     def _copy(self, name: str, files: CopiedFiles, folder: str, transfer: Transfer) -> Made:

@@ -240,7 +240,9 @@ class Connections:
                 except RuntimeError as error:
                     raise self._lost(awaited[0].peer) from error
                 if awaited[0].receipt:
-                    self._sent.append((self.calls, [self._begin("send", awaited[0].peer, self._short_message, _RECEIPTS)]))
+                    self._sent.append(
+                        (self.calls, [self._begin("send", awaited[0].peer, self._short_message, _RECEIPTS)])
+                    )
                 awaited.popleft()
 
     def _begin(self, way: str, peer: int, tensor: torch.Tensor, tag: int) -> Arrival:
@@ -279,7 +281,9 @@ class Connections:
         until, store_answers = time.monotonic() + _LONGEST_END, True
         try:
             failure = None
-            if isinstance(error, _LostError) and error.in_time:  # the peer closed the connection, perhaps after a report
+            if (
+                isinstance(error, _LostError) and error.in_time
+            ):  # the peer closed the connection, perhaps after a report
                 failure = self._rendezvous.failure(wait=GRACE_SECONDS)
             if failure is None:
                 failure = self._rendezvous.settle(lambda notes: self._diagnose(phase, step, timeout, error, notes))

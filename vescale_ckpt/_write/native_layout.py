@@ -96,7 +96,7 @@ class NativeLayout(Layout):
             if not self.options.overwrite:
                 storage_at(path).check_exclusive_commits()
             self._superseded = named_files(path, self.metadata_rank)
-            self._remove_leftovers()
+            self._remove_orphans()
 
     # --- With the other ranks
 
@@ -296,18 +296,18 @@ class NativeLayout(Layout):
         except BaseException:
             extra.put_back(metadata)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
-            self._remove_leftovers()
+            self._remove_orphans()
             raise
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
         if self._superseded or storage_at(path).has_locks:
-            commit_metadata.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
+            commit_metadata.remove_orphans(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 
-    def _remove_leftovers(self) -> None:
+    def _remove_orphans(self) -> None:
         # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
         if storage_at(self.options.path).has_locks:
-            commit_metadata.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+            commit_metadata.remove_orphans(self.options.path, only_rank=self.metadata_rank)
 
     def _release_base(self) -> None:
         if self._base is not None:
@@ -315,7 +315,7 @@ class NativeLayout(Layout):
         self._base = None
 
     def end(self) -> None:
-        """Releases the locks: from now on, files that no metadata names are leftovers."""
+        """Releases the locks: from now on, files that no metadata names are orphans."""
         self._release_base()
         if self._lock is not None:
             self._lock.release()

@@ -264,7 +264,7 @@ class StoreLayout(SafetensorsLayout):
             one.file = None  # an unfinished upload is aborted
 
     def _remove(self, names: list[str]) -> None:
-        with contextlib.suppress(OSError, CheckpointError):  # what stays is a leftover, which `repair` finds by its age
+        with contextlib.suppress(OSError, CheckpointError):  # what stays is an orphan, which `repair` finds by its age
             for name in names:
                 storage_at(self.options.path).remove(name)
 

@@ -1,4 +1,4 @@
-"""Runs the commands that remove checkpoints and leftovers: `prune` and `repair`."""
+"""Runs the commands that remove checkpoints and orphans: `prune` and `repair`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prune(options: Namespace) -> int:
 
 
 def repair(options: Namespace) -> int:
-    """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
+    """Removes orphans below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
     Writes copies of extra files that are missing."""
     root = checkpoint_path(options.directory)
     if not is_folder(root):
@@ -56,5 +56,5 @@ def repair(options: Namespace) -> int:
         print(f"{verb} {path}")
     for path in found.written:
         print(f"{'would write' if dry_run else 'wrote'} {path}, an extra file of the checkpoint")
-    print(f"{verb} {len(found.removed):,} leftovers" if found.removed or found.uploads else "nothing is left over")
+    print(f"{verb} {len(found.removed):,} orphans" if found.removed or found.uploads else "nothing is left over")
     return FINE

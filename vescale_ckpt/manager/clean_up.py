@@ -40,7 +40,7 @@ def clean_up(
     """
     surplus, sound = _to_remove(root, retention, saved, doubted)
     step_directories.remove(root, sorted(surplus - sound - spared))
-    step_directories.remove_leftovers(root)
+    step_directories.remove_orphans(root)
     return sound
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from .. import api
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.extra_copies import write_missing
-from .._checkpoint.native.file_names import MARK_NAME, is_metadata_file, is_of_a_save
+from .._checkpoint.native.file_names import LEASE_MARKER, is_metadata_file, is_of_a_save
 from .._checkpoint.native.step_order import all_steps, path_of
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.safetensors.folder import left_by_exports
@@ -36,11 +36,11 @@ class Repaired:
 
 def repair(root: str, *, dry_run: bool) -> Repaired:
     """Repairs a manager's directory, or a checkpoint's. `dry_run`: changes nothing, and returns what would be done."""
-    removed = [path_of(root, step) for step in step_directories.remove_leftovers(root, dry_run=dry_run)]
+    removed = [path_of(root, step) for step in step_directories.remove_orphans(root, dry_run=dry_run)]
     directories = [root, *(path_of(root, step) for step in all_steps(root))]
     for directory in directories:
         if directory not in removed:
-            removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
+            removed += [os.path.join(directory, name) for name in remove_orphans(directory, dry_run=dry_run)]
     removed += orphans.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
     uploads = storage_at(root).abort_uploads(orphans.SAVE_GRACE, dry_run=dry_run)
     written = []
@@ -82,4 +82,4 @@ def _left_by_conversions(root: str) -> Iterator[Orphan]:
 
 def _is_of_checkpoint(name: str) -> bool:
     name = final_name(name) or name
-    return is_of_a_save(name) or name == MARK_NAME or is_metadata_file(name) or is_part_of_export(name)
+    return is_of_a_save(name) or name == LEASE_MARKER or is_metadata_file(name) or is_part_of_export(name)

@@ -1,4 +1,4 @@
-"""Removes directories `step-N` below a root for the manager: old checkpoints, and the leftovers of saves that died.
+"""Removes directories `step-N` below a root for the manager: old checkpoints, and the orphans of saves that died.
 
 A directory is first renamed, in one step, to a name that no reader takes for a checkpoint. Then `.metadata` is removed,
 and after it the other files. An interruption therefore leaves each `step-N` whole, or without `.metadata`.
@@ -55,19 +55,19 @@ def remove_unused(path: str) -> bool:
     return True
 
 
-def remove_leftovers(root: str, *, dry_run: bool = False) -> list[int]:
+def remove_orphans(root: str, *, dry_run: bool = False) -> list[int]:
     """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
     and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""
-    return _remove_leftovers(root, step_order.all_steps(root), dry_run)
+    return _remove_orphans(root, step_order.all_steps(root), dry_run)
 
 
 def remove_unneeded(root: str) -> list[int]:
     """The same for directories of removed checkpoints alone, of which files were kept for others."""
     marked = [step for step in step_order.all_steps(root) if is_marked(step_order.path_of(root, step))]
-    return _remove_leftovers(root, marked, dry_run=False)
+    return _remove_orphans(root, marked, dry_run=False)
 
 
-def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
+def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
     gone = []
     for step in which:
         path = step_order.path_of(root, step)
@@ -76,14 +76,14 @@ def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[in
             continue
         if file_names.LEASE_MARKER in found and not dry_run:
             _strip_again(path)
-        if not _is_leftover(path):
+        if not _is_orphan(path):
             continue
         old = _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
         with exclusive(path) as unused, needed_beside(path, dry_run=dry_run) as needed:
             # Checked again under the lock: a save may have committed in the meantime.
-            removable = (unused or (unused is None and old)) and _is_leftover(path) and needed == set()
+            removable = (unused or (unused is None and old)) and _is_orphan(path) and needed == set()
             if removable and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
@@ -114,7 +114,7 @@ def _strip_again(path: str) -> None:
 
 def _strip(path: str, needed: set[str]) -> bool:
     """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
-    is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
+    is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as orphans."""
     kept = {*needed, file_names.LEASE_MARKER, LOCK_NAME}
     storage = storage_at(path)
     try:
@@ -158,7 +158,7 @@ def _names(path: str) -> list[str] | None:
         return None
 
 
-def _is_leftover(path: str) -> bool:
+def _is_orphan(path: str) -> bool:
     found = _names(path)
     return found is not None and all(map(_is_ours, found))
 

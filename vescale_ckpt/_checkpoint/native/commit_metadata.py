@@ -49,7 +49,7 @@ def commit(
             storage.remove(file_names.index_name(rank))
 
 
-def remove_leftovers(
+def remove_orphans(
     directory: str,
     superseded: AbstractSet[str] = frozenset(),
     only_rank: int | None = None,
@@ -62,7 +62,7 @@ def remove_leftovers(
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
     nothing is removed: it may name any file. The same holds for checkpoints beside the directory, if any of them or the
     directory's mark is of a delta save. With `only_rank`, only that rank's files. Failures are logged, not raised: a
-    leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which has
+    orphan does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which has
     no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
     these are removed.
     """
@@ -93,16 +93,16 @@ def remove_leftovers(
                 left = [name for name in left if name not in needed]
             elif is_marked and not dry_run:
                 storage.remove(LEASE_MARKER)
-            removed = orphans.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
+            removed = orphans.remove(_orphans(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
-        logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
+        logger.warning("orphans in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
     if removed and not dry_run:
         logger.info("removed %d files that no checkpoint names from %s", len(removed), directory)
     return [os.path.basename(path) for path in removed]
 
 
-def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Orphan]:
+def _orphans(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Orphan]:
     candidates = [*candidates]
     if storage_at(directory).by_requests and (old := [name for name in candidates if name in superseded]):
         yield Orphan([os.path.join(directory, name) for name in old], None, 0.0)
