@@ -123,9 +123,11 @@ def _is_safetensors(path: str) -> bool:
     return kind == "safetensors"
 
 
-def mark(path: str) -> str:
+def fingerprint(path: str) -> str:
     """A text that differs between saves, read cheaply; empty if there is no checkpoint. Raises OSError."""
-    return safetensors_checkpoint.mark(path) if _is_safetensors(path) else metadata_file.metadata_mark(path)
+    return (
+        safetensors_checkpoint.fingerprint(path) if _is_safetensors(path) else metadata_file.metadata_fingerprint(path)
+    )
 
 
 def packed(path: str, verify: bool) -> bytes:

@@ -234,12 +234,12 @@ class CollectiveLoad:
     def _shared_metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         exchange, reader = self._exchange, self._reader
         try:
-            mark = reader.mark()
+            fingerprint = reader.fingerprint()
         except OSError:
-            mark = f"unreadable on rank {exchange.rank}"  # reading it raises the error
-        of_mark, options = digest(mark.encode()), digest(repr(self._options).encode())
+            fingerprint = f"unreadable on rank {exchange.rank}"  # reading it raises the error
+        hashed, options = digest(fingerprint.encode()), digest(repr(self._options).encode())
         least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
-            (of_mark, ~of_mark, int(mark != ""), options, ~options), self._phase("metadata")
+            (hashed, ~hashed, int(fingerprint != ""), options, ~options), self._phase("metadata")
         )
         if least_options != ~not_most_options:
             raise CheckpointError(f"ranks load {reader.path} with different {', '.join(self._options)}")

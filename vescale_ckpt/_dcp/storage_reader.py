@@ -21,7 +21,7 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.open_checkpoint import mark, open_to_load, unpacked
+from .._checkpoint.open_checkpoint import fingerprint, open_to_load, unpacked
 from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.safetensors.headers import ExportedMeanwhileError
 from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
@@ -167,14 +167,14 @@ class StorageReader(DcpStorageReader):
         found = open_to_load(self.path, rank, self.verify, by_index=type(self) is StorageReader)
         return self._metadata_of(found)
 
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """A short text that differs between the checkpoints of two saves; empty if there is none. Raises OSError."""
         self._begin(None)
-        return mark(self.path)
+        return fingerprint(self.path)
 
     def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata in a message that another rank has packed (`open_checkpoint.packed`). `mark` must be equal on
-        both ranks. Raises the errors of `read_metadata`."""
+        """The metadata in a message that another rank has packed (`open_checkpoint.packed`). `fingerprint` must be
+        equal on both ranks. Raises the errors of `read_metadata`."""
         self._lock_checkpoint(None)
         return self._metadata_of(unpacked(self.path, message))
 

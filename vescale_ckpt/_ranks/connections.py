@@ -354,7 +354,8 @@ class Connections:
         return [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
 
     def _behind(self, notes: Notes) -> list[int]:
-        """Returns the ranks with the least progress of all that are inside collectives, if it is less than this rank's."""
+        """Returns the ranks with the least progress of all that are inside collectives, if it is less than this
+        rank's."""
         places = {rank: (note.calls, note.progress) for rank, note in notes.items() if note is not None and note.inside}
         last = min(places.values(), default=(0, 0))  # all other ranks wait for these
         return [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]

@@ -166,7 +166,8 @@ class Exchange:
         return [[found[digest] for digest in row] for row in rows]
 
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
-        """Returns this rank's element of `parts`. The coordinator gives one part for each rank; other ranks give None."""
+        """Returns this rank's element of `parts`. The coordinator gives one part for each rank; other ranks give
+        None."""
         if self.is_coordinator and (parts is None or len(parts) != self.size):
             raise ValueError(f"scatter: expected {self.size} parts, one for each rank")
         links = self._links
@@ -310,9 +311,9 @@ class Exchange:
 
         All ranks raise the error of the lowest failed rank, with the texts of all failed ranks in `failures`. An error
         of this package keeps its class, so that StorageFullError can be caught on every rank, and gets the attribute
-        `rank`. Any other error becomes a `kind`. If an exception cannot be pickled, its text is sent. A rank whose error
-        is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this package
-        unchanged.
+        `rank`. Any other error becomes a `kind`. If an exception cannot be pickled, its text is sent. A rank whose
+        error is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this
+        package unchanged.
         """
         if self._links is None:
             _raise_alone(error, phase, kind)

@@ -117,8 +117,8 @@ class DeviceGroup:
         self._connecting = False  # whether a thread is in the connecting call: then only that thread may abort
 
     def swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. All are tensors of bytes on the
-        device, and may be empty.
+        """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. All are tensors of bytes on
+        the device, and may be empty.
 
         Raises `CheckpointError` if it takes longer than `seconds`. After that every swap raises.
         """
@@ -131,8 +131,8 @@ class DeviceGroup:
             raise
 
     def connect(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Makes the first `swap`. NCCL connects in this call, which waits even for dead ranks and cannot be interrupted.
-        So a new thread makes the call. If the call does not return in time, the thread is abandoned.
+        """Makes the first `swap`. NCCL connects in this call, which waits even for dead ranks and cannot be
+        interrupted. So a new thread makes the call. If the call does not return in time, the thread is abandoned.
 
         Raises `CheckpointError` after half the timeout: ranks that failed at once wait for the result of this rank.
         """
@@ -214,7 +214,8 @@ def _connecting_seconds(timeout: float) -> float:
 
 
 # Torch reads these variables when it makes a process group. With blocking waits it makes no watchdog and no monitor.
-# Events of the cache live longer than their swaps: torch's flight recorder reads them until a watchdog reports their end.
+# Events of the cache live longer than their swaps: torch's flight recorder reads them until a watchdog reports their
+# end.
 _GROUP_ENVIRONMENT = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
 # If this variable is set, `abort` tells the monitors of all groups to end their processes.
 _EXTRA_DUMP = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
@@ -236,8 +237,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:
-    """Returns the CUDA device that holds most bytes of `tensors`, or the current device if there are no tensors. None if
-    most bytes are in host memory or on several devices, or if NCCL is missing."""
+    """Returns the CUDA device that holds most bytes of `tensors`, or the current device if there are no tensors. None
+    if most bytes are in host memory or on several devices, or if NCCL is missing."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -87,8 +87,8 @@ class StoreThread:
             raise StoreGoneError from error
 
     def note(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
-        """Writes `text(n)` under a key soon; n counts the writes. If `repeated`, writes it again at each heartbeat until
-        the next note. Costs the caller microseconds. Does not report failures: later questions raise an error."""
+        """Writes `text(n)` under a key soon; n counts the writes. If `repeated`, writes it again at each heartbeat
+        until the next note. Costs the caller microseconds. Does not report failures: later questions raise an error."""
         self._requests.note(key, text, repeated)
 
 

@@ -227,9 +227,9 @@ class Storage(ABC):
 
     @abstractmethod
     def lease(self, marker: str, grace_seconds: float, *, make: bool) -> Lease | None:
-        """Keeps the files of the folder from being removed while a save may reference them. `marker`: the marker file of
-        the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`: as
-        for `unleased`. Raises `CheckpointError` if others go on removing files there."""
+        """Keeps the files of the folder from being removed while a save may reference them. `marker`: the marker file
+        of the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`:
+        as for `unleased`. Raises `CheckpointError` if others go on removing files there."""
 
     @abstractmethod
     def unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:

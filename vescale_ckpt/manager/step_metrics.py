@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._checkpoint.native.file_names import METRICS_NAME
-from .._checkpoint.native.metadata_file import metadata_mark
+from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._engine import _C
 from .._engine.engine_errors import of_system
 from .._storage.open_storage import says_nothing, storage_at
@@ -32,7 +32,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
         storage.remove(FILE_NAME)
         return
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
-    record = {"step": step, "metrics": values, "replaces": metadata_mark(directory)}
+    record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}
     try:
         storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
     except BaseException:
@@ -59,7 +59,7 @@ def read(directory: str) -> dict[str, float]:
     `CheckpointError` if an object store does not give them: without them the best checkpoint might be removed."""
     try:
         record = json.loads(storage_at(directory).read(FILE_NAME))
-        if record["replaces"] == metadata_mark(directory):
+        if record["replaces"] == metadata_fingerprint(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

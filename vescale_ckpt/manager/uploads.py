@@ -13,7 +13,7 @@ from typing import Literal
 
 from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME
-from .._checkpoint.native.metadata_file import metadata_mark
+from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._collective import at_exit
 from .._convert.copy import FolderCopy
@@ -51,7 +51,7 @@ class Uploads:
         self._stopped = False
         self._step: int | None = None  # that is being copied
         self._cancel: Callable[[], None] | None = None  # ends that
-        self._sent: dict[int, str] = {}  # marks of metadata that is in the store, by step
+        self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the store}
         _running.add(self)
 
     def begin(self) -> None:
@@ -136,10 +136,10 @@ class Uploads:
 
     def _is_sent(self, step: int) -> bool:
         """Whether the store has this very checkpoint: after going back, a step is saved again."""
-        mark = metadata_mark(path_of(self.local, step))
-        if self._sent.get(step) != mark:
-            self._sent[step] = metadata_mark(path_of(self.remote, step))
-        return self._sent[step] == mark
+        fingerprint = metadata_fingerprint(path_of(self.local, step))
+        if self._sent.get(step) != fingerprint:
+            self._sent[step] = metadata_fingerprint(path_of(self.remote, step))
+        return self._sent[step] == fingerprint
 
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.remote, step)

@@ -341,14 +341,14 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
 
 
-def metadata_mark(directory: str) -> str:
+def metadata_fingerprint(directory: str) -> str:
     """A text that differs between the metadata of different saves: its length and its end, which holds a checksum.
     Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
         found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
-    # Files of stock DCP have no checksum: their time counts, so a copy on another disk has another mark.
+    # Files of stock DCP have no checksum: their time counts, so a copy on another disk has another fingerprint.
     known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
     return f"{found.size}:{end.hex()}{known}"
 

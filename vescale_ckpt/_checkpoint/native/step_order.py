@@ -8,8 +8,8 @@ the number of the branch, and the line of branches that it continues, each up to
 stays with the checkpoint when that is copied or renamed. A checkpoint without it is of branch 0, the first.
 
 The file is written before its save commits, so that no committed checkpoint lacks it. Like the metrics, it holds the
-mark of the `.metadata` that the save replaces. While that `.metadata` is still there, the save has not committed, and
-the branch `before`, which the file also holds, is the checkpoint's.
+fingerprint of the `.metadata` that the save replaces. While that `.metadata` is still there, the save has not
+committed, and the branch `before`, which the file also holds, is the checkpoint's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..._storage.open_storage import read_twice, storage_at
 from ...errors import CorruptCheckpointError
-from .metadata_file import has_metadata, metadata_mark
+from .metadata_file import has_metadata, metadata_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def write(directory: str, branch: Branch) -> None:
     record = {
         "branch": branch.number,
         "line": branch.line,
-        "replaces": metadata_mark(directory),
+        "replaces": metadata_fingerprint(directory),
         "before": {"branch": before.number, "line": before.line},
     }
     content = json.dumps({**record, "crc32": _checksum(record)})
@@ -151,7 +151,7 @@ def _read(directory: str, path: str) -> Branch:
             raise ValueError("its checksum does not match")
         replaces = record["replaces"]
         # If the save died before its commit, the record before it counts.
-        return _branch(record["before"] if replaces and replaces == metadata_mark(directory) else record)
+        return _branch(record["before"] if replaces and replaces == metadata_fingerprint(directory) else record)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
 

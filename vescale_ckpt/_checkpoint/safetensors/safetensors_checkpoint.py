@@ -101,7 +101,7 @@ def _metadata(headers: HeaderTables) -> Metadata:
     return Metadata({**tensors}, storage_data=storage)
 
 
-def mark(path: str) -> str:
+def fingerprint(path: str) -> str:
     """A text that differs between checkpoints, made without reading files: of names and the index's length. Raises
     OSError."""
     if is_file(path):
