@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vescale_ckpt.manager import step_metrics
-from vescale_ckpt.manager.retention import Kept, Retention
+from vescale_ckpt.manager.retention import Candidate, Retention
 
 metrics = st.one_of(st.none(), st.floats(allow_nan=True))
-checkpoints = st.lists(st.builds(Kept, st.integers(0, 60), metrics), unique_by=lambda kept: kept.step, max_size=12)
+checkpoints = st.lists(st.builds(Candidate, st.integers(0, 60), metrics), unique_by=lambda kept: kept.step, max_size=12)
 rules = st.builds(
     Retention,
     st.one_of(st.none(), st.integers(1, 5)),
@@ -27,8 +27,8 @@ rules = st.builds(
 
 @settings(deadline=None)
 @given(checkpoints, rules)
-@example([Kept(1, -math.inf), Kept(2), Kept(3)], Retention(1, best="loss", best_mode="max"))
-def test_what_is_kept(found: list[Kept], rule: Retention) -> None:
+@example([Candidate(1, -math.inf), Candidate(2), Candidate(3)], Retention(1, best="loss", best_mode="max"))
+def test_what_is_kept(found: list[Candidate], rule: Retention) -> None:
     surplus = rule.surplus(found)
     assert surplus == sorted(set(surplus)) and set(surplus) <= {kept.step for kept in found}
     for candidate in found:
@@ -42,7 +42,7 @@ def test_what_is_kept(found: list[Kept], rule: Retention) -> None:
         assert (candidate.step not in surplus) == wanted
 
 
-def is_better(a: Kept, b: Kept, rule: Retention) -> bool:
+def is_better(a: Candidate, b: Candidate, rule: Retention) -> bool:
     if rule.best is not None:
         known = [kept.metric is not None and not math.isnan(kept.metric) for kept in (a, b)]
         if known[0] != known[1]:
@@ -56,7 +56,7 @@ def is_better(a: Kept, b: Kept, rule: Retention) -> bool:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12), st.integers(1, 5))
 def test_what_was_saved_last_stays_whatever_its_step(in_order: list[int], most: int) -> None:
-    found = [Kept(step, order=at) for at, step in enumerate(in_order)]
+    found = [Candidate(step, order=at) for at, step in enumerate(in_order)]
     stay = set(in_order) - set(Retention(most).surplus(found))
     assert stay == {*in_order[-most:], max(in_order)}
 

@@ -331,7 +331,7 @@ def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, tmp_path: Path
     struct.pack_into("<I", data, 148, zlib.crc32(data[:148]))
     index.write_bytes(data)
     (damage,) = verify(checkpoint).damaged
-    assert damage.file == str(index) and "says otherwise" in damage.reason
+    assert damage.file == str(index) and "contradicts the metadata" in damage.reason
 
 
 def test_what_cannot_be_checked_is_said(checkpoint: Path) -> None:

@@ -64,7 +64,7 @@ class NativeLayout(Layout):
     ) -> None:
         super().__init__(options)
         self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
-        self._extra_files = extra_copies.checked(extra_files)
+        self._extra_files = extra_copies.check_files(extra_files)
         self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
         self._names: list[str] = []
         self._token = ""

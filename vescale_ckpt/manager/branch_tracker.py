@@ -1,4 +1,4 @@
-"""Tracks to which branch of the training the saves of a manager belong."""
+"""`BranchTracker` finds for a manager which branch of the training each save belongs to."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ logger = logging.getLogger(__name__)
 class BranchTracker:
     """The branch that the saves of one manager belong to. Only the coordinator uses it.
 
-    A save of a lower step than before begins a new branch. Other managers may save in the same directory meanwhile:
+    A save of a lower step than before begins a new branch. Other managers may save in the same directory meanwhile, so
     only steps that this manager knows of count for that comparison.
     """
 
     def __init__(self, root: str, remote: RemoteTier | None = None) -> None:
-        """`remote`: where checkpoints are copied to. It counts as it is when the manager begins: all that is saved
-        later is in `root`."""
+        """`remote`: checkpoints are copied there. It is read once, when the manager begins, because all later saves are
+        in `root`."""
         self.root = root
         self.remote = remote
-        self._elsewhere: dict[int, Branch] = {}  # of steps that were in `remote` then
-        self._branch: Branch | None = None  # of the next saves; None: not decided yet
-        self._newest = -1  # newest step of this branch that this manager knows of
-        self._origin: tuple[int, Branch] | None = None  # the restored step, if it was not the one saved last
-        self._known: dict[int, Branch] = {}  # by step, as read from disk before
+        self._elsewhere: dict[int, Branch] = {}  # {step: branch} in `remote` at the beginning
+        self._branch: Branch | None = None  # the branch of the next saves; None: not decided yet
+        self._newest = -1  # the newest step of this branch that this manager knows of
+        self._origin: tuple[int, Branch] | None = None  # the restored step and its branch, unless it was saved last
+        self._known: dict[int, Branch] = {}  # {step: branch} that was read from disk before
         self._has_looked = False
 
     def look(self) -> None:
-        """Notes the step saved last before this manager saves. Steps that other managers save later do not count: two
-        managers may save in turn, and neither goes back. If the root cannot be read, `restored` and `branch_of` look
-        again: all ranks get the errors of those."""
+        """Notes the step that was saved last before this manager saves. Later steps of other managers do not count: two
+        managers may save in turn, and neither of them goes back. If the root cannot be read, `note_restored` and
+        `branch_of` look again, and all ranks get their errors."""
         try:
             self._look()
         except (OSError, CheckpointError) as error:
-            logger.warning("what is in %s already is not known now: %s", self.root, error)
+            logger.warning("the checkpoints in %s cannot be listed now: %s", self.root, error)
 
     def _look(self) -> None:
         if (remote := self.remote) is not None:
             try:
-                self._elsewhere = remote.asked(lambda: SavedOrder(remote.url).branches, {})
+                self._elsewhere = remote.ask(lambda: SavedOrder(remote.url).branches, {})
             except (OSError, CheckpointError) as error:
-                logger.warning("what is in %s already is not known now: %s", remote.url, error)
+                logger.warning("the checkpoints in %s cannot be listed now: %s", remote.url, error)
         last = SavedOrder(self.root, elsewhere=self._elsewhere).last
         self._newest = -1 if last is None else last
         self._has_looked = True
 
-    def restored(self, step: int) -> list[int]:
+    def note_restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""
         if not self._has_looked:
             self._look()

@@ -1,4 +1,4 @@
-"""Removes, after a commit, the checkpoints that retention does not keep and the files that dead saves have left."""
+"""Removes the checkpoints that retention does not keep, and orphans, for the manager after each commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._checkpoint.verify import verify
 from ..errors import CheckpointError
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
-from .retention import Kept, Retention
+from .retention import Candidate, Retention
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +23,20 @@ def clean_up(
     doubted: AbstractSet[int] = frozenset(),
     spared: AbstractSet[int] = frozenset(),
 ) -> frozenset[int]:
-    """Removes checkpoints that retention does not keep. A checkpoint in use stays, and at least one sound one stays.
+    """Removes checkpoints that retention does not keep. Checkpoints in use stay, and at least one sound checkpoint
+    stays.
 
-    A checkpoint that is damaged does not count as kept: retention chooses again without it. It is removed if a whole
+    A damaged checkpoint does not count as kept: retention chooses again without it. It is removed if a whole
     verification finds damage, too. Raises OSError or `CheckpointError`, and removes nothing, if an object store cannot
     be read.
 
     Args:
         saved: the step that has just been saved. It always stays.
-        doubted: steps that a load found damaged. They do not count as kept, unless verifying them finds all sound.
-
+        doubted: steps that a load found damaged. They count as kept only if a verification finds no damage.
         spared: steps that stay whatever retention says.
 
-    Returns the steps of `doubted` that are sound. They stay, too: training went on from an older step because of a load
-    that failed for another reason.
+    Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
+    went on from an older step.
     """
     surplus, sound = _to_remove(root, retention, saved, doubted)
     step_directories.remove(root, sorted(surplus - sound - spared))
@@ -45,7 +45,7 @@ def clean_up(
 
 
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
-    """The steps that `clean_up` removes, unless they are in use."""
+    """Returns the steps that `clean_up` removes unless they are in use."""
     return _to_remove(root, retention, saved, frozenset())[0]
 
 
@@ -79,10 +79,10 @@ def _to_remove(
         return set(), frozenset()
     oldest_first = SavedOrder(root).newest_first()[::-1]
     complete = set(oldest_first)
-    checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
-    # Checkpoints kept by `keep_period` are many, and do not count towards `max_to_keep`.
+    checkpoints = [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
+    # Checkpoints that `keep_period` keeps do not count towards `max_to_keep`: they are many.
     by_rank = replace(retention, keep_period=None)
-    found: dict[int, VerifyReport] = {}  # of the checkpoints that would be kept
+    found: dict[int, VerifyReport] = {}  # {step: report} of the checkpoints that would be kept
     # A load may have failed for another reason than the files.
     whole = {step: verify(path_of(root, step)) for step in sorted(complete & doubted)}
     sound = frozenset(step for step, report in whole.items() if report.ok)
@@ -91,7 +91,7 @@ def _to_remove(
         counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
         beaten = set(by_rank.surplus(counted)) - {saved}
         if uncounted and (others := [checkpoint.step for checkpoint in counted if checkpoint.step != saved]):
-            beaten.discard(others[-1])  # what a load falls back to stays, where damage was found
+            beaten.discard(others[-1])  # damage was found, so the checkpoint that a load would take next stays
         surplus = {step for step in beaten if not retention.keeps_for_good(step)}
         if not surplus and not uncounted:
             return set(), sound
@@ -113,10 +113,10 @@ def _to_remove(
         whole[step] = verify(path_of(root, step))
     lost = {step for step in lost if whole[step].damaged and not whole[step].unreadable}
     if not kept:
-        logger.warning("nothing is removed from %s: no checkpoint that would stay there is sound", root)
+        logger.warning("nothing is removed from %s: none of the checkpoints that would stay is sound", root)
         return set(), sound
     if not surplus | lost:
-        logger.warning("nothing is removed from %s: the sound ones there are needed", root)
+        logger.warning("nothing is removed from %s: all sound checkpoints there are needed", root)
     return surplus | lost, sound
 
 

@@ -78,8 +78,8 @@ class CheckpointManager:
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         local: a local directory that all ranks share, if `directory` is in an object store. Saves are durable there,
             and the coordinator copies them to `directory` in the background. Retention holds for both. `restore` and
-            `latest` take a step from where it is nearest and whole. `tiers` says where each step is.
-        upload_bytes_per_second: with `local`, most that is copied to the object store; 0: no limit.
+            `latest` prefer the local copy of a step if it is whole. `tiers` says where each step is.
+        upload_bytes_per_second: with `local`, the limit for copies to the object store; 0: no limit.
     """
 
     def __init__(
@@ -100,35 +100,35 @@ class CheckpointManager:
         local: str | os.PathLike[str] | None = None,
         upload_bytes_per_second: int = 0,
     ) -> None:
-        self.directory = checkpoint_path(directory)  #: that saves go to
-        self.remote: str | None = None  #: where they are copied then
+        self.directory = checkpoint_path(directory)  #: saves go there
+        self.remote: str | None = None  #: checkpoints are copied there afterwards
         if local is not None:
             self.directory, self.remote = checkpoint_path(local), self.directory
             if storage_at(self.directory).can_be_away or not storage_at(self.remote).can_be_away:
-                raise ValueError("local= is for a local path, and wants the URL of an object store as directory")
+                raise ValueError("local: expected a local path here, and the URL of an object store as directory")
         elif upload_bytes_per_second:
             raise ValueError("upload_bytes_per_second is for a manager with local=")
-        self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # the nearest first
+        self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
-        self.preempted = False  #: a signal came and the last save is durable: training should stop
+        self.preempted = False  #: whether a signal came and the last save is durable: training should stop
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
-        self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
+        self._running: RunningSave | None = None  # the save that began last, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
-        self._spared: frozenset[str] = frozenset()  # of those that `restore` could not load, and that may be sound
-        self._found_damage = False  # since the last save that wrote everything
+        self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
+        self._found_damage = False  # whether damage was found since the last save that wrote everything
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
-        self._branches = BranchTracker(self.directory, self._tier)  # used on the coordinator only
+        self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
         self._uploads: Uploads | None = None
         if self._is_coordinator():
             self._branches.look()
             if self.remote is not None:
                 self._uploads = Uploads(self.directory, self.remote, self.retention, upload_bytes_per_second)
-                self._uploads.begin()  # what a process before this one has left
+                self._uploads.begin()  # continues the uploads of an earlier process
         self._closed = False
 
     # --- Saving
@@ -186,7 +186,8 @@ class CheckpointManager:
     def _agreed(
         self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
     ) -> dict[str, float] | None:
-        """The metrics that all ranks give for a save. Raises on all ranks if those of any rank are wrong."""
+        """Returns the metrics that all ranks give for a save. Raises on all ranks if the metrics of one rank are
+        wrong."""
         if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
             given = ", ".join(map(repr, numbers or {})) or "none"
             wrong = ValueError(
@@ -310,9 +311,9 @@ class CheckpointManager:
         return handle
 
     def _base(self, running: RunningSave) -> str | None:
-        """The checkpoint saved last, on the coordinator, which alone reads it; the path of the save itself if there is
-        none. None for a save that writes everything: without `delta`, and after damage was found, which may be in a
-        file that many checkpoints name."""
+        """Returns the checkpoint that was saved last, which is read on the coordinator alone; the path of the save
+        itself if there is none. Returns None for a save that writes everything: without `delta`, and after damage was
+        found, because many checkpoints may name the damaged file."""
         if not self.delta:
             return None
         if self._found_damage:
@@ -372,24 +373,24 @@ class CheckpointManager:
         except Exception as raised:
             if error is None:
                 raise
-            logger.error("the last save failed, too: %s", raised)  # the error of the program is the one to raise
+            logger.error("the last save failed, too: %s", raised)  # the program's own error is raised
 
     # --- Finding and loading
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank.
-        Raises `CheckpointError` if the directory cannot be read. With `local`, and steps there, a store that cannot be
-        read is a warning, and the local steps count."""
+        """Returns the steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other
+        rank. Raises `CheckpointError` if the directory cannot be read. If a store cannot be read and `local` has steps,
+        warns and returns the local steps."""
         return sorted({*_complete_steps(self.directory), *self._remote_steps()})
 
     def _remote_steps(self) -> list[int]:
         tier = self._tier
-        return [] if tier is None else tier.asked(lambda: _complete_steps(tier.url), [])
+        return [] if tier is None else tier.ask(lambda: _complete_steps(tier.url), [])
 
     def tiers(self) -> dict[int, Tier]:
-        """Where each step of a manager with `local` is, in ascending order: "remote" if the object store has it (the
-        local directory may have it, too), "uploading", or "local", as far as is known: if the store cannot be read now,
-        all that is in the local directory is "local". Asks no other rank; the coordinator alone knows what is being
+        """Returns {step: place} of a manager with `local`, in ascending order. The place is "remote" if the object
+        store has the step (the local directory may have it, too), "uploading", or "local". If the store cannot be read
+        now, all steps of the local directory are "local". Asks no other rank. Only the coordinator knows what is being
         uploaded."""
         remote = set(self._remote_steps())
         uploading = None if self._uploads is None else self._uploads.uploading()
@@ -403,14 +404,15 @@ class CheckpointManager:
         return step_metrics.read(self._path_of(step))
 
     def _path_of(self, step: int) -> str:
-        """The checkpoint of a step, where it is nearest."""
+        """Returns the path of a step's checkpoint; the local one if there are two."""
         paths = [path_of(root, step) for root in self._roots]
         return next((path for path in paths if has_metadata(path, None)), paths[0])
 
     def latest(self, *, full: bool = False) -> int | None:
-        """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
+        """Returns the step that was saved last of those whose checkpoint is complete and sound by `verify(quick=True)`;
+        None if there is none.
 
-        Raises `CheckpointError` if an object store cannot be read, also if it refuses one checkpoint only.
+        Raises `CheckpointError` if an object store cannot be read, even if it refuses only one checkpoint.
 
         Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
@@ -431,10 +433,10 @@ class CheckpointManager:
 
         The next saves continue from that step. Later steps on disk are abandoned by the next save, with a warning.
 
-        Without `step`: if the newest checkpoint turns out to be damaged on any rank, all ranks try the one before it,
-        with a warning. If an object store cannot be read, `restore` raises, as `latest` does: what it has may be sound.
-        With `local`, the newest step there is taken, with a warning. Waits for a running save, whose error is left to
-        `wait` and the next save. If `restore` raises, `state` may hold parts of several checkpoints.
+        Without `step`: if any rank finds the newest checkpoint damaged, all ranks try the one before it, with a
+        warning. If an object store cannot be read, `restore` raises, as `latest` does, because its checkpoints may be
+        sound. With `local`, it warns and takes the newest local step instead. It waits for a running save; `wait` or
+        the next save raises the error of that save. If `restore` raises, `state` may hold parts of several checkpoints.
 
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
@@ -469,7 +471,7 @@ class CheckpointManager:
             found, path = newest
             try:
                 self._load(path, state, **options)
-            except CheckpointError as error:  # the same class and errno on all ranks
+            except CheckpointError as error:  # all ranks get the same class and errno
                 number = getattr(error, "errno", None)
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {path}
@@ -494,7 +496,7 @@ class CheckpointManager:
 
     def _note_restored(self, step: int) -> None:
         def go_on() -> int:
-            if abandoned := self._branches.restored(step):
+            if abandoned := self._branches.note_restored(step):
                 logger.warning(
                     "step %d was saved last in %s; later steps %s were abandoned, when training went back",
                     step,
@@ -537,7 +539,7 @@ class CheckpointManager:
             where, tier = roots or self._roots, self._tier
             if tier is None or len(where) == 1:
                 return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
-            if not tier.asked(lambda: all_steps(tier.url) is not None, False):
+            if not tier.ask(lambda: all_steps(tier.url) is not None, False):
                 where = [self.directory]
             with tier.patience() if quick else nullcontext():
                 return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
@@ -564,9 +566,9 @@ class CheckpointManager:
                 answer = {"found": find()}
             except Exception as error:
                 is_named = isinstance(error, (CheckpointError, OSError))
-                told = str(error) if is_named else f"{type(error).__name__}: {error}"
+                text = str(error) if is_named else f"{type(error).__name__}: {error}"
                 number = getattr(error, "errno", None)
-                answer = {"error": f"{phase} in {self.directory}: {told}", "errno": number}
+                answer = {"error": f"{phase} in {self.directory}: {text}", "errno": number}
         received = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
         if "error" in received:
             raise CheckpointError(received["error"], path=self.directory, errno=received["errno"])
@@ -584,7 +586,7 @@ def _checked_step(step: int) -> int:
         raise TypeError(f"step: expected a number, got {step}")
     step = operator.index(step)
     if step < 0:
-        raise ValueError(f"step={step}: it cannot be negative")
+        raise ValueError(f"step: expected a number from 0 on, got {step}")
     return step
 
 

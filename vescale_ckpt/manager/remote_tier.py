@@ -1,4 +1,4 @@
-"""Asks the object store of a manager with `local`, and does not wait long for one that is away."""
+"""`RemoteTier` asks the object store of a manager with `local`, without long waits for one that does not answer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_PATIENCE = 10  # seconds for a request, where the local directory has checkpoints
-_AWAY_SECONDS = 60.0  # for which a store that did not answer is not asked again
+_PATIENCE = 10  # a request times out after so many seconds if the local directory has checkpoints
+_AWAY_SECONDS = 60.0  # a store that did not answer is not asked again for so long
 
 
 class RemoteTier:
-    """The object store behind a local directory. As long as that has no checkpoint, requests wait as they always do,
-    and errors are raised: there is nothing else to go on from."""
+    """The object store behind a local directory. As long as the directory has no checkpoint, requests wait as always,
+    and errors are raised: there is no other checkpoint to continue from."""
 
     def __init__(self, url: str, local: str) -> None:
         self.url = url
         self.local = local
         self._away_until = 0.0
 
-    def asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What `ask` returns. If the store cannot be read, or could not a minute ago, and the local directory has
-        checkpoints: `otherwise`, with a warning. Raises what `ask` raises if it has none."""
+    def ask(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Returns what `ask` returns. If the store cannot be read now or could not a minute ago, and the local
+        directory has checkpoints, warns and returns `otherwise`. Without local checkpoints, errors of `ask` pass
+        through."""
         if not self._has_local():
             return ask()
         if time.monotonic() < self._away_until:
@@ -45,7 +46,7 @@ class RemoteTier:
             return otherwise
 
     def patience(self) -> AbstractContextManager[None]:
-        """A context for requests whose errors are dealt with otherwise."""
+        """A context with the same timeout for requests whose errors the caller handles."""
         return storage_at(self.url).hurried(_PATIENCE) if self._has_local() else nullcontext()
 
     def _has_local(self) -> bool:

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to keep, from their steps and metrics alone."""
+"""Decides for the manager which checkpoints to keep, from their steps and metrics alone."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ BestMode = Literal["max", "min"]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What retention needs to know of a complete checkpoint."""
+class Candidate:
+    """The properties of a complete checkpoint that retention needs."""
 
     step: int
     metric: float | None = None  #: the metric that `best` names; None: the checkpoint has none
-    order: int | None = None  #: position in the order of saving (abandoned ones first); None: the step
+    order: int | None = None  #: index in the order of saving, with abandoned checkpoints first; None: the step
 
 
 @dataclass(frozen=True)
 class Retention:
     """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones.
 
-    The checkpoint saved last and that of the highest step always stay. With `keep_period` each checkpoint whose step is
-    a multiple of it stays for good. `max_to_keep=None` keeps all.
+    The checkpoint saved last and that of the highest step always stay. With `keep_period`, checkpoints whose step is a
+    multiple of it stay for good. `max_to_keep=None` keeps all.
     """
 
     max_to_keep: int | None = None
@@ -49,7 +49,7 @@ class Retention:
     def keeps_for_good(self, step: int) -> bool:
         return self.keep_period is not None and step % self.keep_period == 0
 
-    def surplus(self, checkpoints: Iterable[Kept]) -> list[int]:
+    def surplus(self, checkpoints: Iterable[Candidate]) -> list[int]:
         """The steps that may be removed, in ascending order."""
         if self.max_to_keep is None:
             return []
@@ -64,14 +64,14 @@ class Retention:
             if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
         )
 
-    def _rank(self, checkpoint: Kept) -> tuple[bool, float, int]:
-        """A better checkpoint has a greater rank. Of equal metrics the newer one wins. A checkpoint without a metric,
-        or with NaN, ranks below all others. An infinity is a metric as any other number."""
+    def _rank(self, checkpoint: Candidate) -> tuple[bool, float, int]:
+        """Returns a rank that is greater for a better checkpoint. Of equal metrics the newer one wins. A checkpoint
+        without a metric, or with NaN, ranks below all others. An infinity counts as a number."""
         metric = checkpoint.metric
         if self.best is None or metric is None or math.isnan(metric):
             return False, 0.0, _order(checkpoint)
         return True, (metric if self.best_mode == "max" else -metric), _order(checkpoint)
 
 
-def _order(checkpoint: Kept) -> int:
+def _order(checkpoint: Candidate) -> int:
     return checkpoint.step if checkpoint.order is None else checkpoint.order

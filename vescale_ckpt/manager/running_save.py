@@ -1,4 +1,4 @@
-"""Accompanies one save of a manager: takes its lock and writes its metrics before, starts clean-up after it."""
+"""`RunningSave` locks the directory and writes the metrics before one save of a manager, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunningSave:
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
         self.handle: SaveHandle | None = None  # None: the save could not begin
         self._before = before
-        self._lock: Lease | None = None  # on the step's directory
+        self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
 
     def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
@@ -56,7 +56,7 @@ class RunningSave:
             if then is not None:
                 then()
         except Exception:
-            logger.exception("what step %d supersedes is left for the next save to remove", self.step)
+            logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
             self._lock = self._before = None
             self._ended.set()

@@ -1,4 +1,4 @@
-"""Decides when to save: by step, by the coordinator's clock, on request, or because a signal has come to some rank."""
+"""Decides for the manager when to save: by step, by the coordinator's clock, on request, or after a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..settings import checked_count, checked_seconds
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks have decided together."""
+    """The common decision of all ranks."""
 
     due: bool
     by_signal: bool = False
@@ -53,7 +53,7 @@ class Schedule:
 
 
 class SignalFlag:
-    """Records a signal in place of ending the process. A Python handler that was set before is called, too.
+    """Records a signal instead of ending the process. Calls a Python handler that was set before, too.
 
     Must be created and released in the main thread, as Python requires of all handlers. Raises ValueError elsewhere.
     """

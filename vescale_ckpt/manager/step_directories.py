@@ -1,11 +1,11 @@
-"""Removes directories `step-N` below a root for the manager: old checkpoints, and the orphans of saves that died.
+"""Removes directories `step-N` below a root for the manager: old checkpoints, and orphans of dead saves.
 
 A directory is first renamed, in one step, to a name that no reader takes for a checkpoint. Then `.metadata` is removed,
 and after it the other files. An interruption therefore leaves each `step-N` whole, or without `.metadata`.
 
 If newer checkpoints name data files of a directory (delta saves), it keeps its name and these files. `.metadata` is
-removed, so that it is no checkpoint any more, and then all other files. When nobody names its files any more, the rest
-is removed as what a dead save has left.
+removed first, so that the directory is no checkpoint any more, and then all other files. When no checkpoint names its
+files any more, the rest is removed as an orphan.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def remove(root: str, which: Iterable[int]) -> list[int]:
-    """Removes the checkpoints that are not being read or saved to, and returns their steps. The others stay whole. Of
-    the removed ones, files stay that others name."""
+    """Removes the checkpoints that nobody reads or saves to, and returns their steps. Checkpoints in use stay whole. Of
+    a removed checkpoint, the files stay that other checkpoints name."""
     gone = []
     for step in which:
         path = step_order.path_of(root, step)
-        # None: the file system has no locks. A load that is running loses its files then, and raises.
+        # `unused` is None if the file system has no locks. Then a running load loses its files, and raises.
         with exclusive(path) as unused, needed_beside(path) as needed:
             if unused is False or needed is None:
                 continue
@@ -56,13 +56,13 @@ def remove_unused(path: str) -> bool:
 
 
 def remove_orphans(root: str, *, dry_run: bool = False) -> list[int]:
-    """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
-    and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""
+    """Removes directories of dead saves, and returns their steps. Such a directory has no `.metadata`, has only files
+    of this package, and no save uses it. `dry_run`: removes nothing, and returns the steps only."""
     return _remove_orphans(root, step_order.all_steps(root), dry_run)
 
 
 def remove_unneeded(root: str) -> list[int]:
-    """The same for directories of removed checkpoints alone, of which files were kept for others."""
+    """Does the same only for directories of removed checkpoints of which files were kept for other checkpoints."""
     marked = [step for step in step_order.all_steps(root) if is_marked(step_order.path_of(root, step))]
     return _remove_orphans(root, marked, dry_run=False)
 
@@ -105,22 +105,21 @@ def is_marked(path: str) -> bool:
 
 
 def _strip_again(path: str) -> None:
-    """Removes from a directory without `.metadata` what is not needed any more, and what an interrupted `_strip` has
-    left."""
+    """Removes the unneeded files of a directory without `.metadata`. An interrupted `_strip` may have left some."""
     with exclusive(path) as unused, needed_beside(path) as needed:
         if unused is not False and needed and not has_metadata(path, None):
             _strip(path, needed)
 
 
 def _strip(path: str, needed: set[str]) -> bool:
-    """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
-    is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as orphans."""
+    """Removes all files of a checkpoint except `needed`, the marker file and the lock file. If this is interrupted
+    before `.metadata` is removed, the checkpoint is whole; afterwards all its files count as orphans."""
     kept = {*needed, file_names.LEASE_MARKER, LOCK_NAME}
     storage = storage_at(path)
     try:
         found = [name for name in storage.names() if name not in kept]
         foreign = [name for name in found if name != file_names.METADATA_NAME and not _is_ours(name)]
-        if file_names.METADATA_NAME not in found:  # they came later, from elsewhere
+        if file_names.METADATA_NAME not in found:  # other programs wrote the foreign files later
             found = [name for name in found if name not in foreign]
             foreign = []
         for name in [*foreign, file_names.METADATA_NAME]:
@@ -136,7 +135,7 @@ def _strip(path: str, needed: set[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file may be left by a save, its manager, or `_strip`."""
+    """Whether a save, its manager or `_strip` may have left the file."""
     return (
         file_names.is_of_a_save(name)
         or name == LOCK_NAME
@@ -164,8 +163,8 @@ def _is_orphan(path: str) -> bool:
 
 
 def _tells_if_in_use(path: str) -> bool:
-    """Whether the directory has a file that a running save would hold locked. A save without a manager has none yet
-    when it has just begun."""
+    """Whether the directory has a file that a running save would hold locked. A save without a manager has none at its
+    beginning."""
     return any(name == LOCK_NAME or file_names.is_data_file(name) for name in _names(path) or ())
 
 

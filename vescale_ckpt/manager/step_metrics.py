@@ -1,8 +1,8 @@
 """Stores the metrics of a checkpoint for the manager, as a small JSON file in its directory.
 
-The file is written before the save commits, so that a committed checkpoint has its metrics. The file names the
-`.metadata` that the save replaces, and does not count while that `.metadata` is there. A save that died therefore
-leaves the checkpoint before it without metrics, and not with wrong ones.
+The file is written before the save commits, so that a committed checkpoint has its metrics. It holds the fingerprint of
+the `.metadata` that the save replaces, and is ignored while that `.metadata` is there. So a dead save leaves the
+checkpoint before it without metrics, not with wrong ones.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
         storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
     except BaseException:
         with contextlib.suppress(OSError, _C.EngineError):
-            storage.remove(FILE_NAME)  # metrics of an earlier save would be taken for those of this save
+            storage.remove(FILE_NAME)  # otherwise the metrics of an earlier save would count for this save
         raise
 
 
 def _as_json(value: float) -> float | str | None:
-    """NaN is no value. JSON has no infinities: they are texts, which `float` reads."""
+    """Returns a value that JSON can hold: None for NaN, and a text that `float` reads for an infinity."""
     if math.isnan(value):
         return None
     return str(value) if math.isinf(value) else value
@@ -55,8 +55,8 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(directory: str) -> dict[str, float]:
-    """The metrics of the checkpoint in a directory, without those that are missing, damaged or NaN. Raises
-    `CheckpointError` if an object store does not give them: without them the best checkpoint might be removed."""
+    """Returns the metrics of the checkpoint in a directory, without metrics that are missing, damaged or NaN. Raises
+    `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""
     try:
         record = json.loads(storage_at(directory).read(FILE_NAME))
         if record["replaces"] == metadata_fingerprint(directory):

@@ -1,4 +1,4 @@
-"""`Uploads` copies the checkpoints of a manager's local directory to its object store, in a thread."""
+"""`Uploads` copies checkpoints in a thread from the local directory to the object store for a manager with `local`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Tier = Literal["local", "uploading", "remote"]
 class Uploads:
     """The uploads of one manager. Only the coordinator has one.
 
-    One checkpoint is copied at a time, the one saved last first: if the network is slower than the saves, those in
-    between may be removed locally before their turn. What is copied is not removed meanwhile. A checkpoint in the store
-    is whole or not there; after a kill, the next manager goes on with the files that are missing.
+    One checkpoint is copied at a time, beginning with the one that was saved last. If the network is slower than the
+    saves, retention may remove others locally before their turn. A checkpoint is not removed while it is copied. A
+    checkpoint in the store is whole or not there. After a kill, the next manager copies the missing files.
     """
 
     def __init__(self, local: str, remote: str, retention: Retention, bytes_per_second: int) -> None:
@@ -44,26 +44,26 @@ class Uploads:
         self.remote = remote
         self.retention = retention
         self.bytes_per_second = bytes_per_second
-        self.failures: dict[int, CheckpointError] = {}  #: of the last upload of a step, by step
-        self._changed = threading.Condition()  # guards what follows
+        self.failures: dict[int, CheckpointError] = {}  #: {step: error of its last upload}
+        self._changed = threading.Condition()  # guards the attributes below
         self._thread: threading.Thread | None = None
-        self._wanted = False  # something was saved since the thread has looked
+        self._has_work = False  # whether something was saved since the thread last looked
         self._stopped = False
-        self._step: int | None = None  # that is being copied
-        self._cancel: Callable[[], None] | None = None  # ends that
+        self._step: int | None = None  # the step that is being copied
+        self._cancel: Callable[[], None] | None = None  # ends the copy
         self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the store}
         _running.add(self)
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
         with self._changed:
-            self._wanted = True
+            self._has_work = True
             if self._thread is not None or self._stopped:
                 return
             self._thread = threading.Thread(target=self._run, name="vescale_ckpt tiers", daemon=True)
             if not (ending := at_exit.process_is_ending()):
                 self._thread.start()
-        if ending:  # nothing would wait for the thread; the end of the process waits for the save that calls this
+        if ending:  # nothing would wait for a thread; but the process waits for the save that calls this
             self._run()
 
     def uploading(self) -> int | None:
@@ -77,7 +77,7 @@ class Uploads:
             return self._changed.wait_for(lambda: self._thread is None, timeout)
 
     def stop(self) -> None:
-        """Ends the copy that runs, soon, and waits for that. The next manager goes on with it."""
+        """Cancels the running copy and waits for its end. The next manager continues it."""
         with self._changed:
             self._stopped = True
             if self._cancel is not None:
@@ -89,11 +89,11 @@ class Uploads:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._stopped or not self._wanted:
+                if self._stopped or not self._has_work:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                self._wanted = False
+                self._has_work = False
             try:
                 self._upload_all()
             except Exception as error:
@@ -123,7 +123,7 @@ class Uploads:
                     self._step = None
 
     def _next(self, tried: set[int]) -> int | None:
-        """The step saved last that the store lacks, and that it would keep."""
+        """Returns the step saved last of those that the store lacks and would keep."""
         order = SavedOrder(self.local)
         if order.last is None:
             return None
@@ -135,7 +135,7 @@ class Uploads:
         return None
 
     def _is_sent(self, step: int) -> bool:
-        """Whether the store has this very checkpoint: after going back, a step is saved again."""
+        """Whether the store has the same checkpoint, not an older save of the same step."""
         fingerprint = metadata_fingerprint(path_of(self.local, step))
         if self._sent.get(step) != fingerprint:
             self._sent[step] = metadata_fingerprint(path_of(self.remote, step))
@@ -160,8 +160,8 @@ class Uploads:
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
         try:
             clean_up(self.remote, self.retention, step, frozenset())
-        except (CheckpointError, OSError) as error:  # the step is there
-            logger.warning("what step %d supersedes is left in %s for the next upload: %s", step, self.remote, error)
+        except (CheckpointError, OSError) as error:  # the upload itself has succeeded
+            logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.remote, error)
 
 
 _running: LiveObjects[Uploads] = LiveObjects()

@@ -20,7 +20,7 @@ from .native_checkpoint import NativeCheckpoint, explained
 
 
 def check_native(directory: str, report: VerifyReport, progress: Progress | None) -> None:
-    """Adds to the report what is wrong. `progress` is called for one metadata file after another."""
+    """Adds all damage to the report. Calls `progress` for one metadata file after another."""
     try:
         ranks = metadata_file.metadata_ranks(directory) or [None]
     except OSError as error:
@@ -46,8 +46,8 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     data = metadata_file.metadata_bytes(directory, rank)
     ends = None
     if index is not None:
-        metadata_file.check(data, path)  # against its checksum, which the index holds too
-        with suppress(_C.EngineError):  # a damaged index is harmless: the metadata has all that it has
+        metadata_file.check(data, path)  # the index matches the checksum at its end
+        with suppress(_C.EngineError):  # a damaged index is harmless: the metadata has the same content
             names_and_ends = zip(index.files, index.file_ends(), strict=True)
             ends = {check_relative(name, directory): end for name, end in names_and_ends}
             report.indexed = True
@@ -57,7 +57,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
         _check_files(directory, ends, report)
         return
     if not metadata_file.has_checksum(data):
-        report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
+        report.unchecked.append(f"{path} has no checksum: only its structure was checked")
     checkpoint = NativeCheckpoint.of(directory, rank, metadata_file.loads(data, path))
     for fault in checkpoint.faults():
         add_error(report, fault, path)
@@ -67,7 +67,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     missing = _check_files(directory, listed, report)
     if not report.quick:
         if ends is not None and ends != listed:
-            report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
+            report.damaged.append(Damage(None, index_path, 0, f"the index of {path} contradicts the metadata"))
         wrappers = check_records(checkpoint, missing, report, progress)
         _check_index(directory, rank, index_path, report)
         _check_tables(checkpoint, wrappers, missing, report)
@@ -84,15 +84,15 @@ def _check_index(directory: str, rank: int | None, path: str, report: VerifyRepo
 def _check_tables(
     checkpoint: NativeCheckpoint, wrappers: set[tuple[str, int]], missing: Collection[str], report: VerifyReport
 ) -> None:
-    """Checks the tables of block checksums at the end of data files of this package. Damage of one is harmless: without
-    it a load of a part of a tensor reads and verifies all of its record. `wrappers`: what `check_records` returned."""
-    # The files of a delta save, and those that it names, may hold records that only older metadata names.
+    """Checks the tables of block checksums at the end of data files of this package. A damaged table is harmless:
+    without it a load of a part of a tensor reads and verifies the whole record. `wrappers`: from `check_records`."""
+    # The files of a delta save, and the files that it names, may hold records that only older metadata names.
     storage = storage_at(checkpoint.root)
     may_hold_others = storage.has(DELTA_NAME)
     crcs: dict[str, dict[int, int]] = {}
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:
-            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read so, as objects are
+            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read as a whole
             if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
                 crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
     for name, expected in crcs.items():
@@ -106,7 +106,7 @@ def _check_tables(
             report.harmless.append(Damage(None, path, error.offset, str(error)))
             continue
         if rows is None:
-            reason = f"{path} does not end in a sound table of checksums: it is damaged, or was cut off"
+            reason = f"{path} does not end in a sound table of checksums: it is damaged or truncated"
             report.harmless.append(Damage(None, path, offset, reason))
         elif not expected.items() <= dict(rows).items() or not (may_hold_others or len(rows) == len(expected)):
             reason = f"the table of checksums of {path} is of other records than the metadata"
@@ -114,8 +114,8 @@ def _check_tables(
 
 
 def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
-    """Checks that each data file exists and is a regular file. Returns the names of those that are not. Its length is
-    checked with `quick` alone: otherwise the records are read."""
+    """Checks that each data file exists and is a regular file. Returns the names of the others. Checks lengths only
+    with `quick`: otherwise the records are read."""
     bad = set()
     known: dict[str, int] = {}
     with suppress(OSError):
@@ -129,7 +129,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
         except OSError as error:
             bad.add(name)
             if says_nothing(error.errno, path):
-                report.unreadable.append(Damage(None, path, 0, f"data file cannot be looked at: {error}"))
+                report.unreadable.append(Damage(None, path, 0, f"data file cannot be read: {error}"))
             else:
                 report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
             continue

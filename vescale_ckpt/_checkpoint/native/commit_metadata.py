@@ -1,8 +1,8 @@
 """Commits a save as the checkpoint of its directory, and removes files that no checkpoint names.
 
-A data file belongs to a checkpoint if a metadata file names it, of its own directory or of one beside it. No save
-writes to a file that exists, so the checkpoint before stays whole until `.metadata` is replaced in one step. Files that
-no metadata names are removed after that, and before the next save.
+A data file belongs to a checkpoint if a metadata file names it, in its own directory or in one beside it. No save
+writes to a file that exists, so the old checkpoint stays whole until `.metadata` is replaced in one step. Files that no
+metadata names are removed after that, and before the next save.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def commit(
     """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
     all ranks. `delta`: the content of `.metadata.delta`. `overwrite`: as for `Storage.commit`. Raises OSError and
     `_C.EngineError`."""
+    # Index and delta table are written before the metadata: readers ignore them unless they match the metadata.
     storage = storage_at(directory)
-    if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
+    if index is not None:
         storage.write(file_names.index_name(rank), index)
-    if delta is not None:  # before the metadata, like the index
+    if delta is not None:
         storage.write(DELTA_NAME, delta)
     storage.commit(file_names.metadata_name(rank), metadata, overwrite)
     if index is None:
@@ -56,15 +57,16 @@ def remove_orphans(
     *,
     dry_run: bool = False,
 ) -> list[str]:
-    """Removes files that no metadata file of the directory names, and returns their names: files of saves that died,
-    and those of `superseded`, which the metadata before the last commit named.
+    """Removes files that no metadata file of the directory names, and returns their names. They are orphans of dead
+    saves, and the files of `superseded`, which the metadata before the last commit named.
 
-    Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
-    nothing is removed: it may name any file. The same holds for checkpoints beside the directory, if any of them or the
-    directory's mark is of a delta save. With `only_rank`, only that rank's files. Failures are logged, not raised: a
-    orphan does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which has
-    no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
-    these are removed.
+    Files of a running save of another process or rank are locked and stay. If a metadata file cannot be read, nothing
+    is removed, because it may name any file. If the directory has a marker file, or a checkpoint beside it is a delta
+    save, this holds for the metadata of all checkpoints beside it. `only_rank`: removes only that rank's files. Logs
+    failures, because an orphan does no harm. `dry_run`: removes nothing, and returns what would be removed.
+
+    An object store has no locks. There a file counts as an orphan when nobody has written it for a day. If `superseded`
+    names files, only these are removed there.
     """
     try:
         storage = storage_at(directory)
@@ -95,7 +97,7 @@ def remove_orphans(
                 storage.remove(LEASE_MARKER)
             removed = orphans.remove(_orphans(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
-        logger.warning("orphans in %s are kept, because they cannot be looked for: %s", directory, error)
+        logger.warning("orphans in %s are kept, because the search for them failed: %s", directory, error)
         return []
     if removed and not dry_run:
         logger.info("removed %d files that no checkpoint names from %s", len(removed), directory)
@@ -119,7 +121,7 @@ def _orphans(directory: str, candidates: Iterable[str], superseded: AbstractSet[
         else:
             first = file_names.first_part(name)
             marked = os.path.join(directory, first if storage_at(directory).has(first) else name)
-            # Its save may have committed and released its lock after the metadata was read here.
+            # The save may have committed and released its lock after the metadata was read here.
             yield Orphan(paths, marked, orphans.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))
 
 

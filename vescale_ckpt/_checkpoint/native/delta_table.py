@@ -1,7 +1,7 @@
-"""Reads and writes `.metadata.delta`: by which a later save knows what bytes the records of a checkpoint hold.
+"""Reads and writes `.metadata.delta`, which tells later delta saves what bytes the records of a checkpoint hold.
 
-Its form is in docs/format.md. It belongs to the `.metadata` whose length and end it repeats, as the index does. Nothing
-but a save with `base=` reads it.
+docs/format.md describes the file. It belongs to the `.metadata` whose length and end it repeats, as the index does.
+Only saves with `base=` read it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SUM_BYTES = 32
 
 
 class Row(NamedTuple):
-    """A record of a tensor's box."""
+    """The record of a chunk of a tensor."""
 
-    id: bytes  #: of dtype, shape and bytes: docs/format.md, "Content ids"
+    id: bytes  #: hash of dtype, shape and bytes: docs/format.md, "Content ids"
     file: int  #: index into `DeltaTable.files`
     crc: int  #: CRC-32 of the bytes
     offset: int
@@ -42,9 +42,9 @@ class Row(NamedTuple):
 class DeltaTable:
     """The records of a checkpoint that later saves may name."""
 
-    seed: bytes  #: of the key of all ids
-    files: Sequence[str]  #: relative to the checkpoint that the table is for
-    packed: bytes  #: the rows, rising by id
+    seed: bytes  #: seed of the key that all ids are hashed with
+    files: Sequence[str]  #: names relative to the checkpoint that the table belongs to
+    packed: bytes  #: the rows in ascending order of ids
 
     @classmethod
     def of(cls, seed: bytes, files: Sequence[str], rows: Iterable[Row]) -> DeltaTable:
@@ -54,7 +54,7 @@ class DeltaTable:
         return map(Row._make, _ROW.iter_unpack(self.packed))
 
     def find(self, id: bytes) -> Row | None:
-        """A record of that id. Every rank has the rows of all, and looks for few: nothing is made of the others."""
+        """Returns a record of that id, or None. Unpacks only this row: every rank has the rows of all and needs few."""
         width = _ROW.size
         at = width * bisect_left(
             range(len(self.packed) // width), id, key=lambda row: self.packed[row * width : row * width + ID_BYTES]
@@ -97,7 +97,7 @@ def read(directory: str) -> DeltaTable:
     """The table of the checkpoint in a directory. Raises `CheckpointError` if it has none that is sound."""
     path = os.path.join(directory, DELTA_NAME)
     try:
-        content = storage_at(directory).read(DELTA_NAME, lambda beginning, length: None)  # none with holes
+        content = storage_at(directory).read(DELTA_NAME, lambda beginning, length: None)  # refuses files with holes
         if not _matches(directory, content):
             raise ValueError(f"it belongs to another {METADATA_NAME}")
         return DeltaTable.unpack(content)
@@ -123,10 +123,11 @@ def _matches(directory: str, content: bytes) -> bool:
     return (found.size, end) == (length, trailer)
 
 
-def rows_of_rank(locations: memoryview, ids: bytes, numbers: Sequence[int], least_bytes: int) -> Iterator[Row]:
-    """The rows of one rank. `locations`: file, offset, length and CRC-32 of each record that it has planned, of tensors
-    first. `ids`: of the tensors. `numbers`: of its files in the table. Smaller records are left out."""
+def rows_of_rank(locations: memoryview, ids: bytes, indices: Sequence[int], least_bytes: int) -> Iterator[Row]:
+    """Yields the rows of one rank, without records below `least_bytes`. `locations`: file, offset, length and CRC-32 of
+    each record that the rank has planned; tensors come first. `ids`: the ids of the tensors. `indices`: the index of
+    each of the rank's files in the table."""
     for at in range(len(ids) // ID_BYTES):
         file, offset, length, crc = locations[4 * at : 4 * at + 4]
         if length >= least_bytes and crc >= 0:
-            yield Row(ids[at * ID_BYTES : (at + 1) * ID_BYTES], numbers[file], crc, offset, length)
+            yield Row(ids[at * ID_BYTES : (at + 1) * ID_BYTES], indices[file], crc, offset, length)

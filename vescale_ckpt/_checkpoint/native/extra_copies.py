@@ -1,8 +1,8 @@
-"""`ExtraFiles` writes the copies of a checkpoint's extra files beside its data files, around the commit of a save.
+"""`ExtraFiles` writes copies of a checkpoint's extra files beside its data files, for programs that do not load it.
 
 The checkpoint itself holds the content of each file as an object, which loads read. A save that replaces a checkpoint
-removes the copies that would change before it commits, and writes the new ones afterwards: a program that reads the
-copies finds those of the checkpoint in place, or none. `vescale-ckpt repair` writes copies that are missing.
+removes the copies that change before it commits, and writes the new ones afterwards. So a program that reads a copy
+finds the one that belongs to the present checkpoint, or none. `vescale-ckpt repair` writes copies that are missing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .step_order import ORDER_NAME
 logger = logging.getLogger(__name__)
 
 
-def checked(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
-    """The files as bytes. Raises `TypeError` and `ValueError` for contents and names that no file of a checkpoint may
-    have."""
+def check_files(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    """Returns the files as bytes. Raises `TypeError` for a content that is not bytes, and `ValueError` for a name that
+    no extra file may have."""
     if files is None:
         return {}
     if not isinstance(files, Mapping):
@@ -36,7 +36,7 @@ def checked(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
     result = {}
     for name, content in files.items():
         if not isinstance(name, str) or not _is_allowed(name):
-            raise ValueError(f"extra_files: {name!r} is no name that a file beside a checkpoint's own can have")
+            raise ValueError(f"extra_files: {name!r} cannot be the name of a file beside a checkpoint's own files")
         if not isinstance(content, (bytes, bytearray, memoryview)):
             raise TypeError(f"extra_files: {name}: expected bytes, got {type(content).__name__}")
         result[name] = bytes(content)
@@ -71,13 +71,13 @@ class ExtraFiles:
         self._withdrawn: dict[str, bytes] = {}
 
     def withdraw(self) -> None:
-        """Removes the copies of the checkpoint in place that are not those of this save. Call it before the commit.
+        """Removes the copies of the present checkpoint that differ from those of this save. Call it before the commit.
         Raises OSError and `_C.EngineError`."""
         storage = storage_at(self._path)
         for name in dict.fromkeys((*self._files, *self._names_before())):
             if not storage.has(name):
                 continue
-            with contextlib.suppress(OSError):  # a folder, say: `publish` reports it
+            with contextlib.suppress(OSError):  # it may be a folder: `publish` reports that
                 content = storage.read(name)
                 if content == self._files.get(name):
                     continue
@@ -87,9 +87,8 @@ class ExtraFiles:
             storage.sync()
 
     def put_back(self, metadata: bytes) -> None:
-        """Writes what was removed, after a commit of `metadata` that failed. Errors are logged. A step that was
-        reported as failed may have been done: beside the new metadata, and where it cannot be read, nothing is
-        written."""
+        """Writes the removed copies again after a commit of `metadata` that failed. Logs errors. A commit that reported
+        a failure may have succeeded: if the new metadata is there, or cannot be read, nothing is written."""
         found: bytes | None = None
         try:
             found = storage_at(self._path).read(file_names.metadata_name(self._metadata_rank))
@@ -103,7 +102,7 @@ class ExtraFiles:
             _write(self._path, name, content)
 
     def publish(self) -> None:
-        """Writes the copies of this save, which has committed. Errors are logged: loads do not need the copies."""
+        """Writes the copies of this save, which has committed. Logs errors: loads do not need the copies."""
         storage = storage_at(self._path)
         for name, content in self._files.items():
             for left in temporary_ones(os.path.join(self._path, name)):
@@ -121,18 +120,18 @@ class ExtraFiles:
         try:
             return extra_files.names_in(NativeCheckpoint.by_index(self._path, self._metadata_rank).keys())
         except CheckpointError:
-            return []  # no load can read it, either
+            return []  # loads cannot read it, either
 
 
 def write_missing(path: str, files: Mapping[str, bytes], *, dry_run: bool = False) -> list[str]:
     """Writes the copies of a checkpoint's extra files that are missing or differ, and returns their names. `dry_run`:
-    writes nothing, and returns what would be written."""
+    writes nothing, and returns the names only."""
     storage, written = storage_at(path), []
     for name, content in files.items():
         with contextlib.suppress(OSError):
             if storage.read(name) == content:
                 continue
-        if _is_allowed(name):  # the checkpoint may be a stranger's
+        if _is_allowed(name):  # the checkpoint may come from anybody
             written.append(name)
             if not dry_run:
                 storage.write(name, content)

@@ -1,4 +1,4 @@
-"""Defines the file names of DCP's layout."""
+"""Defines the file names of DCP's layout for all modules that write, read or remove such files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..._storage.storage import MARKER_PREFIX
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
-DELTA_NAME = METADATA_NAME + ".delta"  #: what later saves need to name records of the checkpoint
-LEASE_MARKER = ".referred"  #: an empty file: checkpoints beside the directory may name its data files
-METRICS_NAME = "metrics.json"  #: of a manager
+DELTA_NAME = METADATA_NAME + ".delta"  #: later saves need this file to name records of the checkpoint
+LEASE_MARKER = ".referred"  #: an empty file; it shows that checkpoints beside the directory may name its data files
+METRICS_NAME = "metrics.json"  #: a manager writes it
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
@@ -22,7 +22,7 @@ _OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.\d+\.([0-9a-f]{8})")  # csrc/io/commit.
 
 
 def metadata_name(rank: int | None) -> str:
-    """`.metadata`; with a rank, the metadata file of that rank where ranks save without collectives."""
+    """Returns `.metadata`; with a rank, the name of that rank's metadata file in a save without collectives."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
@@ -47,24 +47,24 @@ def data_name(rank: int, token: str, part: int | None = None) -> str:
 
 
 def first_part(name: str) -> str:
-    """The data file that a save locks: the first of several, else `name` itself."""
+    """Returns the data file that a save locks: the first one if a rank has several, otherwise `name` itself."""
     return _PART.sub(rf"_0{DEFAULT_SUFFIX}", name)
 
 
 def is_data_file(name: str) -> bool:
-    """Whether it has the form that this package gives to names of data files."""
+    """Whether this package gives such names to data files."""
     return _OUR_DATA_FILE.fullmatch(name) is not None
 
 
 def is_temporary_file(name: str) -> bool:
-    """Whether it is metadata or an index that is being written, or a file that proves that ranks share a directory."""
+    """Whether the name is that of unfinished metadata, of an unfinished index, or of a marker file."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
 def may_be_in_use(temporary: str) -> bool:
-    """Whether a temporary file may still be needed: ranks prove by it that they share a directory, or the process that
-    writes it may be about to rename it. Of a process that this one cannot see, on another machine or in another
-    container, only the file's age can tell that it has died."""
+    """Whether a temporary file may still be needed: it is a marker file, or the process that writes it may be about to
+    rename it. A process on another machine or in another container cannot be seen from here: then only the file's age
+    shows that it has died."""
     match = _OF_PROCESS.search(temporary)
     if temporary.startswith(MARKER_PREFIX) or match is None or match[2] != _C.process_space():
         return True

@@ -1,7 +1,7 @@
 """Builds DCP's `Metadata` for planners and storage on the first access to a field.
 
 At thousands of ranks the objects of DCP's metadata take seconds to build and hundreds of megabytes to send. They are
-rarely needed: a save passes them from planner to writer and to every rank, a load reads what it needs from the index.
+rarely needed: a save only passes them from planner to writer and to every rank, and a load uses the index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 class LazyMetadata(Metadata):
     """Behaves as the `Metadata` that `build` returns, and calls `build` at the first access to a field.
 
-    A pickle contains the fields, or after `become` only the function and arguments to build them from.
+    A pickle contains the fields; after `become` it contains only the function and the arguments that build them.
     """
 
     planned: GlobalSavePlan | None = None  #: set by this package's planner for its writer
@@ -36,7 +36,7 @@ class LazyMetadata(Metadata):
         self._copy_from: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
 
     def become(self, build: Callable[..., Metadata], *arguments: Any) -> None:
-        """From now on it behaves as what `build(*arguments)` returns, here and in other processes."""
+        """Makes this object behave as the result of `build(*arguments)`, here and in other processes."""
         self._build = lambda: build(*arguments)
         self._built = None
         self._copy_from = _rebuild, (build, arguments)
@@ -68,13 +68,13 @@ class LazyMetadata(Metadata):
 
 
 def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
-    """The metadata of a save that is planned but not written: without record locations."""
-    metadata = LazyMetadata(build=partial(_without_places, planned))
+    """Returns the metadata of a save that is planned but not written, without record locations."""
+    metadata = LazyMetadata(build=partial(_without_locations, planned))
     metadata.planned = planned
     return metadata
 
 
-def _without_places(planned: GlobalSavePlan) -> Metadata:
+def _without_locations(planned: GlobalSavePlan) -> Metadata:
     ranks = range(len(planned.inventories))
     nowhere = [bytes(len(planned.plan.local_plan(rank)) // PLAN_ROW * LOCATION_ROW) for rank in ranks]
     content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
@@ -95,7 +95,7 @@ def _field(name: str) -> property:
 
     def put(self: LazyMetadata, value: Any) -> None:
         setattr(self.built(), name, value)
-        self._copy_from = None  # a copy built from it would lack the change
+        self._copy_from = None  # a copy that is built again would lack the change
 
     return property(get, put)
 

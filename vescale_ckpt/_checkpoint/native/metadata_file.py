@@ -1,8 +1,8 @@
-"""Writes `.metadata` for every torch version to read, and reads it, and its index, without running code from it.
+"""Writes `.metadata` for every torch version, and reads it and its index for loads without running code from it.
 
-The file is DCP's own pickle of `Metadata`. It differs from `pickle.dump` and `pickle.load` in two ways. Tensor
-properties are written with the five fields that every torch reads (torch 2.15 writes six, which 2.13 cannot read), and
-read with five or six. While reading, only the classes that metadata consists of may be imported.
+The file is DCP's own pickle of `Metadata`. Two things differ from `pickle.dump` and `pickle.load`. Tensor properties
+are written with the five fields that every torch reads (torch 2.15 writes six, which 2.13 cannot read), and read with
+five or more. The reader imports only the classes that metadata consists of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..._storage.open_storage import is_folder, read_twice, storage_at
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
 
-# The classes in DCP metadata of any torch version.
+# DCP metadata of any torch version has only these classes.
 _METADATA_CLASSES = {
     name: getattr(dcp_metadata, name)
     for name in (
@@ -61,13 +61,13 @@ TRAILER_MAGIC = b"VSCKMDT1"
 
 
 def _trailer(data: bytes, end: int) -> bytes:
-    """What this package writes behind the pickle, where unpicklers do not read: magic, low 32 bits of the pickle's
-    length, its CRC-32. The pickle is the first `end` bytes of `data`."""
+    """Returns the trailer that this package writes behind the pickle, where unpicklers do not read: magic, low 32 bits
+    of the pickle's length, its CRC-32. The pickle is the first `end` bytes of `data`."""
     return struct.pack("<8sII", TRAILER_MAGIC, end & 0xFFFFFFFF, _C.crc32(data, end))
 
 
 class _LenientProperties(TensorProperties):
-    """Takes the state of any torch version: five fields, and more that are ignored."""
+    """Takes the state of any torch version: five fields. Ignores further fields."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         if not isinstance(state, tuple) or len(state) < 5:
@@ -84,19 +84,19 @@ def _get_layout(name: str) -> torch.layout:
 
 
 def _memory_format(number: int) -> None:
-    """Stands for the enumeration of memory formats, a field that is no longer used."""
+    """Replaces the enumeration of memory formats, a field that torch no longer uses."""
 
 
 def _memory_format_named(enumeration: Any, name: Any) -> None:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+    """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
     if enumeration is not _memory_format or type(name) is not str:
-        raise UntrustedCheckpointError(".metadata asks for an attribute of what is no memory format: refused")
+        raise UntrustedCheckpointError(".metadata asks for an attribute of something that is no memory format: refused")
 
 
 def _plain_path(*parts: str) -> str:
-    """Stands for pathlib's classes, which `storage_meta.checkpoint_id` of stock files has. The path is not used."""
+    """Replaces pathlib's classes, which stock files have in `storage_meta.checkpoint_id`. The path is not used."""
     if sum(map(len, parts)) + len(parts) > 4096:
-        raise UntrustedCheckpointError(".metadata holds a path that no system knows")
+        raise UntrustedCheckpointError(".metadata holds a path that is longer than 4096 characters")
     return "/".join(parts)
 
 
@@ -149,7 +149,7 @@ def check_beginning(data: bytes, length: int, path: str) -> None:
 def check(data: bytes, path: str) -> None:
     """Checks the bytes of a `.metadata` file before anything is built from them. Raises as `loads` does."""
     wrong, end = _C.check_pickle(data)
-    behind = len(data) - end  # 0 in files of stock DCP
+    behind = len(data) - end  # it is 0 in files of stock DCP
     if not wrong and behind and (behind != TRAILER_BYTES or data[end:] != _trailer(data, end)):
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
     if wrong.startswith("it ends"):
@@ -189,7 +189,7 @@ def loads(data: bytes, path: str) -> Metadata:
 def _check_entry(key: Any, stored: Any) -> None:
     """Checks that a tensor's chunks lie in it and do not overlap.
 
-    That they cover what a load needs is checked by the load: the metadata of one rank that saved without collectives
+    The load itself checks that the chunks cover what it needs: the metadata of one rank that saved without collectives
     has only that rank's chunks.
     """
     if type(key) is not str:
@@ -212,7 +212,7 @@ def _check_entry(key: Any, stored: Any) -> None:
 
 def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
     for number, chunk in enumerate(chunks):
-        if type(chunk.offsets) is tuple and type(chunk.sizes) is tuple:  # Megatron-FSDP's, saved by stock DCP
+        if type(chunk.offsets) is tuple and type(chunk.sizes) is tuple:  # stock DCP saves Megatron-FSDP's state so
             chunks[number] = chunk = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         if type(chunk.offsets) is not torch.Size or type(chunk.sizes) is not torch.Size:
             raise UntrustedCheckpointError(f"{key}: metadata gives a chunk without offset or shape", key=key)
@@ -234,7 +234,7 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
         properties.dtype,
         properties.layout,
         properties.requires_grad,
-        MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT,  # what we write is contiguous
+        MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT,  # all records of this package are contiguous
         properties.pin_memory,
     )
     return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
@@ -249,7 +249,7 @@ def _reduce_storage_info(info: StorageInfo) -> tuple[Any, ...]:
 class _MetadataPickler(pickle.Pickler):
     """Writes metadata's classes as calls of their constructors, and equal shapes and properties once.
 
-    Otherwise copies of the same few shapes would be half of a large `.metadata`, and take half of the time to write.
+    Without sharing, copies of the same few shapes would be half of a large `.metadata`, and half of the time to write.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -265,7 +265,7 @@ class _MetadataPickler(pickle.Pickler):
             return properties
 
         self.dispatch_table: dict[type, Callable[[Any], Any]] = {
-            **copyreg.dispatch_table,  # has torch.layout's
+            **copyreg.dispatch_table,  # it has torch.layout
             TensorProperties: _reduce_properties,
             MetadataIndex: lambda v: (MetadataIndex, (v.fqn, share(v.offset), v.index)),
             ChunkStorageMetadata: lambda v: (ChunkStorageMetadata, (share(v.offsets), share(v.sizes))),
@@ -274,7 +274,7 @@ class _MetadataPickler(pickle.Pickler):
                 (share_properties(v.properties), share(v.size), v.chunks),
             ),
             StorageInfo: _reduce_storage_info,
-            # By value, as most versions of Python do: some pickle `getattr`.
+            # Most versions of Python pickle enumerations by value; some pickle `getattr`.
             MemoryFormatEncoding: lambda v: (MemoryFormatEncoding, (v.value,)),
         }
 
@@ -296,8 +296,8 @@ def has_metadata(directory: str, rank: int | None) -> bool:
 
 
 def metadata_ranks(directory: str) -> list[int | None]:
-    """The ranks whose metadata the directory holds: [None] for one of all ranks, else those that saved without
-    collectives. Raises OSError."""
+    """Returns the ranks whose metadata the directory holds: [None] for one metadata file of all ranks, otherwise the
+    ranks that saved without collectives. Raises OSError."""
     ranks = {rank_of_metadata(name) for name in storage_at(directory).names() if is_metadata_file(name)}
     return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
 
@@ -311,7 +311,7 @@ def read_metadata(directory: str, rank: int | None = None) -> Metadata:
 
 
 def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
-    """The metadata that one save committed. Raises `CheckpointError` if it is not there any more."""
+    """Reads the metadata that one save committed. Raises `CheckpointError` if a later save has replaced it."""
     metadata = read_metadata(directory, rank)
     if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
         raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
@@ -319,8 +319,8 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 
 
 def metadata_bytes(directory: str, rank: int | None) -> bytes:
-    """The bytes of the metadata file; only their beginning is checked, and in an object store all of them. Raises as
-    `read_metadata`."""
+    """Returns the bytes of the metadata file. Checks only their beginning; in an object store all of them. Raises as
+    `read_metadata` does."""
     storage, name = storage_at(directory), metadata_name(rank)
     path = os.path.join(directory, name)
 
@@ -342,20 +342,21 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
 
 
 def metadata_fingerprint(directory: str) -> str:
-    """A text that differs between the metadata of different saves: its length and its end, which holds a checksum.
-    Empty if there is no metadata. Raises OSError if it cannot be read."""
+    """Returns a text that differs between the metadata of different saves: its length and its end, which holds a
+    checksum. Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
         found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
-    # Files of stock DCP have no checksum: their time counts, so a copy on another disk has another fingerprint.
+    # Files of stock DCP have no checksum, so their time counts: a copy on another disk has another fingerprint.
     known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
     return f"{found.size}:{end.hex()}{known}"
 
 
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
-    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound. Raises
-    `CheckpointError` if an object store cannot be read: the metadata could not, either, and as long a wait later."""
+    """Returns the index of the checkpoint in a directory, or None if it has none that is sound and belongs to its
+    metadata. Raises `CheckpointError` if an object store cannot be read: a read of the metadata would fail, too, after
+    another long wait."""
     try:
         return _matching(open_index(directory, rank), directory, rank)
     except (OSError, _C.EngineError) as error:
@@ -369,7 +370,8 @@ def _check_is_harmless(error: OSError | _C.EngineError, directory: str) -> None:
 
 
 def open_index(directory: str, rank: int | None) -> _C.Index:
-    """The index, whatever it is of. Of a file only what is needed is read and checked; an object is read whole."""
+    """Opens the index, whatever metadata it belongs to. Of a file, reads and checks only what is needed; reads an
+    object whole."""
     path = os.path.join(directory, index_name(rank))
     if (storage := storage_at(directory)).by_requests:
         return _C.Index.from_bytes(storage.read(index_name(rank)), path)
@@ -377,7 +379,7 @@ def open_index(directory: str, rank: int | None) -> _C.Index:
 
 
 def index_bytes(directory: str) -> bytes | None:
-    """The bytes of the index, all of them checked. None where `read_index` returns None."""
+    """Returns the bytes of the index and checks all of them. None where `read_index` returns None."""
     try:
         data = storage_at(directory).read(index_name(None))
         index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))

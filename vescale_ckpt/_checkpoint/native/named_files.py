@@ -1,9 +1,9 @@
-"""Finds the data files that metadata names: that of a directory, and that of the checkpoints beside it.
+"""Finds the data files that checkpoints need, in their own directory and in those beside it, for clean-ups and saves.
 
-A delta save names data files of older checkpoints. Before it commits, each of their directories has a mark, an empty
-file. The metadata of the directories beside it decides which files are needed. A delta save keeps the marks locked
-while it runs. A mark that is missing may have been left out by a tool that copied the directory: then the tables of
-delta saves beside it tell whether anybody looks at metadata.
+A delta save names data files of older checkpoints, its parent checkpoints. Before it commits, it makes an empty marker
+file in each of their directories, and keeps it locked while it runs. The metadata of the directories beside a parent
+checkpoint decides which of its files are needed. A tool that copied a directory may have left out the marker file. Then
+a delta table beside the directory shows that metadata must be read.
 """
 
 from __future__ import annotations
@@ -60,33 +60,34 @@ def named_beside(directory: str) -> set[str]:
 
 @contextlib.contextmanager
 def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str] | None]:
-    """A context that gives `named_beside`. While it lasts, no delta save begins to refer to the directory, if it has a
-    mark or is in an object store. None: the files of the directory must stay, because a delta save that runs may name
-    any of them, or because metadata cannot be read. A mark that is missing and needed is put back, unless `dry_run`."""
+    """A context that gives `named_beside`. While it lasts, no delta save begins to name files of the directory, if it
+    has a marker file or is in an object store. It gives None if the files of the directory must stay, because a running
+    delta save may name any of them, or because metadata cannot be read. Makes a marker file that is missing and needed,
+    unless `dry_run`."""
     with contextlib.ExitStack() as held:
         needed = None
         with contextlib.suppress(CheckpointError, OSError, _C.EngineError):
             storage = storage_at(directory)
-            found = set[str]() if storage.has(LEASE_MARKER) else _named_without_mark(storage)
+            found = set[str]() if storage.has(LEASE_MARKER) else _named_without_marker(storage)
             if found and not dry_run:
                 storage.keep_marker(LEASE_MARKER)
             if storage.has_locks and not storage.has(LEASE_MARKER):
                 needed = found
             elif held.enter_context(storage.unleased(LEASE_MARKER, orphans.SAVE_GRACE)):
-                # In an object store a mark may have come until the remover's notice was written.
+                # In an object store a save may have made the marker file before the remover's notice was written.
                 needed = named_beside(directory) if storage.has(LEASE_MARKER) else found
         yield needed
 
 
-def _named_without_mark(storage: Storage) -> set[str]:
-    """`named_beside` for a directory that has no mark. A delta save leaves a table, and one look for it costs less than
-    to read metadata."""
+def _named_without_marker(storage: Storage) -> set[str]:
+    """Returns `named_beside` for a directory without a marker file. Looks for delta tables first, because that costs
+    less than reading metadata."""
     if storage.by_requests and has_metadata(storage.path, None) and not storage.has(DELTA_NAME):
-        return set()  # it was no base: there a look is a request, and most jobs save without base=
+        return set()  # it was never a base. This saves requests: most jobs save without base=
     above, own = folder_above(storage.path)
     try:
         folders = storage_at(above).folders()
-    except PermissionError:  # then the mark alone tells
+    except PermissionError:  # then only a marker file could show it
         return set()
     if any(folder != own and storage_at(os.path.join(above, folder)).has(DELTA_NAME) for folder in folders):
         return named_beside(storage.path)

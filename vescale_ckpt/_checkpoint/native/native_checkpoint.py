@@ -1,4 +1,4 @@
-"""Opens native checkpoints: those in DCP's layout, of this package and of every version of torch."""
+"""`NativeCheckpoint` opens checkpoints in DCP's layout, of this package and of every torch, for loads and tools."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from . import metadata_file, step_order
 from .file_names import index_name, is_data_file, metadata_name
 from .transformed_records import TransformedReads
 
-_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
+_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # the footer of the table of block checksums: docs/format.md
 
 
 class NativeCheckpoint(LoadableCheckpoint):
-    """What all ranks of a save wrote, or, with `rank`, what one rank saved without collectives.
+    """A checkpoint of all ranks; with `rank`, of one rank that saved without collectives.
 
-    In files without block checksums a part of a chunk can only be verified by reading the whole chunk. That is done
+    In files without block checksums, a part of a chunk can only be verified by reading the whole chunk. This is done
     once for each chunk, before its first part is read.
     """
 
@@ -54,8 +54,8 @@ class NativeCheckpoint(LoadableCheckpoint):
         self._seen = SeenFiles(is_written_once=is_data_file)
         self.rank = rank
         self.is_of_one_rank = rank is not None
-        self._with_table: dict[str, bool] = {}  # by file name
-        self._sound: set[Chunk] = set()  # chunks that have been verified as a whole
+        self._with_table: dict[str, bool] = {}  # {file name: whether it has a table of block checksums}
+        self._sound: set[Chunk] = set()  # chunks that were verified as a whole
 
     @classmethod
     def of(cls, path: str, rank: int | None, metadata: Metadata) -> NativeCheckpoint:
@@ -68,27 +68,27 @@ class NativeCheckpoint(LoadableCheckpoint):
 
     @classmethod
     def by_index(cls, path: str, rank: int | None) -> NativeCheckpoint:
-        """With the metadata read at once only if there is no index."""
+        """Opens the checkpoint. Reads the metadata at once only if there is no index."""
         index = metadata_file.read_index(path, rank)
         return cls.by_metadata(path, rank) if index is None else cls._of_index(path, rank, index)
 
     @classmethod
     def unpack(cls, path: str, index: bytes, metadata: bytes) -> NativeCheckpoint:
-        """The checkpoint of which another rank has read the index, or all metadata."""
+        """Makes the checkpoint from the index, or the whole metadata, that another rank has read."""
         if not index:
             return cls.of(path, None, metadata_file.loads(metadata, os.path.join(path, metadata_name(None))))
         file = os.path.join(path, index_name(None))
-        with named_errors(str, file):  # only damage on the way can raise: the coordinator checked it
+        with named_errors(str, file):  # raises only for damage on the way: the coordinator has checked the bytes
             return cls._of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
 
     @classmethod
     def _of_index(cls, path: str, rank: int | None, index: _C.Index) -> NativeCheckpoint:
-        # Only metadata of the index's save will do: a later save may replace it during the load.
+        # The metadata must be of the same save as the index: a later save may replace it during the load.
         return cls(path, rank, lambda: metadata_file.read_metadata_of(path, rank, index.save_id), index)
 
     @classmethod
     def open(cls, path: str, rank: int | None = None) -> NativeCheckpoint:
-        """Opens it to be listed and read by boxes. Clean-ups leave its files until `close`."""
+        """Opens the checkpoint for listing and reading. Clean-ups leave its files until `close`."""
         lock = storage_at(path).share(metadata_name(rank))
         seen = SeenFiles(os.path.join(path, metadata_name(rank)), is_data_file)
         try:
@@ -115,8 +115,8 @@ class NativeCheckpoint(LoadableCheckpoint):
     def save_id(self) -> str:
         if self.index is not None:
             return self.index.save_id
-        told = getattr(self.metadata.storage_meta, "save_id", None)
-        return told if isinstance(told, str) else ""
+        save_id = getattr(self.metadata.storage_meta, "save_id", None)
+        return save_id if isinstance(save_id, str) else ""
 
     @cached_property
     def writer(self) -> str:
@@ -141,9 +141,9 @@ class NativeCheckpoint(LoadableCheckpoint):
         return self._listing.malformed
 
     def named_files(self) -> set[str]:
-        """All files that index or metadata name, also for keys that are malformed or missing."""
+        """Returns all files that the index or the metadata names, also for keys that are malformed or missing."""
         if self.index is not None:
-            with suppress(_C.EngineError):  # damaged
+            with suppress(_C.EngineError):  # the index is damaged
                 return {posixpath.normpath(path) for path in self.index.files}
         storage = self.metadata.storage_data
         values = storage.values() if isinstance(storage, dict) else ()
@@ -195,7 +195,7 @@ class NativeCheckpoint(LoadableCheckpoint):
         transformed.read(self)
 
     def _is_part_of_sound(self, part: Part) -> bool:
-        """Whether it is a part of a chunk in a file without block checksums. The chunk is then verified first; raises
+        """Whether the part is less than its chunk, in a file without block checksums. Verifies the chunk then; raises
         `CorruptCheckpointError` if it is damaged."""
         chunk = part.chunk
         if part.is_whole:
@@ -219,7 +219,7 @@ class NativeCheckpoint(LoadableCheckpoint):
                 return odd
 
             if read_twice(path, check):
-                return False  # not a contiguous tensor: it is read as a whole in any case
+                return False  # the tensor is not contiguous, so it is read as a whole in any case
             self._sound.add(chunk)
         return True
 
@@ -227,14 +227,14 @@ class NativeCheckpoint(LoadableCheckpoint):
         if name not in self._with_table:
             try:
                 _, magic = storage_at(self.path).read_range(name, -_FOOTER_BYTES, len(_TABLE_MAGIC))
-            except OSError:  # the read that follows raises the error
+            except OSError:  # the later read raises the error
                 return True
             self._with_table[name] = magic == _TABLE_MAGIC
         return self._with_table[name]
 
 
 class _Listing:
-    """The chunks and objects that metadata names. Malformed keys have none."""
+    """The chunks and objects that metadata names. Malformed keys have no chunks."""
 
     def __init__(self, metadata: Metadata, where: str) -> None:
         """`where`: the metadata's file, for errors. Raises `CorruptCheckpointError` if it has no locations at all."""
@@ -244,7 +244,7 @@ class _Listing:
         self.malformed: list[CheckpointError] = []
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
-        locations: dict[str, dict[tuple[int, ...], Any]] = {}  # unchecked, by key and offset in the tensor
+        locations: dict[str, dict[tuple[int, ...], Any]] = {}  # {key: {offset in the tensor: unchecked location}}
         for index, info in metadata.storage_data.items():
             if type(index) is MetadataIndex and type(index.fqn) is str:
                 locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
@@ -281,12 +281,12 @@ class _Listing:
         return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
 
 
-# --- Where there is none
+# --- Errors for directories without a checkpoint
 
 
 @contextmanager
 def explained(directory: str) -> Iterator[None]:
-    """Adds to an error raised within it, that a directory has no metadata, what the directory holds, if known."""
+    """A context. If an error says that the directory has no metadata, adds what the directory holds, if it is known."""
     try:
         yield
     except CheckpointError as error:

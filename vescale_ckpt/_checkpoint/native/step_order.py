@@ -2,14 +2,14 @@
 
 A directory is a checkpoint if it is named `step-N` and holds `.metadata`.
 
-As long as steps rise, their numbers are the order, and no file is written for it. A save that continues from an earlier
-step than the last on disk begins a new branch. It and all saves that follow it have a small file `.order`, which holds
-the number of the branch, and the line of branches that it continues, each up to a step. No clock is used. The file
-stays with the checkpoint when that is copied or renamed. A checkpoint without it is of branch 0, the first.
+As long as steps rise, their numbers are the order, and no file is written. A save that continues from an earlier step
+than the last on disk begins a new branch. This save and all saves after it have a small file `.order`. It holds the
+number of the branch, and the branches that it continues, each up to a step. No clock is used. A copy or a rename of the
+checkpoint includes the file. A checkpoint without the file belongs to branch 0, the first.
 
 The file is written before its save commits, so that no committed checkpoint lacks it. Like the metrics, it holds the
 fingerprint of the `.metadata` that the save replaces. While that `.metadata` is still there, the save has not
-committed, and the branch `before`, which the file also holds, is the checkpoint's.
+committed, and the checkpoint belongs to the branch `before`, which the file also holds.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def all_steps(root: str) -> list[int]:
 
 
 def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
-    """Steps whose directory holds a checkpoint. For steps in `known`, which held one before, only the name is
-    checked."""
+    """Returns the steps whose directory holds a checkpoint. Checks only the name for steps in `known`, which held a
+    checkpoint before."""
     return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
 
 
 class Branch(NamedTuple):
-    """Steps that were saved one after another, each greater than the one before."""
+    """Steps that were saved one after another, in ascending order."""
 
-    number: int = 0  #: greater than the number of every branch before it
-    line: tuple[tuple[int, int], ...] = ()  #: the branches that it continues, each up to a step
+    number: int = 0  #: it is greater than the number of every earlier branch
+    line: tuple[tuple[int, int], ...] = ()  #: (branch, last step) of each branch that this one continues
 
     def follows(self, number: int, step: int) -> bool:
-        """Whether a step of branch `number` is in this branch, or in those that it continues."""
+        """Whether a step of branch `number` belongs to this branch or to the branches that it continues."""
         return number == self.number or any(number == of and step <= last for of, last in self.line)
 
     def leaving_at(self, step: int, number: int) -> Branch:
@@ -73,13 +73,12 @@ FIRST = Branch()
 
 
 class SavedOrder:
-    """The complete checkpoints under a root, as they are now."""
+    """The complete checkpoints under a root at the time of the call."""
 
     def __init__(
         self, root: str, known: dict[int, Branch] | None = None, elsewhere: dict[int, Branch] | None = None
     ) -> None:
-        """`known`: branches of steps that need not be read again. `elsewhere`: steps that count, too, if the root lacks
-        them."""
+        """`known`: {step: branch} that need not be read again. `elsewhere`: {step: branch} that the root may lack."""
         self.branches = dict(elsewhere or {})
         for step in complete_steps(root, known or ()):
             self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
@@ -95,7 +94,7 @@ class SavedOrder:
         return FIRST if (last := self.last) is None else self.branches[last]
 
     def newest_first(self) -> list[int]:
-        """The last step and those that it continues, back to the first; then the abandoned ones."""
+        """Returns the last step and the steps that it continues, back to the first; then the abandoned steps."""
         branch = self.branch
 
         def rank(step: int) -> tuple[bool, int, int]:
@@ -105,13 +104,13 @@ class SavedOrder:
         return sorted(self.branches, key=rank, reverse=True)
 
     def abandoned_for(self, step: int, branch: Branch) -> list[int]:
-        """Steps after `step` that are neither in `branch` nor in those that it continues."""
+        """Returns the steps after `step` that belong neither to `branch` nor to the branches that it continues."""
         return [other for other, its in self.branches.items() if other > step and not branch.follows(its.number, other)]
 
 
 def write(directory: str, branch: Branch) -> None:
-    """Writes `.order` for the save that begins, durably. Of the first branch there is none, unless an older one has to
-    be replaced. Raises `_C.EngineError` and OSError."""
+    """Writes `.order` durably for a save that begins. The first branch has no such file, unless it replaces an older
+    one. Raises `_C.EngineError` and OSError."""
     if branch == FIRST and not storage_at(directory).has(ORDER_NAME):
         return
     before = read(directory)
@@ -126,8 +125,8 @@ def write(directory: str, branch: Branch) -> None:
 
 
 def read(directory: str) -> Branch:
-    """The branch of the checkpoint in a directory. If `.order` cannot be read, the first, with a warning. Raises
-    OSError if an object store does not give it: a checkpoint in the wrong order might be removed."""
+    """Returns the branch of the checkpoint in a directory. If `.order` cannot be read, warns and returns the first
+    branch. Raises OSError if an object store cannot read it: a checkpoint in the wrong order might be removed."""
     path = os.path.join(directory, ORDER_NAME)
     try:
         return read_twice(path, lambda: _read(directory, path))

@@ -1,4 +1,4 @@
-"""Reads records that stock DCP wrote through a stream transform (compression), by its own reader."""
+"""Reads records with stream transforms (compression), which stock DCP writes, by DCP's own reader for loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class TargetPlanner(Protocol):
 def read_transformed(
     checkpoint: LoadableCheckpoint, items: Sequence[ReadItem], planner: TargetPlanner, registry: Any = None
 ) -> None:
-    """`registry`: torch's, of stream extensions; None: its own. Raises `CheckpointError`."""
+    """Reads the items. `registry`: torch's registry of stream extensions; None: torch's default. Raises
+    `CheckpointError`."""
     stock = FileSystemReader(checkpoint.path, **({} if registry is None else {"_extension_registry": registry}))
     stock.storage_data = checkpoint.metadata.storage_data
     try:
@@ -43,7 +44,7 @@ def read_transformed(
 
 
 class TransformedReads:
-    """Chunks and objects to read by boxes: the planner of stock DCP's reader."""
+    """The planner that gives stock DCP's reader its targets: chunks and objects."""
 
     def __init__(self) -> None:
         self._items: list[ReadItem] = []
