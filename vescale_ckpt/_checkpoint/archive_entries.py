@@ -1,4 +1,4 @@
-"""Reads the zip archives of torch.save and numpy: zipfile, with its errors as this package's."""
+"""Reads the zip archives of torch.save and numpy by zipfile, for the checkpoints of these formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, CorruptCheckpointError
 
-#: What zipfile, numpy and decompressors raise for damage. RuntimeError, which `damage_named` adds, means encryption.
+#: zipfile, numpy and decompressors raise these for damage. `damage_named` adds RuntimeError, which means encryption.
 _DAMAGE = (
     zipfile.BadZipFile,
     EOFError,
@@ -25,7 +25,7 @@ _DAMAGE = (
     OverflowError,
 )
 _LOCAL = struct.Struct("<4s22xHH")
-_CHUNK_BYTES = 4 << 20  # read at a time
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Entry:
     """An entry of an archive."""
 
     name: str
-    offset: int  #: of its first byte in the archive file, whether compressed or not
-    bytes: int  #: uncompressed
+    offset: int  #: position of its first byte in the archive file, compressed or not
+    bytes: int  #: uncompressed length
     stored: bool  #: whether it is stored without compression
 
 
@@ -77,5 +77,5 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
 def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str) -> None:
     """Reads an entry. Raises `CorruptCheckpointError` if its bytes do not match its checksum."""
     with damage_named(path, key, entry.offset), archive.open(entry.name) as member:
-        while member.read(_CHUNK_BYTES):  # zipfile compares the checksum at the end
+        while member.read(_READ_BYTES):  # zipfile compares the checksum at the end
             pass

@@ -20,12 +20,12 @@ from .loadable import LoadableCheckpoint
 from .non_contiguous_records import wrong_form
 from .record_reader import Record
 
-Progress = Callable[[int, int], None]  #: takes the bytes done, and those in all
-_GROUP_BYTES = 1 << 30  # at most checked between two calls of it, except for larger tensors
+Progress = Callable[[int, int], None]  #: takes the bytes that are done and the bytes of all
+_GROUP_BYTES = 1 << 30  # `Progress` is called after so many bytes at most, except for larger tensors
 
 
 def file_ends(checkpoint: Checkpoint) -> dict[str, int]:
-    """The least length of each data file, by the records that lie in it."""
+    """Returns {file name: end of the last record in it}."""
     ends: dict[str, int] = {}
     for _, _, chunk in checkpoint.chunks():
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.bytes)
@@ -41,7 +41,7 @@ def check_records(
     numbers = {name: number for number, name in enumerate(names)}
     paths = [data_path(checkpoint.root, name) for name in names]
     is_safetensors = checkpoint.format == "safetensors"
-    archives: list[tuple[Record, bool]] = []  # a record, and whether it is of a tensor
+    archives: list[tuple[Record, bool]] = []  # (record, whether it holds a tensor)
     tensors: list[Record] = []
     for key, dtype, chunk in checkpoint.chunks():
         if chunk.file in missing:
@@ -70,11 +70,11 @@ def check_records(
                 if reads is None:
                     return _C.check_tensors(paths, table, options)
                 return reads.check_tensors(paths, table)
-        except CheckpointError as error:  # a file cannot be read, or was replaced since its records were listed
+        except CheckpointError as error:  # a file cannot be read, or was replaced after its records were listed
             return error
 
     done, total = 0, sum(record.length for record in tensors)
-    again: list[Record] | None = [] if storage.rereads else None  # that seem to be damaged; None: that is told
+    again: list[Record] | None = [] if storage.rereads else None  # records to read again; None: damage is reported
     while tensors:
         for (group, _), found in overlap(_groups(tensors, by_file=is_safetensors), check):
             if progress is not None:
@@ -110,28 +110,28 @@ def check_records(
 
 
 def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Record], array[int]]]:
-    """Tensors that are checked together, and their rows in the engine's table."""
-    # In the order of the files, so that neighbouring records are read together.
+    """Yields tensors that are checked together, and their rows in the engine's table."""
+    # The order is that of the files, so that neighbouring records are read together.
     records = sorted(records, key=lambda record: (record.file, record.offset))
     for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
         group: list[Record] = []
-        table, held = int_table(), 0
+        table, group_bytes = int_table(), 0
         for record in of_file:
-            if group and (len(group) == GROUP_TENSORS or held + record.length > _GROUP_BYTES):
+            if group and (len(group) == GROUP_TENSORS or group_bytes + record.length > _GROUP_BYTES):
                 yield group, table
-                group, table, held = [], int_table(), 0
+                group, table, group_bytes = [], int_table(), 0
             code = dtype_code(record.dtype, record.key)
             table.extend((record.file, record.offset, record.length, record.crc, code))
             table.extend((len(record.sizes), *record.sizes))
             group.append(record)
-            held += record.length
+            group_bytes += record.length
         yield group, table
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> bool:
     """Checks the record of an object, of a tensor that is not contiguous (a transposed one, say), or of a wrapper
-    subclass. Returns whether it is a wrapper, of which the CRC-32 is that of its archive: its class, which may not be
-    known here, is not needed."""
+    subclass. Returns whether it holds a wrapper. The CRC-32 of a wrapper is that of its archive, so its class, which
+    may be unknown here, is not needed."""
 
     def check() -> tuple[bool, int, str]:
         plain, is_wrapper = of_tensor, False
@@ -139,7 +139,7 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
         if of_tensor and record.crc >= 0:
             is_wrapper = not found[0]
             plain = not is_wrapper
-            if plain:  # the CRC-32 is of the elements
+            if plain:  # the CRC-32 in metadata is that of the elements
                 found = _C.check_archive_at(path, record.offset, record.length, -1)
         wrong, offset, unverified, harmless = found
         if not wrong and plain:
@@ -161,18 +161,18 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     if (
         not harmless and of_tensor and not is_wrapper and record.crc >= 0
     ):  # this package writes all records with a CRC-32 in one form
-        harmless = "what is around its values is not as it was written"
+        harmless = "the bytes around its values are damaged"
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
     return is_wrapper
 
 
 def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
-    """Adds an error to a report: as damage, or as unreadable if it leaves open what is there."""
+    """Adds an error to a report as damage, or as unreadable if the error says nothing about the file."""
     unreadable = says_nothing(getattr(error, "errno", None), getattr(error, "path", file))
     (report.unreadable if unreadable else report.damaged).append(as_damage(error, file))
 
 
 def as_damage(error: CheckpointError, file: str) -> Damage:
-    """An error as an entry of a report."""
+    """Makes an entry of a report from an error."""
     return Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))

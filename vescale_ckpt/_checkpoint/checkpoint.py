@@ -1,4 +1,4 @@
-"""`Checkpoint` says what a checkpoint of any format holds, and where, and reads it."""
+"""`Checkpoint` lists what a checkpoint of any format holds, and where, and reads it for all other packages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..errors import CheckpointError, CorruptCheckpointError
 class Chunk:
     """A chunk of a tensor, or an object, and the range of its record in a file."""
 
-    offsets: tuple[int, ...]  #: in the tensor
+    offsets: tuple[int, ...]  #: the first element in the tensor
     sizes: tuple[int, ...]
-    file: str  #: its name, relative to the checkpoint's root
-    offset: int  #: of the record; -1 if it is compressed, or part of one pickle
-    bytes: int  #: of the record, framing included; -1 as above
-    crc: int = -1  #: CRC-32 that reads compare: of the elements, the object, or the file's header; -1: none
+    file: str  #: name relative to the checkpoint's root
+    offset: int  #: position of the record in the file; -1 if it is compressed, or part of one pickle
+    bytes: int  #: length of the record, framing included; -1 in the same cases
+    crc: int = -1  #: CRC-32 that reads compare, of the elements, the object, or the file's header; -1: none
     is_transformed: bool = False  #: whether a stream transform of stock DCP made the record
 
 
@@ -34,7 +34,7 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk] = ()  #: do not overlap
+    chunks: Sequence[Chunk] = ()  #: they do not overlap
 
     @property
     def bytes(self) -> int:
@@ -49,23 +49,24 @@ def whole_in(file: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int)
 
 @dataclass(frozen=True)
 class Read:
-    """A box of a stored tensor, and the memory to read it into.
+    """A chunk to read of a stored tensor, and the memory to read it into.
 
-    The elements of a box are consecutive in the tensor, in C's order.
+    The elements of the chunk are consecutive in the tensor, in C's order.
     """
 
     key: str
     offsets: Sequence[int]
-    target: torch.Tensor  #: contiguous, in host memory, of the stored dtype and the box's sizes
+    target: torch.Tensor  #: contiguous host memory of the stored dtype; its shape is that of the chunk
 
 
 class Checkpoint:
-    """An open checkpoint, a base class. Formats of tensors alone, with flat names, have only `tensors` and `read`."""
+    """The base class of open checkpoints. Formats that hold only tensors, with flat names, override only `tensors` and
+    `read`."""
 
-    format: str  #: as `convert` names it
+    format: str  #: the name that `convert` uses
     path: str
-    root: str  #: the directory that names of files are relative to
-    is_of_one_rank: bool = False  #: whether others have saved the rest of its tensors, each for itself
+    root: str  #: names of files are relative to this directory
+    is_of_one_rank: bool = False  #: whether other ranks have saved the rest of its tensors, each for itself
 
     @cached_property
     def save_id(self) -> str:
@@ -93,17 +94,17 @@ class Checkpoint:
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
-        """Paths in the nested state, by name; none for names of the top level."""
+        """{name: path in the nested state}, without names of the top level."""
         return {}
 
     @cached_property
     def structure(self) -> Structure | None:
-        """What paths do not contain; None: unknown."""
+        """The facts about the nested state that paths leave out; None: unknown."""
         return None
 
     @cached_property
     def malformed(self) -> Sequence[CheckpointError]:
-        """An error for each key whose location makes no sense: it has no chunks."""
+        """One error for each key with an invalid location. Such a key has no chunks."""
         return ()
 
     def check_malformed(self, key: str | None = None) -> None:
@@ -118,20 +119,21 @@ class Checkpoint:
             raise fault
 
     def faults(self) -> Iterator[CheckpointError]:
-        """Malformed keys, and tensors that are not stored whole, unless one rank has saved them for itself."""
+        """Yields errors of malformed keys, and of tensors that are not stored whole unless one rank saved for
+        itself."""
         yield from self.malformed
         if self.is_of_one_rank:
             return
         malformed = {getattr(error, "key", None) for error in self.malformed}
         for key, tensor in self.tensors.items():
-            elements, wanted = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.shape)
-            if elements != wanted and key not in malformed:
-                reason = f"{key}: {elements} of its {wanted} elements are stored"
+            elements, expected = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.shape)
+            if elements != expected and key not in malformed:
+                reason = f"{key}: {elements} of its {expected} elements are stored"
                 yield CorruptCheckpointError(reason, key=key, file=self.described_in)
 
     @property
     def described_in(self) -> str:
-        """The path of the file that says what it holds, for errors."""
+        """The path of the file with the checkpoint's metadata, for errors."""
         return self.path
 
     def file_names(self) -> list[str]:
@@ -139,7 +141,7 @@ class Checkpoint:
         return list(dict.fromkeys(chunk.file for _, _, chunk in self.chunks()))
 
     def chunks(self) -> Iterator[tuple[str, torch.dtype, Chunk]]:
-        """All chunks of tensors, and then all objects, as bytes; without malformed ones."""
+        """Yields all chunks of tensors, and then all objects as bytes, without malformed ones."""
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield key, tensor.dtype, chunk
@@ -152,7 +154,7 @@ class Checkpoint:
         return {}
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fills the targets, and compares data with its checksums where the file has any.
+        """Fills the targets, and compares data with checksums if the file has any.
 
         Raises `CorruptCheckpointError`, `UntrustedCheckpointError`, `CheckpointError`.
         """
@@ -161,15 +163,15 @@ class Checkpoint:
     def close(self) -> None: ...
 
 
-def parts_of(chunks: Iterable[Chunk], read: Read) -> Iterator[tuple[Chunk, list[int], torch.Tensor]]:
-    """For each chunk that overlaps the box: the overlap's offsets in the chunk, and the part of the target to fill.
-    Stops when the box is complete.
+def overlaps_of(chunks: Iterable[Chunk], read: Read) -> Iterator[tuple[Chunk, list[int], torch.Tensor]]:
+    """Yields each chunk that overlaps the read, the overlap's offsets in the chunk, and the part of the target to fill.
+    Stops when the target is complete.
 
-    Raises `CorruptCheckpointError` if the chunks do not hold all of the box.
+    Raises `CorruptCheckpointError` if the chunks do not fill the target.
     """
-    wanted = read.target.numel()
+    missing = read.target.numel()
     for chunk in chunks:
-        if not wanted:
+        if not missing:
             return
         begin = list(map(max, chunk.offsets, read.offsets))
         ends = zip(chunk.offsets, chunk.sizes, read.offsets, read.target.shape, strict=True)
@@ -178,15 +180,15 @@ def parts_of(chunks: Iterable[Chunk], read: Read) -> Iterator[tuple[Chunk, list[
             continue
         inside = [start - origin for start, origin in zip(begin, read.offsets, strict=True)]
         target = narrowed(read.target, inside, lengths)
-        wanted -= target.numel()
+        missing -= target.numel()
         yield chunk, [start - origin for start, origin in zip(begin, chunk.offsets, strict=True)], target
-    if wanted:
-        raise not_all_there(read.key)
+    if missing:
+        raise incomplete_tensor(read.key)
 
 
 def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a tensor into boxes that are contiguous and consecutive in its memory, of at most `most_elements` (at least
-    1) elements. Yields offsets and sizes."""
+    """Cuts a tensor into chunks of at most `most_elements` elements (at least 1). Each is contiguous in the tensor's
+    memory, and they follow each other. Yields offsets and sizes."""
     if prod(shape) <= most_elements:
         yield (0,) * len(shape), shape
         return
@@ -198,12 +200,12 @@ def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int,
             yield (start, *rest), (min(step, shape[0] - start), *shape[1:])
         return
     inner = list(cut(shape[1:], most_elements))
-    for number in range(shape[0]):
+    for index in range(shape[0]):
         for offsets, sizes in inner:
-            yield (number, *offsets), (1, *sizes)
+            yield (index, *offsets), (1, *sizes)
 
 
-def not_all_there(key: str) -> CorruptCheckpointError:
+def incomplete_tensor(key: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{key}: the checkpoint does not hold all of it that this rank needs", key=key, file=""
     )

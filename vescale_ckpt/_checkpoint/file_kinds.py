@@ -1,4 +1,4 @@
-"""Recognizes files of torch.save and numpy, and words the advice to convert them, for errors of loads."""
+"""Recognizes files of torch.save and numpy, and writes the advice to convert them for errors of loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from .._storage.open_storage import storage_at
 
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
-_LENGTH_BYTES = 8  # at the start of a safetensors file, with any values; its header follows
+_LENGTH_BYTES = 8  # a safetensors file starts with so many bytes of any value; its header follows
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
 
 

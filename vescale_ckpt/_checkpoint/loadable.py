@@ -1,5 +1,7 @@
-"""`LoadableCheckpoint` is what native and safetensors checkpoints share: an index or DCP's metadata, on which loads are
-planned, and records that `RecordReader` reads."""
+"""`LoadableCheckpoint` gives loads the index or DCP's metadata to plan with, of a native or safetensors checkpoint.
+
+`RecordReader` reads the records.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from .._engine import _C
 from .._engine.torch_private import StorageInfo
 from ..errors import CorruptCheckpointError, UntrustedCheckpointError
-from .checkpoint import Checkpoint, Chunk, Read, parts_of
+from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
 from .record_reader import RecordReader
 from .seen_files import SeenFiles
 
 
 class LoadableCheckpoint(Checkpoint):
-    """A checkpoint that `load` takes. Pickles without the index."""
+    """A checkpoint that `load` accepts. Its pickle leaves out the index."""
 
     def __init__(self, path: str, root: str, read_metadata: Callable[[], Metadata], index: _C.Index | None) -> None:
         """`read_metadata`: called when `metadata` is first asked for."""
@@ -28,14 +30,14 @@ class LoadableCheckpoint(Checkpoint):
         self.root = root
         self.read_metadata = read_metadata
         self.index = index
-        self._seen = SeenFiles()  # of `read`
+        self._seen = SeenFiles()  # `read` uses it
 
     def __getstate__(self) -> dict[str, Any]:
         aliases = dict(self.aliases)
         return {"path": self.path, "root": self.root, "aliases": aliases, "metadata": self.metadata, "index": None}
 
     def with_metadata(self, metadata: Metadata, index: _C.Index | None) -> LoadableCheckpoint:
-        """The same checkpoint, to be planned on metadata that others may have changed."""
+        """Returns the same checkpoint with other metadata, which a user's code may have changed."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, read_metadata=lambda: metadata, metadata=metadata, index=index)
         return other
@@ -51,7 +53,7 @@ class LoadableCheckpoint(Checkpoint):
         return list(self.metadata.state_dict_metadata)
 
     def stored_bytes(self) -> int:
-        """The bytes that are stored in all data files, as far as index or metadata know."""
+        """Returns the sum of bytes in all data files, as far as index or metadata know."""
         if self.index is not None:
             with suppress(_C.EngineError):
                 return sum(self.index.file_ends())
@@ -61,14 +63,14 @@ class LoadableCheckpoint(Checkpoint):
     # --- By DCP's items
 
     def location(self, index: MetadataIndex) -> StorageInfo:
-        """The record location of a chunk or an object, checked except for the file's name."""
+        """Returns the record location of a chunk or an object. Everything except the file's name is checked."""
         key = index.fqn
         info = self.metadata.storage_data.get(index)
         if info is None:
             raise CorruptCheckpointError(
                 f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
             )
-        return checked_location(info, key)
+        return check_location(info, key)
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a stored chunk."""
@@ -93,17 +95,17 @@ class LoadableCheckpoint(Checkpoint):
 
     @cached_property
     def _chunks(self) -> dict[str, dict[Any, ChunkStorageMetadata]]:
-        """Chunks by key and offset, of tensors whose items give a wrong number of the chunk."""
+        """{key: {offset: chunk}} of tensors whose items give a wrong index of the chunk."""
         return {}
 
-    # --- By boxes
+    # --- By chunks
 
     def parts(self, reads: Iterable[Read]) -> Iterator[Part]:
-        """The parts of chunks that fill the targets of `reads`."""
+        """Yields the parts of chunks that fill the targets of `reads`."""
         for read in reads:
             self.check_malformed(read.key)
             info = self.tensors[read.key]
-            for chunk, inside, target in parts_of(info.chunks, read):
+            for chunk, inside, target in overlaps_of(info.chunks, read):
                 yield Part(read.key, info.dtype, chunk, inside, target)
 
 
@@ -113,7 +115,7 @@ class Part(NamedTuple):
     key: str
     dtype: torch.dtype
     chunk: Chunk
-    inside: list[int]  #: its offsets in the chunk
+    inside: list[int]  #: offsets in the chunk
     target: torch.Tensor
 
     @property
@@ -128,9 +130,9 @@ def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
     reader.finish()
 
 
-def checked_location(info: object, key: str) -> StorageInfo:
-    """A record location from metadata, with sound types and ranges; the file's name is not checked. Raises
-    `UntrustedCheckpointError` for anything else."""
+def check_location(info: object, key: str) -> StorageInfo:
+    """Returns a record location from metadata. Raises `UntrustedCheckpointError` unless its types and ranges are sound.
+    Does not check the file's name."""
     if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
         raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
     for name in ("offset", "length"):

@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint of a manager that is sound."""
+"""Finds the newest sound checkpoint for a manager."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def newest_sound(
-    roots: Sequence[str], *, quick: bool, passed_over: Callable[[int, str], None], but: Container[str] = ()
+    roots: Sequence[str], *, quick: bool, on_damage: Callable[[int, str], None], but: Container[str] = ()
 ) -> tuple[int, str] | None:
-    """The step that was saved last of those that `verify` finds sound, and the path of its checkpoint: below the first
-    of `roots` that has a sound one. Paths in `but` do not count. None if there is none. `passed_over` is called with
-    each damaged one before it, and why.
+    """Returns the step that was saved last of those that `verify` finds sound, and the path of its checkpoint in the
+    first of `roots` with a sound one. None if there is none. Ignores paths in `but`. Calls `on_damage` with each newer
+    step that is damaged, and the reason.
 
-    What an object store does not give is no older checkpoint's turn: raises OSError or `CheckpointError`. If a root
-    before it has a sound checkpoint, this root is left out, with a warning."""
+    If an object store cannot be read, no older checkpoint is taken instead: raises OSError or `CheckpointError`. If an
+    earlier root has a sound checkpoint, warns and leaves out the root that cannot be read."""
     order, here = SavedOrder(roots[0]), {}
     here[roots[0]] = set(order.branches)
     for root in roots[1:]:
@@ -45,8 +45,8 @@ def newest_sound(
                 return step, path
             if not report.damaged and storage_at(root).can_be_away:
                 unknown = CheckpointError(
-                    f"{path} cannot be read, and may be sound: {report.reason}. Nothing is taken in its place. Try "
-                    "again when the store answers, or name a step",
+                    f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. "
+                    "Try again when the store answers, or name a step",
                     path=path,
                 )
                 if root == roots[0]:
@@ -54,7 +54,7 @@ def newest_sound(
                 logger.warning("checkpoints in %s do not count now: %s", root, unknown)
                 del here[root]
                 continue
-            passed_over(step, report.reason)
+            on_damage(step, report.reason)
     if unknown is not None:
         raise unknown
     return None

@@ -1,5 +1,7 @@
-"""Reads and checks records that the engine does not know: wrapper subclasses, and tensors that are not contiguous
-(transposed, say), as stock DCP writes them."""
+"""Reads records that the engine does not know, for loads and `verify`: wrapper subclasses and non-contiguous tensors.
+
+Stock DCP writes such records, of transposed tensors for instance.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ from .._engine import _C
 from .._engine.wrapper_tensors import is_wrapper
 from .._storage.open_storage import storage_at
 
-_REBUILD = "torch._utils _rebuild_wrapper_subclass"  # what torch.save names in front of a wrapper's class
+_REBUILD = "torch._utils _rebuild_wrapper_subclass"  # torch.save writes this name in front of a wrapper's class
 
 
 def _crc_of_values(tensor: torch.Tensor) -> int:
-    """CRC-32 of its elements in order, as saves of this package compute it."""
+    """Returns the CRC-32 of a tensor's elements in order, as saves of this package compute it."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
 
 
 def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int, *, weights_only: bool = True) -> torch.Tensor:
-    """The tensor of shape `sizes` in a record.
+    """Returns the tensor of shape `sizes` in a record.
 
-    `crc`: the CRC-32 of its elements, of a wrapper that of the record; -1 if unknown or not to be checked.
+    `crc`: the CRC-32 of its elements, or of the record of a wrapper; -1 if it is unknown or not checked.
 
-    Raises ValueError for anything else, with a message whose subject is the record.
+    Raises ValueError for anything else. The message is the predicate of a sentence about the record.
     """
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
@@ -45,36 +47,37 @@ def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int, *, weights_on
 
 
 def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
-    """What is wrong with the record of `length` bytes at `offset`, which should hold such a tensor; empty if nothing.
+    """Returns what is wrong with the record of `length` bytes at `offset`, which should hold such a tensor. Empty if it
+    is sound.
 
-    `crc`: the CRC-32 of its elements. They are read only if it is known (not -1). That of a wrapper is of its archive,
-    and is found to differ.
+    `crc`: the CRC-32 of its elements; -1: unknown. Elements are read only if it is known. A wrapper with a known CRC-32
+    counts as wrong, because the CRC-32 of its archive was compared before and differs.
     """
-    if stored_class(path, offset, length):  # its archive is sound; the class may not be known here
+    if stored_class(path, offset, length):  # the archive is sound; the class may be unknown here
         return "" if crc < 0 else "it holds other values than were saved"
     try:
         tensor = torch.load(_record(path, offset, length), map_location="meta" if crc < 0 else "cpu", weights_only=True)
-    except OSError:  # of the reads
+    except OSError:  # a read failed
         raise
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-    wanted = f"{dtype} {tuple(sizes)}"
-    if found != wanted:
-        return f"the metadata promises {wanted}, the record holds {found}"
+    expected = f"{dtype} {tuple(sizes)}"
+    if found != expected:
+        return f"the metadata promises {expected}, the record holds {found}"
     return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
 
 
 def stored_class(path: str, offset: int, length: int) -> str:
-    """The class of the wrapper in the record at `offset`, which is not loaded; empty if it holds something else."""
+    """Returns the class of the wrapper in the record at `offset`, without loading it. Empty if it holds no wrapper."""
     try:
         with zipfile.ZipFile(_record(path, offset, length)) as archive:
             pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         names = [str(value) for code, value, _ in pickletools.genops(pickled) if code.name == "GLOBAL"]
         return names[names.index(_REBUILD) + 1].replace(" ", ".")
-    except OSError:  # of the reads
+    except OSError:  # a read failed
         raise
-    except Exception:  # damaged, or no wrapper
+    except Exception:  # the record is damaged, or holds no wrapper
         return ""
 
 
@@ -106,8 +109,8 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._length - self._at))
-        _, data = self._directory.read_range(self._name, self._begin + self._at, wanted)
+        length = max(0, min(len(view), self._length - self._at))
+        _, data = self._directory.read_range(self._name, self._begin + self._at, length)
         view[: len(data)] = data
         self._at += len(data)
         return len(data)

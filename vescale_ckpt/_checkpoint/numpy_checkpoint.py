@@ -1,4 +1,4 @@
-"""Opens numpy files: an archive `.npz`, or a folder of `.npy`.
+"""`NumpyCheckpoint` opens numpy files for conversions and tools: an archive `.npz`, or a folder of `.npy`.
 
 Tensors of dtypes that numpy does not have (bfloat16, float8, ...) are stored as unsigned integers of the same size. The
 file `torch_dtypes.json` in the same archive or folder maps their names to torch's dtypes: `{"model.norm": "bfloat16"}`.
@@ -26,15 +26,16 @@ from .seen_files import SeenFiles
 
 SUFFIX = ".npy"
 DTYPES_NAME = "torch_dtypes.json"
-UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  #: for dtypes that numpy does not have
-_MOST_ELEMENTS = 1 << 59  # of any dtype, fewer bytes than a signed 64-bit integer counts
+#: {size: dtype} that replaces a dtype which numpy does not have
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_MOST_ELEMENTS = 1 << 59  # with any dtype, a signed 64-bit integer can count the bytes
 
 
 class NumpyCheckpoint(Checkpoint):
     """The arrays of an archive or folder.
 
-    Arrays of an archive are read whole, one at a time, and compared with their checksums. Those of a folder are mapped
-    to memory, and have none.
+    Arrays of an archive are read whole, one at a time, and compared with their checksums. Arrays of a folder are mapped
+    to memory, and have no checksums.
     """
 
     def __init__(self, path: str) -> None:
@@ -78,7 +79,7 @@ class NumpyCheckpoint(Checkpoint):
                 self._add(key, shape, dtype, self.path, offset, entry.bytes - begin)
 
     def _add(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], path: str, offset: int, length: int) -> None:
-        """`offset`: -1 if it is compressed."""
+        """Adds an array. `offset`: -1 if it is compressed."""
         if key in self.tensors:
             raise CheckpointError(f"{key}: {self.path} has two arrays of that name", key=key)
         if length != prod(shape) * dtype.itemsize:
@@ -93,7 +94,7 @@ class NumpyCheckpoint(Checkpoint):
 
     def read(self, reads: Sequence[Read]) -> None:
         paths = {self._place(read.key)[0] for read in reads}
-        self._seen.check(paths)  # mapped memory of a file that was cut short would end the process
+        self._seen.check(paths)  # an access to mapped memory beyond the end of a truncated file would end the process
         for read in reads:
             read.target.copy_(narrowed(self._tensor(read.key), read.offsets, read.target.shape))
         self._seen.check(paths)
@@ -104,7 +105,7 @@ class NumpyCheckpoint(Checkpoint):
 
     def _tensor(self, key: str) -> torch.Tensor:
         if self._last is None or self._last[0] != key:
-            self._last = None  # one at a time
+            self._last = None  # frees the old array before the next one is read
             path, offset = self._place(key)
             with damage_named(path, key, max(offset, 0)):
                 array = _mapped(path) if self._archive is None else _read_member(self._archive, key)
@@ -120,7 +121,7 @@ def _mapped(path: str) -> np.memmap[Any, Any]:
 def _read_member(archive: zipfile.ZipFile, key: str) -> np.ndarray[Any, Any]:
     with archive.open(key + SUFFIX) as file:
         array: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)
-        file.read()  # to the end, where zipfile compares the checksum
+        file.read()  # zipfile compares the checksum at the end
         return array
 
 
@@ -142,7 +143,7 @@ def _torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> 
     """The torch dtype of an array. Raises `CheckpointError` if torch has no tensors of the array's dtype."""
     try:
         stored = torch.from_numpy(np.empty(0, dtype)).dtype
-    except (TypeError, ValueError):  # text, objects, records, another order of bytes
+    except (TypeError, ValueError):  # the dtype is text, objects, records, or has another byte order
         raise CheckpointError(f"{name}: torch has no tensors of numpy's {dtype}", key=name) from None
     if name not in dtypes:
         return stored

@@ -1,4 +1,4 @@
-"""Recognizes the format of a checkpoint, and opens it: for loads, and for everything else."""
+"""Recognizes the format of a checkpoint, and opens it for loads and tools."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Kind = Literal["dcp", "safetensors", "npy", "archive", "pickle"]
 
 
 def recognize(path: str) -> Kind | None:
-    """What is at `path`, by names and, of a file, its first bytes. "archive": of torch.save or numpy. "pickle": of
-    torch.save before torch 1.6. None if there is no checkpoint.
+    """Returns the kind of checkpoint at `path`, by names in a folder and the first bytes of a file. "archive": of
+    torch.save or numpy. "pickle": of torch.save before torch 1.6. None if there is no checkpoint.
 
-    Raises `CheckpointError` if an object store cannot tell, or a file cannot be read.
+    Raises `CheckpointError` if an object store or a file cannot be read.
     """
-    if metadata_file.has_metadata(path, None):  # first: many ranks call this, and to list a large directory is slow
+    if metadata_file.has_metadata(path, None):  # checked first: many ranks call this, and listing a folder may be slow
         return "dcp"
     try:
         names = storage_at(path).names()
@@ -47,7 +47,7 @@ def recognize(path: str) -> Kind | None:
         if storage_at(path).can_be_away and says_nothing(error.errno, path):
             raise of_system(error, path) from error
         return None
-    if any(map(is_metadata_file, names)):  # ranks have saved for themselves
+    if any(map(is_metadata_file, names)):  # each rank has saved for itself
         return "dcp"
     if any(name.endswith(SUFFIXES) for name in names):
         return "safetensors"
@@ -55,7 +55,7 @@ def recognize(path: str) -> Kind | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Opens a checkpoint of any format, to be listed and read by boxes.
+    """Opens a checkpoint of any format for listing and reading.
 
     Raises `CheckpointError` if there is none, and the errors of the format.
     """
@@ -82,7 +82,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def open_parts(path: str) -> list[Checkpoint]:
-    """The same, but of a folder where each rank has saved for itself, what each has."""
+    """Does the same, but opens one checkpoint for each rank if ranks have saved for themselves."""
     if recognize(path) != "dcp":
         return [open_checkpoint(path)]
     return [NativeCheckpoint.open(path, rank) for rank in metadata_file.metadata_ranks(path)]
@@ -106,7 +106,7 @@ def numpy_is_missing() -> CheckpointError:
 
 
 def open_to_load(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> LoadableCheckpoint:
-    """Opens a checkpoint that loads take; with `rank`, what that rank saved without collectives.
+    """Opens a checkpoint for a load; with `rank`, what that rank saved without collectives.
 
     `verify`: checks safetensors headers. Raises `CheckpointError` if there is no checkpoint, `CorruptCheckpointError`,
     `UntrustedCheckpointError`.
@@ -124,15 +124,15 @@ def _is_safetensors(path: str) -> bool:
 
 
 def fingerprint(path: str) -> str:
-    """A text that differs between saves, read cheaply; empty if there is no checkpoint. Raises OSError."""
+    """Returns a text that differs between saves, from a small read; empty if there is no checkpoint. Raises OSError."""
     return (
         safetensors_checkpoint.fingerprint(path) if _is_safetensors(path) else metadata_file.metadata_fingerprint(path)
     )
 
 
-def packed(path: str, verify: bool) -> bytes:
-    """What is read of a checkpoint before it is loaded, as bytes for other ranks: the index, or all metadata if there
-    is no index. Empty if the index is so large that each rank should read what it needs of it."""
+def pack_for_ranks(path: str, verify: bool) -> bytes:
+    """Reads the index, or all metadata if there is no index, and packs it for other ranks. Empty if the index is so
+    large that each rank should itself read what it needs."""
     if _is_safetensors(path):
         return pack(b"", b"", HeaderTables.read(path, verify).pack())
     with suppress(OSError):
@@ -145,8 +145,8 @@ def packed(path: str, verify: bool) -> bytes:
         return pack(b"", metadata_file.metadata_bytes(path, None), b"")
 
 
-def unpacked(path: str, message: bytes) -> LoadableCheckpoint:
-    """The checkpoint that another rank `packed`. Raises as `open_to_load` does."""
+def unpack_from_rank(path: str, message: bytes) -> LoadableCheckpoint:
+    """Makes the checkpoint from a message of `pack_for_ranks`. Raises as `open_to_load` does."""
     index, metadata, headers = unpack(message)
     if headers:
         return SafetensorsCheckpoint(path, HeaderTables.unpack(path, headers))

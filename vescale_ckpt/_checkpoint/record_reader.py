@@ -1,4 +1,4 @@
-"""Reads and checks the records of a checkpoint, native or safetensors, and fills tensors from them."""
+"""`RecordReader` reads and checks the records of a native or safetensors checkpoint, and fills tensors for loads."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .non_contiguous_records import tensor_in_archive
 from .seen_files import SeenFiles
 from .wrapper_records import WrapperLoad, check_classes
 
-_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
+_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # fields of LoadStats
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a load reads."""
+    """The options of a load's reads."""
 
-    thread_count: int | None = None  #: None: the setting's
+    thread_count: int | None = None  #: None: the setting
     verify: bool = True  #: False skips checksums
     weights_only: bool = True  #: False lets objects run code
     direct_io: DirectIO = "auto"
     allow_cast: bool = False  #: converts to the dtypes of the tensors that are filled
-    timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting's
-    extension_registry: Any = None  #: torch's, for items that were written through stream extensions
+    timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting
+    extension_registry: Any = None  #: torch's registry, for items that were written through stream extensions
 
 
 @dataclass(slots=True)
@@ -65,10 +65,10 @@ class Target:
     record: Record
     storage_offset: Sequence[int]
     tensor: torch.Tensor
-    filled: torch.Tensor  #: what the engine fills: the tensor itself where it can, else one of the stored dtype
+    filled: torch.Tensor  #: the engine fills this: the tensor itself if it can, otherwise one of the stored dtype
     device: int = -1  #: the CUDA device that `filled` is on
     commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
-    again: Callable[[], torch.Tensor] | None = None  #: gives the same part of the state's tensor once more
+    again: Callable[[], torch.Tensor] | None = None  #: returns the same part of the state's tensor again
 
 
 @dataclass
@@ -81,9 +81,9 @@ class _Group:
 
 
 class RecordReader:
-    """Reads records of one checkpoint: the files that they are in, and what was read so far.
+    """Reads records of one checkpoint, and counts what it has read.
 
-    Only `read_tensors` may be called on any thread, but on one at a time.
+    Any thread may call `read_tensors`, one at a time. The other methods belong to the thread that made the reader.
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ReadOptions, seen: SeenFiles) -> None:
@@ -92,12 +92,12 @@ class RecordReader:
         self.options = options
         self.where = checkpoint.path
         self.paths: list[str] = []
-        self.file_numbers: dict[str, int] = {}  #: by name in metadata
+        self.file_numbers: dict[str, int] = {}  #: {name in metadata: index into `paths`}
         self._seen = seen
         self._wrappers = WrapperLoad()
-        self.streams: device_streams.Streams = {}  #: of the thread that loads, after whose work tensors are filled
+        self.streams: device_streams.Streams = {}  #: streams of the loading thread; tensors are filled after their work
         by_requests = storage_at(self.where).by_requests
-        # By whether the page cache is used in any case.
+        # The key is whether the page cache is always used.
         self._engine_options = {
             cached: engine_options(options.thread_count, False if cached else options.direct_io, requests=by_requests)
             for cached in (False, True)
@@ -108,13 +108,13 @@ class RecordReader:
             if self._is_safetensors
         }
         self.totals: dict[str, Any] = dict.fromkeys(_PATHS, 0)
-        self.bytes = 0  #: that this load needed
+        self.bytes = 0  #: this load needed so many
         self.unverified_bytes = 0
         self.fallback_tensors = 0
 
     def file(self, name: str, key: str) -> int:
-        """The number of a data file, whose identity is recorded before it is read. Raises `UntrustedCheckpointError`,
-        naming `key`, if its name leaves the root."""
+        """Returns the index of a data file in `paths`, and records the file's identity before it is read. Raises
+        `UntrustedCheckpointError` with `key` if its name leads out of the root."""
         number = self.file_numbers.get(name)
         if number is None:
             path = data_path(self._root, check_relative(name, key))
@@ -134,14 +134,14 @@ class RecordReader:
     # --- Objects
 
     def objects(self, records: list[Record], known: dict[int, bytes]) -> Iterator[tuple[Record, bytes]]:
-        """Each object's bytes, checked. `known`: objects that were read for all ranks, by row of `records`."""
+        """Yields each object's bytes, checked. `known`: {row of `records`: bytes} that were read for all ranks."""
         own = iter(self.read_whole([record for row, record in enumerate(records) if row not in known]))
         for row, record in enumerate(records):
             data = known[row] if row in known else next(own)
             yield record, self._sound(data, record, whole=True)
 
     def _sound(self, data: bytes, record: Record, *, whole: bool) -> bytes:
-        """The bytes of an archive that was read, checked as `_check_archive` does."""
+        """Returns the bytes of an archive after `_check_archive`. Reads them again if they are damaged."""
         read: bytes | None = data
 
         def checked() -> bytes:
@@ -184,7 +184,7 @@ class RecordReader:
                 )
 
     def _check_archive(self, data: bytes, record: Record, *, whole: bool) -> None:
-        """Checks that an archive is sound; with `whole`, also the CRC-32 in metadata, which is of the whole archive."""
+        """Checks that an archive is sound; with `whole`, also that it has the CRC-32 in metadata."""
         damage = _C.check_archive(data, self.options.verify)
         if not damage and whole and self.options.verify and record.crc not in (-1, _C.crc32(data)):
             damage = "it is not the object that was saved"
@@ -222,8 +222,8 @@ class RecordReader:
     def on_device_of(
         self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, int] | None:
-        """Dense memory on the CUDA device of `tensor`, from which it is then filled, and the number of that device.
-        None for tensors elsewhere, and where the device has no room."""
+        """Returns dense memory on the CUDA device of `tensor`, from which the tensor is filled later, and the device's
+        number. None for tensors elsewhere, and if the device has no room."""
         if tensor.is_cuda or place_of(tensor) > ON_HOST:
             with suppress(torch.OutOfMemoryError):
                 memory = torch.empty(shape, dtype=dtype, device=tensor.device)
@@ -232,7 +232,7 @@ class RecordReader:
         return None
 
     def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
-        """Fills the targets in groups: while the engine reads one, the next is prepared."""
+        """Fills the targets in groups. While the engine reads one group, the next is prepared."""
 
         def read(group: _Group) -> dict[str, Any]:
             def key_of(row: int) -> str:
@@ -258,9 +258,9 @@ class RecordReader:
         devices: bytes | array[int] = b"",
         through_cache: bool = False,
     ) -> dict[str, Any]:
-        """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
-        records that `fill_from_archive` has to read. `key_of` names a row in errors. `devices`: the CUDA device of each
-        row, -1 for host memory; empty if all are there. What these devices have queued in `streams` comes before."""
+        """Reads the rows of the engine's table into memory, after the queued work in `streams`. Returns a report for
+        `count`. Its `unread` are the rows of records that `fill_from_archive` has to read. `key_of` names a row in
+        errors. `devices`: the CUDA device of each row, -1 for host memory; empty if all rows are in host memory."""
         producers = device_streams.producers(devices, self.streams.__getitem__)
         options = self._engine_options[through_cache]
         reads = self._safetensors.pop(through_cache, None)
@@ -271,7 +271,7 @@ class RecordReader:
                 return _C.read_tensors(self.paths, table, self.options.verify, options, devices, producers)
             used, reads = reads or _C.SafetensorsReads(self.options.verify, options), None
             report = used.read_tensors(self.paths, table, devices, producers)
-            reads = used  # not after an error: it holds the objects as they were
+            reads = used  # it is not kept after an error, because it pins the old versions of objects
             return report
 
         with named_errors(key_of, self.where):
@@ -288,7 +288,7 @@ class RecordReader:
             self.bytes += report["needed_bytes"]
 
     def hand_over(self, target: Target) -> None:
-        """Copies what was read to the tensor itself, unless that is what was filled."""
+        """Copies the values to the tensor itself, unless the engine has filled it."""
         if target.filled is target.tensor:
             return
         if is_wrapper(target.tensor):
@@ -305,12 +305,12 @@ class RecordReader:
             ) from error
 
     def fill_from_archive(self, target: Target) -> None:
-        """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous, or a
-        wrapper subclass. A wrapper is filled itself."""
+        """Fills a target from a record that the engine left unread, because its tensor is a wrapper subclass or not
+        contiguous. Fills `filled`, or a wrapper directly."""
         record = target.record
         self.fallback_tensors += 1
         (data,) = self.read_whole([record])
-        data = self._sound(data, record, whole=False)  # also without `verify`: the record has an unexpected form
+        data = self._sound(data, record, whole=False)  # checked even without `verify`: the record's form is unexpected
         if not _C.archive_has_checksums(data):
             self.unverified_bytes += target.filled.nbytes
         try:
@@ -331,10 +331,10 @@ class RecordReader:
 
 
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
-    """Cuts the targets into groups, by number, and by the bytes of memory for targets that are not filled in place. Two
-    groups hold such memory at a time."""
+    """Cuts the targets into groups. The number of targets limits a group, and so do the bytes of memory for targets
+    that are not filled in place. Two groups hold such memory at a time."""
     budget = settings.number("arena_bytes") // 2
-    group, held = _Group(), 0
+    group, memory_bytes = _Group(), 0
     for target in targets:
         record, filled = target.record, target.filled
         code = dtype_code(record.dtype, record.key)
@@ -345,9 +345,9 @@ def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
         group.devices.append(target.device)
         group.targets.append(target)
         if filled is not target.tensor:
-            held += filled.nbytes
-        if held >= budget or len(group.targets) == GROUP_TENSORS:
+            memory_bytes += filled.nbytes
+        if memory_bytes >= budget or len(group.targets) == GROUP_TENSORS:
             yield group
-            group, held = _Group(), 0
+            group, memory_bytes = _Group(), 0
     if group.targets:
         yield group

@@ -1,7 +1,7 @@
-"""Detects files that other programs change while a load reads them.
+"""`SeenFiles` detects for loads that other programs change files while they are read.
 
-Saves of this package never write to a file that exists. Stock DCP overwrites the files of the checkpoint before in
-place, and so do most tools that write safetensors: a concurrent reader gets a mixture.
+Saves of this package never write to a file that exists. Stock DCP and most tools that write safetensors overwrite the
+old files in place: a concurrent reader gets a mixture.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _never(name: str) -> bool:
 class SeenFiles:
     """The identities of files, recorded before they are read.
 
-    `metadata`: the metadata file that names them; it may be missing. It is recorded now, and checked if one of the
-    files is not of this package. Otherwise it is not checked: a later save replaces it, but changes no file that it
-    named. `is_written_once` tells by the name of a file whether its format never writes to it again.
+    `metadata`: the metadata file that names the files; it may be missing. It is recorded now, and checked if another
+    package wrote one of the files. A later save of this package replaces only the metadata file, not the files.
+    `is_written_once`: whether a file of that name is never written again in its format.
     """
 
     def __init__(self, metadata: str = "", is_written_once: Callable[[str], bool] = _never) -> None:
@@ -36,7 +36,7 @@ class SeenFiles:
     def look(self, path: str) -> None:
         """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
-            # Reads of an object ask for the one that was opened (its ETag), so a data file needs no look before.
+            # All reads of such an object ask for the version that was opened first (its ETag).
             is_pinned = self._is_written_once(os.path.basename(path)) and storage_at(path).pins_data_files
             self._seen[path] = None if is_pinned else _identity(path)
 
@@ -50,7 +50,7 @@ class SeenFiles:
                 continue
             seen, now = self._seen.get(path), _identity(path)
             if now is None and self._is_written_once(os.path.basename(path)):
-                continue  # removed after a later save: it was not overwritten before
+                continue  # a later save removed the file; nobody overwrote it before
             if seen is not None and seen != now:
                 raise CheckpointError(
                     f"{path} was changed while it was read: something else writes to this checkpoint. Load it again "
@@ -62,5 +62,5 @@ class SeenFiles:
 def _identity(path: str) -> _Identity | None:
     try:
         return stat_of(path).identity
-    except OSError:  # the code that reads the file raises it
+    except OSError:  # the code that reads the file raises the error
         return None

@@ -1,4 +1,4 @@
-"""Opens files of torch.save, which torch.load maps to memory."""
+"""`TorchCheckpoint` opens files of torch.save for conversions and tools. torch.load maps them to memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .seen_files import SeenFiles
 
 
 class TorchCheckpoint(Checkpoint):
-    """A dict, nested or not, that torch.load maps to memory. Keys are flattened as DCP does.
+    """A dict, nested or not, that torch.load maps to memory. Keys are flattened as in DCP.
 
-    Opening it reads the pickle only. Each storage is compared with its checksum once, before its memory is read.
+    Opening it reads only the pickle. Each storage is compared with its checksum once, before its memory is read.
 
     Raises `UntrustedCheckpointError` if loading needs to run code, `CorruptCheckpointError` for damage, and
     `CheckpointError` for other files.
@@ -47,7 +47,7 @@ class TorchCheckpoint(Checkpoint):
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{path} holds a {type(values).__name__}, no dict of tensors", path=path)
         begin = _mapping_of(storages[0].data_ptr()) if storages else 0
-        self._entries = {begin + entry.offset: entry for entry in found}  # by address in the mapped memory
+        self._entries = {begin + entry.offset: entry for entry in found}  # {address in the mapped memory: entry}
         self._sound: set[Entry] = set()
         self._flat, self.paths, self.structure = flatten_with_structure(values)
         self._tensors = {key: value for key, value in self._flat.items() if isinstance(value, torch.Tensor)}
@@ -57,7 +57,7 @@ class TorchCheckpoint(Checkpoint):
         self.objects = {key: Chunk((), (), name, -1, -1) for key in self._flat if key not in self.tensors}
 
     def _entry(self, key: str, value: torch.Tensor) -> Entry:
-        """The archive's entry with a tensor's storage."""
+        """Returns the archive's entry with a tensor's storage."""
         entry = None
         if value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized:
             entry = self._entries.get(value.untyped_storage().data_ptr())
@@ -89,7 +89,7 @@ class TorchCheckpoint(Checkpoint):
     def read(self, reads: Sequence[Read]) -> None:
         for read in reads:
             self._verify(self._entry_of[read.key], read.key)
-        self._seen.check([self.path])  # mapped memory of a file that was cut short would end the process
+        self._seen.check([self.path])  # an access to mapped memory of a truncated file would end the process
         for read in reads:
             read.target.copy_(narrowed(self._tensors[read.key], read.offsets, read.target.shape).detach())
         self._seen.check([self.path])
@@ -101,8 +101,8 @@ class TorchCheckpoint(Checkpoint):
 
 
 def _check_pickle(archive: zipfile.ZipFile, path: str) -> None:
-    """Verifies the pickle's checksum and the byte order. torch.load does not compare checksums, and would swap the
-    bytes of the mapped file in memory."""
+    """Verifies the pickle's checksum and the byte order. torch.load compares no checksums, and would swap the bytes of
+    the mapped file in memory."""
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
@@ -132,7 +132,7 @@ def _load(path: str, keep: Any) -> Any:
 
 
 def _mapping_of(address: int) -> int:
-    """The address of the first byte of the file that is mapped at `address`. torch has no call for it."""
+    """Returns the address of the first byte of the file that is mapped at `address`. torch has no call for it."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             begin_and_end, _, offset, *_ = line.split(maxsplit=5)

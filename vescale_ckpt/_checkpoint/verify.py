@@ -1,4 +1,4 @@
-"""Checks a checkpoint of any format without loading it, for `verify`."""
+"""Checks a checkpoint of any format without loading it, for users and clean-ups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .open_checkpoint import open_checkpoint, recognize
 from .safetensors.headers import HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 
-_PIECE_BYTES = 64 << 20  # read at once
+_READ_BYTES = 64 << 20  # one read takes at most so many bytes
 
 
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
@@ -28,21 +28,21 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     With `quick` it checks that the metadata is sound, and that each data file that the metadata names is a regular file
     and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
-    it also checks every byte of every tensor and object against its checksums; and the index, the tables of checksums
-    and the data descriptors, whose damage is listed as harmless. `unchecked` lists what has no checksum. At most
-    `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
+    it also checks every byte of every tensor and object against its checksums. It checks the index, the tables of
+    checksums and the data descriptors, too, and lists their damage as harmless. `unchecked` lists what has no checksum.
+    At most `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
 
-    All damage is listed, none is raised; a directory without a checkpoint counts as damaged. What the storage refuses
-    to give, or does not give in time, is listed as `unreadable`: it is neither sound nor damaged. In an object store,
-    damage is read again by another connection before it is listed.
+    The report lists all damage; none is raised. A directory without a checkpoint counts as damaged. The report lists as
+    `unreadable` what the storage refuses to give, or does not give in time: it may be sound or damaged. In an object
+    store, damage is read again by another connection before it is listed.
 
-    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
-    safetensors files, one or a directory of them; of these `quick` checks headers, which give the lengths of the files.
-    So are files of torch.save and numpy, which `convert` takes; of these `quick` reads the tables of contents. Those of
-    .npy have no checksums.
+    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. The same holds
+    for safetensors files, one or a directory of them; `quick` checks their headers, which give the lengths of the
+    files. The same holds for files of torch.save and numpy, which `convert` takes; `quick` reads their tables of
+    contents. Files of .npy have no checksums.
 
-    Raises ValueError for a URL that is no `file://`, and `CheckpointError` for a file of torch.save that cannot be
-    verified: of torch before 1.6, or with objects that torch does not load with `weights_only=True`.
+    Raises ValueError for a URL that is not `file://`, and `CheckpointError` for a file of torch.save that cannot be
+    verified: it is from torch before 1.6, or has objects that torch does not load with `weights_only=True`.
     """
     return verify_checkpoint(path, quick)
 
@@ -51,8 +51,8 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 def verify_checkpoint(
     path: str | os.PathLike[str], quick: bool, progress: Progress | None = None, *, must_exist: bool = False
 ) -> VerifyReport:
-    """The same. `progress` is called with the bytes of tensors checked so far, and of all. `must_exist`: raises
-    `CheckpointError` if there is no checkpoint, or it cannot be looked at."""
+    """Does the same. Calls `progress` with the bytes of tensors checked so far, and of all. `must_exist`: raises
+    `CheckpointError` if there is no checkpoint, or it cannot be read."""
     where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
@@ -73,7 +73,7 @@ def verify_checkpoint(
         _check_by_reading(where, report, progress)
         return report
     if report.quick:
-        report.unchecked.append("the data: only that there is enough of it")
+        report.unchecked.append("the data: only its length was checked")
     elif report.unverified_bytes:
         report.unchecked.append(
             f"{report.unverified_bytes:,} bytes that were written without checksums, or are compressed"
@@ -107,7 +107,7 @@ def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None
     with closing(checkpoint):
         report.keys, report.files = len(checkpoint.tensors) + len(checkpoint.objects), len(checkpoint.file_names()) or 1
         if report.quick:
-            report.unchecked.append("the data: only what the files say that they hold")
+            report.unchecked.append("the data: only the files' tables of contents were read")
             return
         _read_all(checkpoint, report, progress)
         if checkpoint.format == "npy":
@@ -119,7 +119,7 @@ def _read_all(checkpoint: Checkpoint, report: VerifyReport, progress: Progress |
     total = sum(info.bytes for info in checkpoint.tensors.values())
     for key, info in checkpoint.tensors.items():
         try:
-            for offsets, sizes in cut(info.shape, max(1, _PIECE_BYTES // info.dtype.itemsize)):
+            for offsets, sizes in cut(info.shape, max(1, _READ_BYTES // info.dtype.itemsize)):
                 checkpoint.read([Read(key, offsets, torch.empty(sizes, dtype=info.dtype, device="cpu"))])
         except CheckpointError as error:
             add_error(report, error, checkpoint.path)

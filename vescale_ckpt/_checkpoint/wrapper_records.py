@@ -1,7 +1,7 @@
-"""Fills tensors from records of wrapper subclasses (quantized weights and optimizer states), and fills wrappers.
+"""Reads and fills wrapper subclasses (quantized weights and optimizer states) for loads.
 
-Such a record is the wrapper as `torch.save` writes it, as stock DCP stores it. A wrapper of the same class gets the
-bits of the inner tensors. A plain tensor gets the values, as `copy_` gives them.
+The record of a wrapper is what `torch.save` writes, as in stock DCP. A wrapper of the same class gets the bits of the
+inner tensors. A plain tensor gets the values that `copy_` computes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WrapperLoad:
     """The wrappers that one load reads and fills."""
 
     def __init__(self) -> None:
-        self._as_values: dict[str, str] = {}  # keys of which plain tensors got the values, with the stored class
-        self._filled: list[tuple[str, Callable[[], torch.Tensor], int]] = []  # key, target, checksum of what it got
+        self._as_values: dict[str, str] = {}  # {key: stored class} of plain tensors that got the values
+        self._filled: list[tuple[str, Callable[[], torch.Tensor], int]] = []  # (key, target, checksum of its content)
 
     def fill(
         self,
@@ -35,8 +35,8 @@ class WrapperLoad:
         again: Callable[[], torch.Tensor] | None,
     ) -> None:
         """Fills a target, plain or a wrapper, with the part at `offset` of a stored wrapper. Raises `CheckpointError`
-        with the key if it cannot hold that bit for bit. `again`: gives the same part of the state's tensor once more,
-        for `end`; None if it cannot be asked for."""
+        with the key if a wrapper cannot hold it bit for bit. `again`: returns the same part of the state's tensor
+        again, for `end`; None if that is not possible."""
         if not is_wrapper(target):
             self._as_values[key] = type_name(stored)
             target.copy_(narrowed(_values(key, stored, target.dtype), offset, target.shape))
@@ -62,7 +62,7 @@ class WrapperLoad:
         try:
             with torch.no_grad():
                 target.copy_(values)
-        except Exception as error:  # code of the class: it may raise anything
+        except Exception as error:  # code of the class may raise anything
             found = f"a plain tensor, which it cannot take ({type(error).__name__}: {error})"
             raise IncompatibleStateError(key, f"a {type_name(target)}", found) from error
         self._note(key, target, again)
@@ -72,12 +72,12 @@ class WrapperLoad:
             self._filled.append((key, again, checksum(target)))
 
     def end(self) -> None:
-        """Checks that the wrappers of the state hold all that they got: a class may give copies for parts of a tensor,
-        or parts that share an inner tensor. Raises `CheckpointError` with the key."""
+        """Checks that the wrappers of the state hold what was copied to them: a class may return copies as parts of a
+        tensor, or parts that share an inner tensor. Raises `CheckpointError` with the key."""
         filled, self._filled = self._filled, []
-        for key, again, wanted in filled:
+        for key, again, expected in filled:
             tensor = again()
-            if checksum(tensor) != wanted:
+            if checksum(tensor) != expected:
                 raise CheckpointError(
                     f"{key}: a {type_name(tensor)} cannot be filled part by part: load it with the sharding that it "
                     "was saved with",
@@ -98,9 +98,9 @@ def _values(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with torch.no_grad():
             try:
                 return values.copy_(stored)
-            except Exception:  # many classes copy to their like only
+            except Exception:  # many classes copy only to their own class
                 return values.copy_(stored.dequantize())
-    except Exception as error:  # code of the class: it may raise anything
+    except Exception as error:  # code of the class may raise anything
         hint = "which has no values for a plain tensor: load into a tensor of this class"
         raise IncompatibleStateError(key, "a plain tensor", f"a {type_name(stored)}, {hint}") from error
 
@@ -109,7 +109,7 @@ def check_classes(key: str, data: bytes) -> None:
     """Raises `UntrustedCheckpointError` if a record that torch refused to load names classes that it does not trust."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:  # damaged: the caller tells
+    except Exception:  # the record is damaged: the caller raises that error
         return
     if names:
         raise UntrustedCheckpointError(

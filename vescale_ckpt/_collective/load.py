@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.non_contiguous_records import stored_class
-from .._checkpoint.open_checkpoint import packed as packed_checkpoint
+from .._checkpoint.open_checkpoint import pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.storage_reader import StorageReader
@@ -248,7 +248,7 @@ class CollectiveLoad:
             packed = b""
             if exchange.is_coordinator:
                 with suppress(Exception):  # after an error each rank reads for itself below, and all raise
-                    packed = packed_checkpoint(reader.path, reader.verify)
+                    packed = pack_for_ranks(reader.path, reader.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
 
         def read() -> tuple[Metadata, LoadableCheckpoint]:

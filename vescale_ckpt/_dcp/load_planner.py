@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Metad
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
-from .._checkpoint.checkpoint import not_all_there
+from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
@@ -198,7 +198,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 with _on_the_host():
                     planned = create_default_local_load_plan({key: value}, self.metadata).items
             if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(key, value):
-                raise not_all_there(key)
+                raise incomplete_tensor(key)
             items.extend(planned)
         return LoadPlan(items)
 

@@ -21,7 +21,7 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.open_checkpoint import fingerprint, open_to_load, unpacked
+from .._checkpoint.open_checkpoint import fingerprint, open_to_load, unpack_from_rank
 from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.safetensors.headers import ExportedMeanwhileError
 from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
@@ -173,10 +173,10 @@ class StorageReader(DcpStorageReader):
         return fingerprint(self.path)
 
     def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata in a message that another rank has packed (`open_checkpoint.packed`). `fingerprint` must be
-        equal on both ranks. Raises the errors of `read_metadata`."""
+        """The metadata in a message that another rank has packed (`open_checkpoint.pack_for_ranks`). `fingerprint` must
+        be equal on both ranks. Raises the errors of `read_metadata`."""
         self._lock_checkpoint(None)
-        return self._metadata_of(unpacked(self.path, message))
+        return self._metadata_of(unpack_from_rank(self.path, message))
 
     def _begin(self, rank: int | None) -> None:
         self.checkpoint = None

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from .._checkpoint.checkpoint import not_all_there
+from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.loadable import crc_of
 from .._checkpoint.native.transformed_records import TargetPlanner, read_transformed
 from .._checkpoint.record_reader import Record, Target
@@ -138,7 +138,7 @@ class ItemLoad:
         for key, value in self.planner.state_dict.items():
             stored = in_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(key, value):
-                raise not_all_there(key)
+                raise incomplete_tensor(key)
 
     # --- Objects
 

@@ -10,7 +10,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .._checkpoint.checkpoint import not_all_there
+from .._checkpoint.checkpoint import incomplete_tensor
 from .._engine import _C
 from .._state.chunks import chunks_to_read, tells_chunks, whole_shape
 from .._state.describe import Description
@@ -47,7 +47,7 @@ def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: 
 
 def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
     if plan.uncovered:
-        raise not_all_there(description.names[plan.uncovered[0]])
+        raise incomplete_tensor(description.names[plan.uncovered[0]])
 
 
 def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, allow_cast: bool) -> None:

@@ -184,7 +184,7 @@ def latest(options: Namespace) -> int:
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}
-    found = newest_sound([root], quick=not options.full, passed_over=passed_over.__setitem__)
+    found = newest_sound([root], quick=not options.full, on_damage=passed_over.__setitem__)
     step, path = (None, None) if found is None else found
     if options.json:
         output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})

@@ -538,11 +538,11 @@ class CheckpointManager:
         def find() -> tuple[int, str] | None:
             where, tier = roots or self._roots, self._tier
             if tier is None or len(where) == 1:
-                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
+                return newest_sound(where, quick=quick, on_damage=warn, but=self._damaged | but)
             if not tier.ask(lambda: all_steps(tier.url) is not None, False):
                 where = [self.directory]
             with tier.patience() if quick else nullcontext():
-                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
+                return newest_sound(where, quick=quick, on_damage=warn, but=self._damaged | but)
 
         found = self._from_coordinator(find, "looking for the newest checkpoint")
         return None if found is None else (found[0], found[1])  # it came as a list

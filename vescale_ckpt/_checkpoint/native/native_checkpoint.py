@@ -26,7 +26,7 @@ from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .. import file_kinds
 from ..checkpoint import Chunk, Read, TensorInfo
-from ..loadable import LoadableCheckpoint, Part, checked_location, crc_of, fill_parts
+from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
 from ..record_reader import ReadOptions, RecordReader
 from ..safetensors import model_names
 from ..seen_files import SeenFiles
@@ -275,7 +275,7 @@ class _Listing:
             raise CorruptCheckpointError(
                 f"{key}: the metadata does not say where it is stored", key=key, file=self._where
             )
-        info = checked_location(info, key)
+        info = check_location(info, key)
         name = check_relative(info.relative_path, key)
         transformed = bool(info.transform_descriptors)
         return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)

@@ -1,19 +1,19 @@
-"""Commits complete safetensors files as the model of a folder, so that readers find the old model or the new one.
+"""Commits complete safetensors files as the model of a folder for exports: readers find the old model or the new one.
 
 This holds at every instant and after a power cut, for readers that prefer the single file to the index, as loads of
-this package and transformers do. One change of one name commits. It is durable before a file of the old model is
-removed:
+this package and transformers do. One change of one name commits. The change is durable before a file of the old model
+is removed:
 
-- A single file is renamed over the one before. From then on readers ignore an index beside it.
+- A single file is renamed over the old one. From then on readers ignore an index beside it.
 - Several files get names that no file in the folder has, so that the old index still names its own files. Then the new
   index is renamed over the old one. If the folder has a single file, its removal commits.
 
-Steps after the commit change nothing for readers, and raise no error: files of the old model are removed, and files
-with spare names get usual ones. For that each gets its usual name as a second name, a second index names these, and
-the spare names are removed.
+Steps after the commit change nothing for readers, and raise no error. Files of the old model are removed, and files
+with spare names get usual names: each gets its usual name as a second name, a second index names these, and the spare
+names are removed.
 
-In an object store nothing can be renamed. There the files have names that no other save has, and an index always names
-them: one request that makes it commits.
+An object store has no renames. There the files have names that no other save has, and an index always names them. The
+request that writes the index commits.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .model_names import (
     file_names,
     is_model_file,
     is_temporary_index,
-    rules_alone,
+    single_file_counts,
 )
 
 logger = logging.getLogger(__name__)
 
-IndexOf = Callable[[list[str]], bytes]  # the index of files with these names
+IndexOf = Callable[[list[str]], bytes]  # makes the index of files with these names
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class _Before:
     """The names in the folder when a commit begins."""
 
     names: frozenset[str]
-    named: frozenset[str]  #: by the index; empty if there is none or it cannot be read
+    named: frozenset[str]  #: names in the index; empty if there is none or it cannot be read
 
 
 def check_replaceable(directory: str) -> None:
     """Raises `CheckpointError` if the model in the folder cannot be replaced in one step."""
     before = _look(directory)
-    if SINGLE_NAME in before.names and before.named and not rules_alone(before.names, before.named):
+    if SINGLE_NAME in before.names and before.named and not single_file_counts(before.names, before.named):
         raise CheckpointError(
             f"the index in {directory} names {SINGLE_NAME} beside other files: no export can replace such a model "
             "in one step. Export into another folder, or remove the model first",
@@ -73,7 +73,7 @@ def replace_model(files: Pending, index: IndexOf) -> None:
         try:
             names = _commit(files, index, before)
         except BaseException:
-            if _are_named(files):  # a rename took effect although it was reported as failed
+            if _are_named(files):  # a rename that reported a failure took effect
                 files.committed()
             raise
         try:
@@ -81,7 +81,7 @@ def replace_model(files: Pending, index: IndexOf) -> None:
             if alone:
                 _remove_indexes(directory, before)
         except Exception as error:  # an export that has committed must not fail here
-            logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
+            logger.warning("the export to %s is complete, but the clean-up after it failed: %r", directory, error)
 
 
 def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bool) -> None:
@@ -99,7 +99,7 @@ def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bo
     try:
         _remove_models(directory, before, names)
     except Exception as error:  # an export that has committed must not fail here
-        logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
+        logger.warning("the export to %s is complete, but the clean-up after it failed: %r", directory, error)
 
 
 def holds_model(directory: str) -> CheckpointError:
@@ -136,7 +136,7 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
     if names == [SINGLE_NAME]:
         if INDEX_NAME in before.names:
             storage.remove(INDEX_NAME)
-            storage.sync()  # before the files that it names are removed
+            storage.sync()  # the files that the index names are removed after this
         _remove_models(directory, before, names)
         return
     _remove_models(directory, before, names)
@@ -153,7 +153,7 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
 
 def _free_names(count: int, before: _Before) -> list[str]:
     has_model = not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names)
-    # Without an index and a single file, all files with usual names are the model: spare names do not add to it.
+    # Without an index and a single file, all files with usual names are the model. Spare names do not add to it.
     digits = USUAL_DIGITS if has_model or not any(name.endswith(SUFFIX) for name in before.names) else USUAL_DIGITS + 1
     while not before.names.isdisjoint(names := file_names(count, digits)):
         digits += 1
@@ -180,7 +180,7 @@ def _look(directory: str) -> _Before:
 
 
 def names_in(directory: str) -> list[str]:
-    """All names in a folder; none if it is missing, as one in an object store is until something was written."""
+    """Returns all names in a folder; none if it is missing. In an object store it is missing until the first write."""
     try:
         return storage_at(directory).names()
     except FileNotFoundError:

@@ -84,7 +84,8 @@ class ExportFolder:
 
 
 def left_by_exports(directory: str) -> list[Orphan]:
-    """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
+    """Returns the files that dead exports may have left: their files, for which the lock of the first one counts, and
+    indexes."""
     if not storage_at(directory).renames:
         return _left_in_store(directory)
     exports: dict[str, list[str]] = {}
@@ -99,7 +100,7 @@ def left_by_exports(directory: str) -> list[Orphan]:
 
 
 def _left_in_store(directory: str) -> list[Orphan]:
-    """The same where files get their own names at once: those of saves that the index does not name."""
+    """Returns the same for a store, where files get their own names at once: the files that the index does not name."""
     saves: dict[str, list[str]] = {}
     for name in sorted(names_in(directory)):
         if (token := token_of_object(name)) is not None:

@@ -2,12 +2,12 @@
 
 Such a checkpoint is one file, or a directory without `.metadata`: the files that the `weight_map` of its
 `*.safetensors.index.json` names, or without an index all `*.safetensors`. A tensor is whole in one file, or consists of
-boxes in several files, whose offsets torch's `HuggingFaceStorageWriter` writes into their headers. Headers and indexes
-are untrusted. Links may lead out of the directory, as in snapshots of a hub; names may not.
+chunks in several files. torch's `HuggingFaceStorageWriter` writes the offsets of chunks into their headers. Headers and
+indexes are untrusted. Links may lead out of the directory, as in snapshots of a hub; names may not.
 
 The contents are names, record locations and a CRC-32 of each file's header. One rank can read all headers for the
-others, and a file that is not the planned one is detected when it is read. There is no lock: exports replace files
-while others read them, and who has planned on the files before reads again.
+others. A read detects a file that was replaced after planning. There is no lock: exports replace files while others
+read them, and a reader that has planned with the old files starts again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
-_MOST_JSON_BYTES = 100_000_000  # of an index: the format's limit for headers
-ATTEMPTS = 5  #: to read a directory while exports into it commit
-_OPENERS = 8  # threads that read headers: they are small, and most of the time is latency
+_MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
+ATTEMPTS = 5  #: a directory is read so often if exports into it commit meanwhile
+_OPENERS = 8  # so many threads read headers: headers are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
 
@@ -56,13 +56,13 @@ class ExportedMeanwhileError(CheckpointError):
 
 @dataclass(frozen=True)
 class HeaderTables:
-    """What the headers of a checkpoint's safetensors files say. Two with equal fields have equal headers."""
+    """The contents of the headers of a checkpoint's safetensors files. Equal fields mean equal headers."""
 
-    root: str  #: the directory that `files` are relative to
-    inventory: bytes  #: an item for each box of a tensor
-    locations: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
+    root: str  #: `files` are relative to this directory
+    inventory: bytes  #: it has an item for each chunk of a tensor
+    locations: bytes  #: file, offset, length of each item, and the CRC-32 of the file's header
     files: list[str]
-    aliases: dict[str, str]  #: names without a tensor of their own that a file ties to one of its tensors
+    aliases: dict[str, str]  #: {other name: stored name} of shared (tied) weights
 
     @classmethod
     def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> HeaderTables:
@@ -94,7 +94,7 @@ class HeaderTables:
         names = storage_at(path).names()
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
-        if weight_map is not None and not model_names.rules_alone(names, set(weight_map.values())):
+        if weight_map is not None and not model_names.single_file_counts(names, set(weight_map.values())):
             return _Reading(path, verify, on_error).contents(sorted(set(weight_map.values())), weight_map)
         if model_names.holds_unfinished_export(path):
             raise CheckpointError(
@@ -123,22 +123,22 @@ class HeaderTables:
 
 @dataclass
 class _Header:
-    """What is needed of one file's header."""
+    """The needed contents of one file's header."""
 
     crc: int
-    ties: Mapping[str, str]  #: other names, to the names of tensors
-    #: by name: dtype code, shape, and the range in the file
+    ties: Mapping[str, str]  #: {other name: name of a tensor}
+    #: {name: (dtype code, shape, range in the file)}
     tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of tensors that are boxes of larger ones
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: {name: offset} of chunks of larger tensors
 
 
 @dataclass
 class _Stored:
-    """A tensor, and all boxes of it that are stored."""
+    """A tensor and all its stored chunks."""
 
-    code: int  #: of its dtype
+    code: int  #: dtype code
     dims: int
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, record location
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, record location
 
 
 class _Reading:
@@ -151,25 +151,25 @@ class _Reading:
         self.options = engine_options(None, direct_io_setting("auto"))
         self.stored: dict[str, _Stored] = {}
         self.files: list[str] = []
-        self.wanted: dict[str, list[str]] = {}  # by file, as the index has it
+        self.keys_of: dict[str, list[str]] = {}  # {file: keys} in the index
 
     def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> HeaderTables:
         for name in files:
             check_relative(name, name)
         self.files = files
         for key, name in (weight_map or {}).items():
-            self.wanted.setdefault(name, []).append(key)
-        aliases: dict[str, tuple[str, str]] = {}  # to the tensor, and the file that says so
+            self.keys_of.setdefault(name, []).append(key)
+        aliases: dict[str, tuple[str, str]] = {}  # {other name: (stored name, file that says so)}
         with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
             headers = [pool.submit(self._header, name) for name in files]
-            for number, (name, reading) in enumerate(zip(files, headers, strict=True)):
+            for index, (name, reading) in enumerate(zip(files, headers, strict=True)):
                 try:
                     header = reading.result()
                     for alias, key in header.ties.items():
                         if alias not in header.tensors and key in header.tensors:
                             aliases[alias] = key, name
-                    keys = header.tensors.keys() if weight_map is None else self.wanted[name]
-                    self._add(number, header, keys, aliases)
+                    keys = header.tensors.keys() if weight_map is None else self.keys_of[name]
+                    self._add(index, header, keys, aliases)
                 except CheckpointError as error:
                     if self.on_error is None:
                         raise
@@ -183,7 +183,7 @@ class _Reading:
             file = read_twice(path, lambda: _C.SafetensorsFile.open(path, self.options, self.verify))
         except _C.EngineError as error:
             if error.errno == errno.ENOENT:
-                key = next(iter(self.wanted.get(name, ())), None)
+                key = next(iter(self.keys_of.get(name, ())), None)
                 what = f"{path} is missing" if key is None else f"{key}: {path} is missing, where the index says it is"
                 raise CorruptCheckpointError(what, key=key, file=path) from None
             raise translate(error, str, path, 0) from None
@@ -200,8 +200,8 @@ class _Reading:
             header.offsets = _offsets(metadata[header_texts.SHARDING_INFO], tensors, path)
         return header
 
-    def _add(self, number: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
-        name = self.files[number]
+    def _add(self, file: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
+        name = self.files[file]
         for key in keys:
             if key not in header.tensors:
                 if aliases.get(key, ("", ""))[1] == name:
@@ -214,8 +214,8 @@ class _Reading:
             offset = header.offsets.get(key, (0,) * len(size))
             stored = self.stored.setdefault(key, _Stored(code, len(size), []))
             if (stored.code, stored.dims) != (code, len(size)):
-                raise self._contradiction(key, stored, number, "of another dtype or number of dimensions")
-            stored.boxes.append((offset, size, (number, at, length, header.crc)))
+                raise self._contradiction(key, stored, file, "of another dtype or number of dimensions")
+            stored.chunks.append((offset, size, (file, at, length, header.crc)))
 
     def _packed(self, aliases: dict[str, str]) -> HeaderTables:
         names: list[str] = []
@@ -226,7 +226,7 @@ class _Reading:
             *((alias, self.stored[key], key) for alias, key in aliases.items()),
         ]:
             try:
-                boxes, shape = self._disjoint(of, stored), self._shape(of, stored)
+                chunks, shape = self._disjoint(of, stored), self._shape(of, stored)
             except CheckpointError as error:
                 if self.on_error is None:
                     raise
@@ -234,7 +234,7 @@ class _Reading:
                     self.on_error(error)
                 continue
             item_bytes = CODE_DTYPES[stored.code].itemsize
-            for offset, size, place in boxes:
+            for offset, size, place in chunks:
                 kind = TENSOR if size == shape else SHARD
                 names.append(key)
                 rows.append(packed_row(kind, stored.code, False, item_bytes, ShardBox(offset, size, ()), shape))
@@ -243,35 +243,35 @@ class _Reading:
         return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases)
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
-        """The boxes that have elements, or else one. Raises if two overlap."""
-        boxes = [box for box in stored.boxes if 0 not in box[1]] or stored.boxes[:1]
-        if (number := overlapping_box([(offset, size) for offset, size, _ in boxes])) is not None:
-            raise self._contradiction(key, stored, boxes[number][2][0], "too")
-        return boxes
+        """Returns the chunks that have elements, or one chunk if none has any. Raises if two overlap."""
+        chunks = [chunk for chunk in stored.chunks if 0 not in chunk[1]] or stored.chunks[:1]
+        if (overlapping := overlapping_box([(offset, size) for offset, size, _ in chunks])) is not None:
+            raise self._contradiction(key, stored, chunks[overlapping][2][0], "too")
+        return chunks
 
     def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
-        """The shape of the whole tensor, which no file holds: its boxes reach up to it. Raises if it is impossibly
-        large."""
-        shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
+        """Returns the shape of the whole tensor, which no file holds: the largest end of its chunks. Raises if it is
+        impossibly large."""
+        shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.chunks) for dim in range(stored.dims))
         if math.prod(max(length, 1) for length in shape) * CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
-            path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
+            path = os.path.join(self.root, self.files[stored.chunks[0][2][0]])
             raise UntrustedCheckpointError(
                 f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path
             )
         return shape
 
-    def _contradiction(self, key: str, stored: _Stored, number: int, what: str) -> CheckpointError:
-        others = [self.files[box[2][0]] for box in stored.boxes if box[2][0] != number] or [self.files[number]]
+    def _contradiction(self, key: str, stored: _Stored, file: int, what: str) -> CheckpointError:
+        others = [self.files[chunk[2][0]] for chunk in stored.chunks if chunk[2][0] != file] or [self.files[file]]
         return CheckpointError(
-            f"{key}: {others[0]} in {self.root} holds it, and {self.files[number]} {what}: which of them is meant is "
-            "not to be known. Load one file by its own path, or add an index",
+            f"{key}: {others[0]} in {self.root} holds it, and {self.files[file]} {what}: nothing says which of them "
+            "counts. Load one file by its own path, or add an index",
             key=key,
             path=self.root,
         )
 
 
 def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
-    """Other names, and the names that they may be tied to. The caller drops those whose tensor the file lacks."""
+    """Returns {other name: possible name of a tensor}. The caller drops names of tensors that the file lacks."""
     if (text := metadata.get(header_texts.TIED_NAMES)) is None:
         return metadata
     try:
@@ -280,13 +280,13 @@ def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
             raise TypeError("no object of names")
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {header_texts.TIED_NAMES} makes no sense: {error!r}", path=path
+            f"{path}: its {header_texts.TIED_NAMES} is malformed: {error!r}", path=path
         ) from None
     return ties
 
 
 def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
-    """The offsets of tensors that are boxes of larger ones."""
+    """Returns {name: offset} of tensors that are chunks of larger tensors."""
 
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
         offset, size = tuple(entry[header_texts.SHARDING_OFFSETS]), tensors[key][1]
@@ -300,12 +300,12 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
         return {key: offset_of(key, entry) for key, entry in _json(text).items() if key in tensors}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {header_texts.SHARDING_INFO} makes no sense: {error!r}", path=path
+            f"{path}: its {header_texts.SHARDING_INFO} is malformed: {error!r}", path=path
         ) from None
 
 
 def _stamp(directory: str) -> list[tuple[int, ...] | None]:
-    """A value that changes when an export into the directory commits."""
+    """Returns a value that changes when an export into the directory commits."""
     stamp: list[tuple[int, ...] | None] = []
     for name in (model_names.SINGLE_NAME, model_names.INDEX_NAME):
         try:

@@ -1,4 +1,4 @@
-"""Defines the file names of Hugging Face's layout, and tells from them what a folder holds."""
+"""Defines the file names of Hugging Face's layout for all modules that write, read or remove such files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")
 
 
 def file_names(count: int, digits: int = USUAL_DIGITS) -> list[str]:
-    """The names of `count` files that together are one model. With more digits than usual they are spare names:
-    readers take such files only if an index names them."""
+    """Returns the names of `count` files that together are one model. Names with more digits than usual are spare
+    names: readers use such files only if an index names them."""
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:0{digits}}-of-{count:0{digits}}.safetensors" for number in range(1, count + 1)]
 
 
 def object_names(count: int, token: str) -> list[str]:
-    """The names of `count` files that a save writes to an object store, where none can be renamed: no other save has
-    them. Readers take such files only if an index names them."""
+    """Returns the names of `count` files that a save writes to an object store, which has no renames. No other save
+    uses these names. Readers use such files only if an index names them."""
     return [
         f"model-{token}-{number:0{USUAL_DIGITS}}-of-{count:0{USUAL_DIGITS}}.safetensors"
         for number in range(1, count + 1)
@@ -40,7 +40,7 @@ def object_names(count: int, token: str) -> list[str]:
 
 
 def token_of_object(name: str) -> str | None:
-    """The token in a name that `object_names` gives, the same for all files of one save; None for other names."""
+    """Returns the token in a name of `object_names`, the same for all files of one save. None for other names."""
     found = _OF_SAVE.fullmatch(name)
     return None if found is None else found[1]
 
@@ -55,7 +55,7 @@ def is_model_file(name: str) -> bool:
 
 
 def is_file_of_rank(name: str) -> bool:
-    """Whether `name` is one that torch's HuggingFaceStorageWriter gives a file of one rank."""
+    """Whether torch's HuggingFaceStorageWriter gives this name to a file of one rank."""
     return is_model_file(name) and name.startswith("shard-")
 
 
@@ -82,7 +82,7 @@ def holds_unfinished_export(directory: str) -> bool:
 
 
 def without_index(names: Iterable[str]) -> list[str]:
-    """The files that are a folder's model if no index says which are. `names`: all names in the folder."""
+    """Returns the files that are a folder's model if there is no index. `names`: all names in the folder."""
     found = sorted(name for name in names if name.endswith(SUFFIX) and not _needs_index(name))
     return [SINGLE_NAME] if SINGLE_NAME in found else found
 
@@ -91,10 +91,9 @@ def _needs_index(name: str) -> bool:
     return (_SPARE.fullmatch(name) or _OF_SAVE.fullmatch(name)) is not None
 
 
-def rules_alone(names: Collection[str], named: AbstractSet[str]) -> bool:
-    """Whether the single file in a folder is all of its model, as transformers decides it. `named`: the files that the
-    folder's index names. Unless it names the single file among others, the index is of another model, before or after
-    this one."""
+def single_file_counts(names: Collection[str], named: AbstractSet[str]) -> bool:
+    """Whether the single file in a folder is the whole model; transformers decides it so, too. `named`: the files that
+    the folder's index names. An index that names only other files belongs to an older or newer model."""
     return SINGLE_NAME in names and (SINGLE_NAME not in named or named == {SINGLE_NAME})
 
 

@@ -1,4 +1,4 @@
-"""Opens checkpoints of safetensors files, whatever tool wrote them: one file, or a folder of them."""
+"""`SafetensorsCheckpoint` opens one safetensors file or a folder of them, of any tool, for loads and tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .headers import INDEX_SUFFIX, SUFFIXES, HeaderTables
 
 
 class SafetensorsCheckpoint(LoadableCheckpoint):
-    """The tensors of a file or folder. A tensor is whole in one file or stored as boxes in several. Files without
+    """The tensors of a file or folder. A tensor is whole in one file or stored as chunks in several. Files without
     checksums, as the safetensors library writes them, cannot be verified.
 
     A tensor that several names share is listed once, under its stored name.
@@ -48,7 +48,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
 
     @classmethod
     def open(cls, path: str) -> SafetensorsCheckpoint:
-        """Opens it to be listed and read by boxes."""
+        """Opens the checkpoint for listing and reading."""
         opened = cls(path, HeaderTables.read(path, verify=True))
         for name in opened.headers.files:
             opened._seen.look(os.path.join(opened.root, name))
@@ -77,7 +77,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
 
 
 def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:
-    """The chunks of all tensors, also under their aliases: name, code of the dtype, shape of the whole tensor."""
+    """Yields the chunks of all tensors, also under aliases: name, dtype code, shape of the whole tensor, chunk."""
     locations = words(headers.locations)
     for row, (name, _, code, _, _, shape, offset, size) in enumerate(_C.inventory_items(headers.inventory)):
         file, at, length, crc = locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW]
@@ -85,7 +85,7 @@ def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], 
 
 
 def _metadata(headers: HeaderTables) -> Metadata:
-    """The same as DCP's metadata, for DCP's planners."""
+    """Returns the contents as DCP's metadata, for DCP's planners."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     for name, code, shape, chunk in _chunks(headers):
@@ -102,8 +102,7 @@ def _metadata(headers: HeaderTables) -> Metadata:
 
 
 def fingerprint(path: str) -> str:
-    """A text that differs between checkpoints, made without reading files: of names and the index's length. Raises
-    OSError."""
+    """Returns a text that differs between checkpoints: names and the index's length. Reads no file. Raises OSError."""
     if is_file(path):
         return f"{os.path.basename(path)}:{stat_of(path).size}"
     names = sorted(name for name in storage_at(path).names() if name.endswith(SUFFIXES))
@@ -112,7 +111,7 @@ def fingerprint(path: str) -> str:
 
 
 def was_exported_since(path: str, save_id: str) -> bool:
-    """Whether a checkpoint is not the one any more whose contents had that id, or cannot be read any more."""
+    """Whether an export has replaced the checkpoint with the id `save_id`, or it cannot be read any more."""
     try:
         return SafetensorsCheckpoint(path, HeaderTables.read(path, verify=False)).save_id != save_id
     except CheckpointError:
