@@ -148,8 +148,8 @@ def test_what_is_read_of_a_tensor_is_what_torch_says(kind: str, inference: bool)
         reads = read_tensors(tensors)
         assert reads.table == tensor_table(tensors) and rows(reads.table) == list(map(tensor_row, tensors))
         assert reads.ready == bytes(map(is_host_memory, tensors))
-        with_memory = [tensor for tensor in tensors if tensor_row(tensor)[2] >= 0]
-        storages = [tensor.untyped_storage() for tensor in with_memory]
+        allocate_targets = [tensor for tensor in tensors if tensor_row(tensor)[2] >= 0]
+        storages = [tensor.untyped_storage() for tensor in allocate_targets]
         identities = [list(map(torch_private.storage_identity, of)) for of in (reads.storages, storages)]
         assert identities[0] == identities[1]
         assert reads.storage_bytes.tolist() == [storage.nbytes() for storage in storages]

@@ -22,7 +22,7 @@ from .._ranks.shared_directory import (
 )
 from .._ranks.steps import Steps
 from .._state.describe import Description
-from .._state.per_rank import counted
+from .._state.per_rank import set_rank
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
 
@@ -51,7 +51,7 @@ class CollectivePlan:
         self._local: PackedSavePlan | None = None
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
-        with counted(self._exchange.rank, self._exchange.size):
+        with set_rank(self._exchange.rank, self._exchange.size):
             self._planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
         self._planner.ranks = self._exchange.ranks
         self._describe()

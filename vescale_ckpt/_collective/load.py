@@ -30,10 +30,10 @@ from .._ranks.exchange import Exchange, digest
 from .._routes.begin import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
-from .._state.flatten import flatten, nested, place
-from .._state.key_selection import Rename, Selection, renamed, renaming, suggested
-from .._state.load_targets import tied, with_memory
-from .._state.per_rank import PerRank, Restoring, counted
+from .._state.flatten import flatten, nest, place
+from .._state.key_selection import Rename, Selection, rename_function, rename_keys, suggest_rename
+from .._state.load_targets import allocate_targets, find_shared
+from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
@@ -71,7 +71,7 @@ class _Fit:
         return None
 
     def _hint(self) -> str:
-        rename, found = suggested(self.missing, self.unexpected)
+        rename, found = suggest_rename(self.missing, self.unexpected)
         return (
             f"{found} of the missing keys are stored under another name: rename={rename} finds them" if rename else ""
         )
@@ -132,13 +132,13 @@ class CollectiveLoad:
         return self._while_exported(lambda: self._into(state, rename, allow_cast))
 
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
-        loading = _StateLoad(state, renaming(rename), rename is None)
+        loading = _StateLoad(state, rename_function(rename), rename is None)
         try:
             metadata, checkpoint = self._metadata()
             if rename is None and checkpoint.format == "safetensors":
                 loading.names_below_the_empty_one()
             extra = self._extra_keys(checkpoint)
-            with counted(self._exchange.rank, self._exchange.size):
+            with set_rank(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(
                     lambda: loading.plan(metadata, checkpoint, self._selection, allow_cast, extra)
                 )
@@ -194,7 +194,7 @@ class CollectiveLoad:
             structure = structure_of(stored)
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
-            return nested(values, stored.planner_data, structure)
+            return nest(values, stored.planner_data, structure)
 
         loaded = self._together(lambda: self._hand_over(planner, result), "hand over")
         self._end(stats)
@@ -338,7 +338,7 @@ class CollectiveLoad:
             plan = reader.prepare_local_plan(planner.create_local_plan())
             return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
 
-        with counted(exchange.rank, exchange.size):
+        with set_rank(exchange.rank, exchange.size):
             plan, packed = self._together(plan_own, "plan")
         gathered = exchange.gather(packed, self._phase("gather plans"))
         plans: list[LoadPlan] = []
@@ -379,12 +379,12 @@ class _StateLoad:
         self._paths: dict[str, Path] = {}
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
         self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: replacements for tensors without memory
-        self._tied: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
+        self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
         self._per_rank = Restoring()
 
     def names_below_the_empty_one(self) -> None:
         """Loads a value under the key "" by keys without a prefix, as safetensors files have them."""
-        self._checkpoint_key = renaming({"": ""})
+        self._checkpoint_key = rename_function({"": ""})
 
     def plan(
         self,
@@ -405,19 +405,19 @@ class _StateLoad:
             application.drop_absent_state(present)
         application.ask_for_all_groups(present, of)
         flat, self._paths = flatten(application.form)
-        names = renamed(flat, of)
+        names = rename_keys(flat, of)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
-        self._new = with_memory(values)
-        wanted = self._per_rank.wanted({**values, **self._new}, lambda: present)
+        self._new = allocate_targets(values)
+        wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
         planner = FillPlanner(allow_cast)
         planner.set_up_planner({**wanted, **dict.fromkeys(extra)}, metadata)
         missing, mismatched = planner.misfits()
-        self._tied = tied(missing, values)
-        if self._tied:
-            planner.leave_out(set(self._tied))
-            missing = [name for name in missing if name not in self._tied]
+        self._shared = find_shared(missing, values)
+        if self._shared:
+            planner.leave_out(set(self._shared))
+            missing = [name for name in missing if name not in self._shared]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
         expected = wanted.keys() | checkpoint.aliases
         unexpected = [
@@ -432,7 +432,7 @@ class _StateLoad:
         for name, value in chain(self._new.items(), planner.objects.items()):
             if name in loaded and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)
-        for name, other in self._tied.items():
+        for name, other in self._shared.items():
             if other in self._new and other in loaded:
                 self._place(self._paths[self._state_keys[name]], self._new[other])
         own = {self._state_keys[name] for name in loaded if name in self._state_keys}

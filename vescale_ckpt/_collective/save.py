@@ -24,7 +24,7 @@ from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._state.application import saved_form
-from .._state.per_rank import counted
+from .._state.per_rank import set_rank
 from .._storage.open_storage import storage_at
 from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
@@ -220,7 +220,7 @@ class Save:
             return b"." if exchange.is_coordinator else pickle.dumps(value)
 
         def plan() -> bytes:
-            with counted(exchange.rank, exchange.size):
+            with set_rank(exchange.rank, exchange.size):
                 planner.set_up_planner(values, self._storage_meta(), exchange.is_coordinator)
                 planner.ranks = exchange.ranks
                 return packed(planner.create_local_plan())

@@ -12,7 +12,7 @@ import torch
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.open_checkpoint import numpy_is_missing
 from .._checkpoint.safetensors.model_names import holds_export
-from .._state.flatten import nested
+from .._state.flatten import nest
 from .._state.structure import Path, Structure
 from .._storage.open_storage import is_folder as is_directory
 from .._storage.open_storage import stat_of, storage_at
@@ -131,7 +131,7 @@ def torch_file(
 
     def save(stream: IO[bytes], source: Checkpoint) -> None:
         tensors = {output.name: read_whole(output, source) for output in outputs}
-        state = nested({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
+        state = nest({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
         try:
             torch.save(state, stream)
         except Exception as error:

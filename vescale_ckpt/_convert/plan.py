@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read
-from .._state.key_selection import Rename, Selection, renamed, renaming
+from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.structure import Path
 from ..errors import CheckpointError, MissingKeysError
 
@@ -84,7 +84,7 @@ def plan(
     missing = selection.without_match(stored)
     if missing:
         raise MissingKeysError(missing)
-    names = renamed([key for key in stored if key in selection], renaming_by_rules(rename))
+    names = rename_keys([key for key in stored if key in selection], renaming_by_rules(rename))
     outputs = [
         Output(names[key], info.shape, info.dtype, info.dtype, (key,))
         for key, info in source.tensors.items()
@@ -126,7 +126,7 @@ def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
     """The function from a key of the source to its new name. Rules apply one after another, each to the result of the
     one before, with `re.sub`. Raises ValueError for an invalid rule."""
     if rename is None or callable(rename) or hasattr(rename, "keys"):
-        return renaming(rename)  # type: ignore[arg-type]
+        return rename_function(rename)  # type: ignore[arg-type]
     if isinstance(rename, str) or not isinstance(rename, Iterable):
         kind = type(rename).__name__
         raise ValueError(f"rename: a function, a mapping of names or pairs of texts are wanted, or None, not {kind}")

@@ -25,7 +25,7 @@ from .._load.by_items import ItemTargets
 from .._load.match import check_all_there, mismatch, mismatches_on_index, wanted_elements
 from .._plan.read_plan import PackedReads
 from .._state import objects
-from .._state.chunks import carry_protocol, chunks_to_read, read_items, shard_at, tells_chunks
+from .._state.chunks import chunks_to_read, copy_protocol, read_items, shard_at, tells_chunks
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener, place
 from .._state.per_rank import PerRank, Restoring
@@ -95,7 +95,7 @@ class LoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             for key, value in told.items():  # DCP replaces tensors on the meta device by tensors that do not tell
                 if value is not self.state_dict[key]:
-                    carry_protocol(value, self.state_dict[key])
+                    copy_protocol(value, self.state_dict[key])
             for key, value in wrapped.items():  # DCP replaces objects that it does not know by None
                 self.state_dict[key] = value
                 place(state_dict, mappings.get(key, (key,)), value)
@@ -103,7 +103,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.original_state_dict, self.state_dict, self.mappings = state_dict, flat, mappings
             self.metadata, self.is_coordinator = metadata, is_coordinator
         if metadata is not None:
-            self.state_dict = self._per_rank.wanted(self.state_dict, lambda: self._stored_keys(metadata))
+            self.state_dict = self._per_rank.unwrap(self.state_dict, lambda: self._stored_keys(metadata))
 
     def _begin(self, metadata: Metadata | None) -> None:
         self._reads = None

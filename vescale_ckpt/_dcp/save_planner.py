@@ -24,14 +24,14 @@ from .._engine.rows import PLAN_ROW, Inventory, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
 from .._plan import replicas
-from .._plan.plan_cache import KeptLocalPlan, PlanCache, what_changed
+from .._plan.plan_cache import KeptLocalPlan, PlanCache, describe_changes
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
 from .._state.chunks import needs_fields, tells_chunks
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener
-from .._state.per_rank import this_rank, unwrapped
+from .._state.per_rank import this_rank, unwrap_per_rank
 from .._state.structure import Structure
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS, Placement, checked_flag
@@ -118,10 +118,10 @@ class SavePlanner(DefaultSavePlanner):
         self._cache.begin()
         if self.flatten_state_dict:
             flat, paths, structure = self._flattener.flatten(state_dict)
-            state_dict, self.mappings = unwrapped(flat, paths)
+            state_dict, self.mappings = unwrap_per_rank(flat, paths)
             self._take_structure(structure)
         else:
-            state_dict, _ = unwrapped(state_dict, {})
+            state_dict, _ = unwrap_per_rank(state_dict, {})
             self._structure = ""
         if self.flatten_sharded_tensors and holds_any(state_dict, ShardedTensor):
             state_dict = flatten_sharded_tensors(state_dict)
@@ -253,7 +253,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
-            logger.info("planning again: %s", what_changed(last, description.inventory))
+            logger.info("planning again: %s", describe_changes(last, description.inventory))
         contents = [objects.dump(value, key, tells=False) for key, value in description.objects.items()]
         return PackedSavePlan(
             [],

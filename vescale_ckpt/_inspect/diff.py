@@ -18,7 +18,7 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._state.key_selection import Selection, suggested
+from .._state.key_selection import Selection, suggest_rename
 from .._storage.open_storage import checkpoint_path
 from ..errors import MissingKeysError
 from .boxes import as_numbers, values
@@ -140,7 +140,7 @@ class Fit:
 def fit(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> Fit:
     """Compares keys, dtypes and shapes. Raises the errors of reading."""
     found = diff(path, like)
-    return Fit(found.only_b, found.kinds, found.only_a, *suggested(found.only_b, found.only_a))
+    return Fit(found.only_b, found.kinds, found.only_a, *suggest_rename(found.only_b, found.only_a))
 
 
 def _kinds(source: Checkpoint) -> dict[str, str]:

@@ -72,7 +72,7 @@ def begin_reading(
         reads, records[:] = begin()
         if reads is not None and any_wrapper(reads.description.tensors):
             rows, apart = reads.split(is_wrapper)
-            reads = reads.only(rows)
+            reads = reads.with_reads(rows)
         return reads, load.checkpoint.save_id, load.checkpoint.stored_bytes()
 
     reads, routed = broadcast.begin(needs, load.options.verify)
@@ -81,12 +81,12 @@ def begin_reading(
     known = routed.objects(lambda rows: load.read_whole([records[row] for row in rows]))
     if routed.deliver(load, reads):
         load.bytes = load.shared_bytes = routed.routes.shared_bytes
-        reads = None if reads is None else reads.only(routed.routes.own)
+        reads = None if reads is None else reads.with_reads(routed.routes.own)
     return _with_rows(reads, apart), load.objects(records, known)
 
 
 def _with_rows(reads: PackedReads | None, rows: bytes) -> PackedReads | None:
-    return reads.only(reads.reads + rows) if reads is not None and rows else reads
+    return reads.with_reads(reads.reads + rows) if reads is not None and rows else reads
 
 
 def fill_packed(load: Load, reads: PackedReads) -> None:

@@ -79,7 +79,7 @@ class Load(RecordReader):
         if description is not None and (bad := overlapping(tensors, _C.not_contiguous(description.table))):
             items = range(len(description.names))
             raise overlaps_itself(
-                next(description.names[item] for item in items if description.tensor_number(item) == bad[0])
+                next(description.names[item] for item in items if description.tensor_index(item) == bad[0])
             )
         phase = f"loading {self.where}: wait until a save has copied the state"
         wait_until_copied(phase, settings.timeout(self.options.timeout))

@@ -1,4 +1,4 @@
-"""Builds the items of DCP's plans and results when they are first used."""
+"""`LazyList` builds the items of plans and results for DCP at their first use."""
 
 from __future__ import annotations
 

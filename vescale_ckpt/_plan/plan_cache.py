@@ -1,4 +1,4 @@
-"""Keeps the plans of a save planner for later saves, and describes what changed if none fits."""
+"""`PlanCache` keeps the plans of a save planner for later saves, and describes what changed if none fits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple, TypeVar
 from .._engine import _C
 from .save_plan import ExportParts, GlobalSavePlan
 
-MOST_PLANS = 4  # one for each form of state that is saved in turn with one planner
+MOST_PLANS = 4  # one planner may save so many forms of state in turn
 
 
 @dataclass(frozen=True)
 class KeptLocalPlan:
-    """This rank's local plan, of a global plan that all ranks agreed on, and what it was made for."""
+    """This rank's local plan of a global plan that all ranks agreed on, with the inputs of the plan."""
 
-    plan_id: bytes  #: of the global plan
+    plan_id: bytes  #: id of the global plan
     position: int  #: the rank that the local plan is for, within the group of the global plan
     local_plan: bytes
-    inventory: bytes  #: all of it, no hash: it is compared byte by byte
+    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
     paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
     structure: str  #: `Structure.pack`: what the paths leave out
     coordinates: bool  #: whether this rank coordinated
-    ranks: tuple[int, ...] | None  #: of the group, as the default group numbers them; None: not known
+    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
     holders: bytes = b""  #: which boxes other ranks hold, too: `_C.GlobalPlan.holders`
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
@@ -35,28 +35,28 @@ Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
 class PlanCache:
     """Local plans, and on the coordinator also global plans: the last `MOST_PLANS` of each.
 
-    A plan is put by all ranks when it is used, and a look-up changes no order. So the coordinator keeps every global
-    plan of which some rank keeps its local plan.
+    All ranks put a plan when they use it, and a look-up changes no order. So the coordinator keeps every global plan of
+    which some rank keeps its local plan.
     """
 
     def __init__(self) -> None:
-        # By the id of the global plan. The last one was used last.
+        # {id of the global plan: plan}, in the order of last use.
         self._local_plans: dict[bytes, KeptLocalPlan] = {}
         self._global_plans: dict[bytes, GlobalSavePlan] = {}
         self._is_planning = False
 
     def begin(self) -> None:
-        """Called when planning begins on this rank."""
-        if self._is_planning:  # the last planning did not end: that save failed, and ranks may have kept other plans
+        """Notes that planning begins on this rank."""
+        if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
             self.forget_local_plans()
         self._is_planning = True
 
     def end(self) -> None:
-        """Called when this rank has accepted its local plan."""
+        """Notes that this rank has accepted its local plan."""
         self._is_planning = False
 
     def forget_local_plans(self) -> None:
-        """Global plans are kept: other ranks may still name them."""
+        """Forgets the local plans. Keeps global plans, because other ranks may still name them."""
         self._local_plans.clear()
 
     def local_plan(
@@ -67,9 +67,9 @@ class PlanCache:
         coordinates: bool,
         ranks: tuple[int, ...] | None,
     ) -> KeptLocalPlan | None:
-        wanted = coordinates, ranks, inventory, structure, paths
+        inputs = coordinates, ranks, inventory, structure, paths
         for kept in reversed(self._local_plans.values()):
-            if (kept.coordinates, kept.ranks, kept.inventory, kept.structure, kept.paths) != wanted:
+            if (kept.coordinates, kept.ranks, kept.inventory, kept.structure, kept.paths) != inputs:
                 continue
             if not coordinates or self.global_plan(kept.plan_id) is not None:
                 return kept
@@ -111,9 +111,9 @@ class _Key(NamedTuple):
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and size
 
 
-def what_changed(old: bytes, new: bytes, most: int = 5) -> str:
-    """The first `most` differences between two inventories: keys, dtypes, shapes, shards. Sizes of objects are not
-    compared."""
+def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:
+    """Returns the first `most` differences between two inventories as text: keys, dtypes, shapes, shards. Does not
+    compare sizes of objects."""
     before, after = _keys(old), _keys(new)
     differences = list(_differences(before, after))
     if not differences:

@@ -20,22 +20,22 @@ from .lazy_list import LazyList
 
 @dataclass(frozen=True)
 class ReadRow:
-    """One read: a box of a stored chunk, into a box of an item of the inventory; or an object."""
+    """One read of a part of a stored chunk into a part of an item's chunk, or of an object."""
 
     item: int
     file: int
-    offset: int  #: of the record
-    length: int  #: of the record
-    crc: int  #: CRC-32, -1 if metadata has none
+    offset: int  #: position of the record in the file
+    length: int  #: length of the record
+    crc: int  #: CRC-32; -1 if metadata has none
     dtype: torch.dtype = torch.uint8
     chunk_size: tuple[int, ...] = ()
     storage_offset: tuple[int, ...] = ()  #: within the chunk
     lengths: tuple[int, ...] = ()
-    dest_offset: tuple[int, ...] = ()  #: within the item's box
+    dest_offset: tuple[int, ...] = ()  #: within the item's chunk
 
 
 class PlannedReads(Protocol):
-    """The attributes of `_C.LoadPlan` that are used here."""
+    """The attributes of `_C.LoadPlan` that this module uses."""
 
     @property
     def reads(self) -> bytes: ...
@@ -46,7 +46,7 @@ class PlannedReads(Protocol):
 
 
 class PackedReads(LazyList):
-    """What a rank reads. Looks like `list[ReadItem]` on that rank; pickles as an empty list."""
+    """The reads of a rank. Looks like `list[ReadItem]` on that rank; pickles as an empty list."""
 
     def __init__(
         self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
@@ -54,17 +54,17 @@ class PackedReads(LazyList):
         self._planner = weakref.ref(planner)
         self.description = description
         self.plan = plan
-        self.reads = plan.reads if reads is None else reads  #: of tensors: rows of `LoadPlan.reads`
+        self.reads = plan.reads if reads is None else reads  #: reads of tensors: rows of `LoadPlan.reads`
         self._bytes_alone: dict[bool, int] = {}
 
-    def only(self, reads: bytes) -> PackedReads:
-        """The same plan with other rows for tensors: `reads`."""
+    def with_reads(self, reads: bytes) -> PackedReads:
+        """Returns the same plan with `reads` as its rows of tensors."""
         planner = self.planner()
         assert planner is not None
         return PackedReads(planner, self.description, self.plan, reads)
 
     def split(self, is_apart: Callable[[torch.Tensor], bool]) -> tuple[bytes, bytes]:
-        """The rows of tensors in two tables: those whose targets are not `is_apart`, and those whose targets are."""
+        """Splits the rows of tensors into two tables: first targets that are not `is_apart`, then targets that are."""
         tables = bytearray(), bytearray()
         for row in self._raw_rows():
             tensor, _ = self.description.source(row[0])
@@ -72,13 +72,13 @@ class PackedReads(LazyList):
         return bytes(tables[0]), bytes(tables[1])
 
     def without(self, names: Container[str]) -> PackedReads:
-        """The same plan, which reads nothing into the tensors of `names`."""
+        """Returns the same plan without reads into the tensors of `names`."""
         rows = [row for row in self._raw_rows() if self.description.names[row[0]] not in names]
-        return self.only(b"".join(row.tobytes() for row in rows))
+        return self.with_reads(b"".join(row.tobytes() for row in rows))
 
     def stored_alike(self, name: str, other: str) -> bool:
-        """Whether the tensors of two keys are known to be stored with equal bytes: in the same records, or in records
-        of equal checksums."""
+        """Whether the tensors of two keys are certainly stored with equal bytes: in the same records, or in records
+        with equal checksums."""
         stored: dict[str, list[tuple[int, ...]]] = {name: [], other: []}
         for row in self._raw_rows():
             if (key := self.description.names[row[0]]) in stored:
@@ -90,7 +90,7 @@ class PackedReads(LazyList):
         return known and sorted(row[at_crc:] for row in rows) == sorted(row[at_crc:] for row in others)
 
     def bytes_read_alone(self, verify: bool) -> int:
-        """About how many bytes this rank reads for its tensors if no other rank reads for it."""
+        """Estimates how many bytes this rank reads for its tensors if no other rank reads for it."""
         if verify not in self._bytes_alone:
             self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
         return self._bytes_alone[verify]
@@ -100,9 +100,9 @@ class PackedReads(LazyList):
 
     def rows(self) -> Iterator[ReadRow]:
         for row in self._raw_rows():
-            number, file, offset, length, crc, dtype, ndim = row[:7]
-            boxes = [tuple(row[7 + i * ndim : 7 + (i + 1) * ndim]) for i in range(4)]
-            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+            item, file, offset, length, crc, dtype, ndim = row[:7]
+            shapes = [tuple(row[7 + i * ndim : 7 + (i + 1) * ndim]) for i in range(4)]
+            yield ReadRow(item, file, offset, length, crc, CODE_DTYPES[dtype], *shapes)
 
     def _raw_rows(self) -> Iterator[memoryview]:
         reads, at = words(self.reads), 0
@@ -119,8 +119,8 @@ class PackedReads(LazyList):
         return len(kinds) - kinds.count(OBJECT)
 
     def read_table(self) -> tuple[bytes, bytes, list[int]]:
-        """The engine's table of the reads, the device of each row, -1 for host memory, and the numbers of the reads
-        that are not in the table: the engine cannot fill their targets, or not fast."""
+        """Returns the engine's table of the reads, the device of each row (-1: host memory), and the indices of the
+        reads that are not in the table because the engine cannot fill their targets, or not fast."""
         description = self.description
         return _C.read_table(
             description.inventory, self.reads, description.sources, description.table, description.ready
@@ -137,11 +137,11 @@ class PackedReads(LazyList):
         return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
 
     def item(self, row: ReadRow) -> ReadItem:
-        name, box = self.description.names[row.item], self.description.items[row.item][6]
-        chunk = [a + b - c for a, b, c in zip(box, row.dest_offset, row.storage_offset, strict=True)]
+        name, offset = self.description.names[row.item], self.description.items[row.item][6]
+        chunk = [a + b - c for a, b, c in zip(offset, row.dest_offset, row.storage_offset, strict=True)]
         return ReadItem(
             type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, box, row.item),
+            dest_index=MetadataIndex(name, offset, row.item),
             dest_offsets=torch.Size(row.dest_offset),
             storage_index=MetadataIndex(name, chunk),
             storage_offsets=torch.Size(row.storage_offset),

@@ -1,11 +1,11 @@
 """Finds keys under which ranks hold different values, for saves that store one value of each key.
 
-A key that several ranks hold is saved from one of them, or in pieces from several: then different values would be a
-mixture that no rank ever had. So every save compares some elements of each box that several ranks hold, in messages
-that it sends anyway. A new plan compares a hash of each box (csrc/plan/replicas.h) and names keys and ranks. A save
-that reuses a plan compares one sum over all ranks. If it is not 0, ranks plan anew.
+A key that several ranks hold is saved from one of them, or in parts from several. In parts, different values would
+become a mixture that no rank ever had. So every save compares some elements of each box that several ranks hold, in
+messages that it sends anyway. A new plan compares a hash of each box (csrc/plan/replicas.h) and names keys and ranks. A
+save that reuses a plan compares one sum over all ranks. If it is not 0, ranks plan again.
 
-Boxes on devices are compared if they are large: each look at one is work for the device, and waits for it.
+Boxes on devices are compared only if they are large, because each comparison waits for the device.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 Name = TypeVar("Name")
 
-LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # a smaller box is never split
+LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # plans never split a smaller box
 
-_OF_SMALL, _OF_LARGE = 4, 16  # elements that are compared
-_SAMPLE = _OF_SMALL, _OF_LARGE, LARGE_BYTES
+_SMALL_SAMPLE, _LARGE_SAMPLE = 4, 16  # so many elements of a small and of a large box are compared
+_SAMPLE = _SMALL_SAMPLE, _LARGE_SAMPLE, LARGE_BYTES
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def offered_hashes(description: Description, on_devices: bool) -> bytes:
-    """For each item of the inventory a hash of 64 bits; 0 for what is not compared. `on_devices`: whether boxes on
-    devices are; that waits for copies from them."""
+    """Returns a hash of 64 bits for each item of the inventory; 0 for an item that is not compared. `on_devices`:
+    whether boxes on devices are compared; this waits for copies from them."""
     packed, rest = _C.offered_hashes(*_tables(description), description.offered)
     if rest:
         hashes = array("Q", packed)
@@ -52,8 +52,8 @@ def offered_hashes(description: Description, on_devices: bool) -> bytes:
 
 
 def replica_sum(description: Description, holders: bytes, on_devices: bool) -> tuple[int, bool]:
-    """This rank's part of the sum over all ranks that is 0 if no box differs, as a signed integer of 64 bits, and
-    whether all boxes that are compared are in it. `holders`: of the plan that is reused."""
+    """Returns this rank's term of the sum over all ranks that is 0 if no box differs, as a signed integer of 64 bits,
+    and whether it covers all boxes that are compared. `holders`: from the plan that is reused."""
     if not holders:
         return 0, True
     total, rest = _C.replica_sum(*_tables(description), holders)
@@ -76,10 +76,10 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
 
 
 def warn_of_objects(of_ranks: Iterable[tuple[Inventory, bytes] | None]) -> None:
-    """Warns of keys whose objects differ between ranks: only one is saved, which is mostly a mistake (random states,
-    data loaders).
+    """Warns of keys whose objects differ between ranks. Only one object is saved, which is mostly a mistake (random
+    states, data loaders).
 
-    `of_ranks`: for each rank its inventory and a CRC-32 of each object in it; None for a rank without them.
+    `of_ranks`: the inventory of each rank and a CRC-32 of each object in it; None for a rank without them.
     """
     names: dict[Inventory, list[str]] = {}
 
@@ -103,7 +103,7 @@ def warn_of_objects(of_ranks: Iterable[tuple[Inventory, bytes] | None]) -> None:
 
 
 def _differing(of_ranks: Iterable[Iterable[tuple[Name, int]]]) -> dict[Name, tuple[int, int]]:
-    """The names whose values differ, with the first two ranks that do. `of_ranks`: names and values on each rank."""
+    """Returns {name: the first two ranks whose values differ}. `of_ranks`: names and values on each rank."""
     seen: dict[Name, tuple[int, int]] = {}
     found: dict[Name, tuple[int, int]] = {}
     for rank, values in enumerate(of_ranks):
@@ -128,14 +128,14 @@ def _is_small_or_here(description: Description, item: int) -> bool:
 
 
 def _tensors(description: Description, items: Iterable[int], on_devices: bool) -> list[tuple[int, torch.Tensor, int]]:
-    """Those of the items that are compared: number, box, and how many elements of it."""
+    """Returns the items that are compared: the item's index, its tensor, and how many elements are compared."""
     found = []
     for item in items:
         tensor, offset = description.source(item)
         large = description.items[item][4] >= LARGE_BYTES
         if (tensor.is_cpu or (large and on_devices)) and not is_wrapper(tensor):
             size = description.items[item][7]
-            found.append((item, narrowed(tensor, offset, size), _OF_LARGE if large else _OF_SMALL))
+            found.append((item, narrowed(tensor, offset, size), _LARGE_SAMPLE if large else _SMALL_SAMPLE))
     return found
 
 
@@ -143,7 +143,7 @@ def _hash(*values: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
-# The same hash as in csrc/state/replica_hash.h, for tensors that the engine cannot read: on devices, or lazily
+# This is the hash of csrc/state/replica_hash.h, for tensors that the engine cannot read: they are on devices, or lazily
 # conjugated.
 
 
@@ -153,7 +153,7 @@ def _hashes(tensors: Sequence[tuple[int, torch.Tensor, int]]) -> list[tuple[int,
     for number, tensor, most in tensors:
         try:
             elements = _elements(tensor, most)
-        except Exception:  # a class or dtype that cannot be hashed here cannot be on any rank
+        except Exception:  # no rank can hash such a class or dtype
             continue
         numbers, of_group = groups.setdefault((tensor.device, elements.dtype, elements.numel()), ([], []))
         numbers.append(number)
@@ -164,33 +164,33 @@ def _hashes(tensors: Sequence[tuple[int, torch.Tensor, int]]) -> list[tuple[int,
             rows = torch.stack(of_group).to("cpu", torch.int64)
         except Exception:
             continue
-        rows ^= rows >> 31  # lets the high bits count in the low ones
+        rows ^= rows >> 31  # mixes the high bits into the low bits
         rows *= torch.tensor(_factors()[: rows.shape[1]], dtype=torch.int64, device="cpu")
         found += zip(numbers, [value & _MASK or 1 for value in rows.sum(1).tolist()], strict=True)
     return found
 
 
 def _elements(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """At most so many elements of a tensor, as integers: the same ones whatever its device and strides."""
+    """Returns at most so many elements of a tensor as integers. The choice does not depend on device and strides."""
     total = tensor.numel()
     count = min(most, total)
     step = total // count
     first = step // 2 if count > 1 else 0
     if tensor.is_contiguous():
-        some_of_it = torch.as_strided(tensor, (count,), (step,), tensor.storage_offset() + first)
+        sample = torch.as_strided(tensor, (count,), (step,), tensor.storage_offset() + first)
     else:
-        positions = torch.arange(count, device=tensor.device) * step + first
-        some_of_it = tensor[torch.unravel_index(positions, tensor.shape)]
-    some_of_it = some_of_it.resolve_conj().resolve_neg()
+        indices = torch.arange(count, device=tensor.device) * step + first
+        sample = tensor[torch.unravel_index(indices, tensor.shape)]
+    sample = sample.resolve_conj().resolve_neg()
     if tensor.itemsize == 16:
-        some_of_it = torch.view_as_real(some_of_it).reshape(-1)
-    return some_of_it.view(_INTEGERS[some_of_it.itemsize])
+        sample = torch.view_as_real(sample).reshape(-1)
+    return sample.view(_INTEGERS[sample.itemsize])
 
 
 @lru_cache
 def _factors() -> list[int]:
-    """Odd numbers, so that a product loses no bit; the same on all ranks."""
-    return [_signed(_hash("factor", number) | 1) for number in range(2 * _OF_LARGE)]
+    """Returns the factors of the hash, equal on all ranks. They are odd, so that a product loses no bit."""
+    return [_signed(_hash("factor", index) | 1) for index in range(2 * _LARGE_SAMPLE)]
 
 
 @lru_cache

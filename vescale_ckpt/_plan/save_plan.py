@@ -1,7 +1,7 @@
-"""Holds a save's plans and results as tables of integers that DCP sees as its lists of items.
+"""Holds a save's plans and results for DCP as tables of integers, which DCP sees as its lists of items.
 
-DCP passes plans and results between calls and ranks unread. Code that reads them, such as a stock storage writer, finds
-DCP's own items in them.
+DCP passes plans and results between calls and ranks without reading them. Code that reads them, such as a stock storage
+writer, gets DCP's own items.
 """
 
 from __future__ import annotations
@@ -73,26 +73,28 @@ class PackedSavePlan(SavePlan):
     """The plan that a rank sends to the coordinator (its inventory), or gets back (its local plan). Either may be only
     the id of a plan that both have kept."""
 
+    # These fields go to the coordinator.
     plan_id: bytes = b""
-    position: int = -1  #: the rank, among those planned for, that the local plan is for
-    inventory: Inventory | None = None  #: to the coordinator; None: the one that plan `plan_id` was made from
-    paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
-    structure: str = ""  #: to the coordinator: `Structure.pack`, what the paths leave out
-    digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
-    replicas: bytes = b""  #: to the coordinator: `replicas.offered_hashes`
-    check: int = 0  #: to the coordinator: `replicas.replica_sum`, if this is only an id
-    checked: bool = True  #: whether `check` has all boxes that are compared
-    local_plan: bytes | None = None  #: from the coordinator: the local plan; None: the kept one
-    holders: bytes = b""  #: from the coordinator, with the local plan: `_C.GlobalPlan.holders`
+    position: int = -1  #: the local plan is for this one of the planned ranks
+    inventory: Inventory | None = None  #: None: the inventory that plan `plan_id` was made from
+    paths: bytes = b""  #: DCP's planner_data, packed
+    structure: str = ""  #: `Structure.pack`: what the paths leave out
+    digests: bytes = b""  #: a checksum of each object, in the order of the inventory
+    replicas: bytes = b""  #: `replicas.offered_hashes`
+    check: int = 0  #: `replicas.replica_sum`, if this is only an id
+    checked: bool = True  #: whether `check` covers all boxes that are compared
+    # These fields come from the coordinator.
+    local_plan: bytes | None = None  #: None: the kept local plan
+    holders: bytes = b""  #: with a local plan, `_C.GlobalPlan.holders`
 
 
 class GlobalSavePlan:
     """The coordinator's plan of a save: which rank writes what, and all that metadata needs except record locations.
 
     Args:
-        inventories, paths: of each rank.
-        hashes: of each rank's boxes, to compare replicas (`replicas.offered_hashes`); empty: they are not compared.
-        pieces: whether large tensors are written in pieces, by several ranks.
+        inventories, paths: one of each rank.
+        hashes: hashes of each rank's boxes, to compare replicas (`replicas.offered_hashes`); empty: no comparison.
+        pieces: whether several ranks may write a large tensor in pieces.
         kept: whether the coordinator keeps the plan for later saves.
 
     Raises `CheckpointError`, with the key and the ranks, if inventories do not fit together.
@@ -116,15 +118,16 @@ class GlobalSavePlan:
             self.plan = _C.GlobalPlan(inventories, placement, least, hashes=list(hashes))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
-        # Random, no hash of the inputs: equal inputs may be planned differently, and local plans must be of one plan.
+        # The id is random, not a hash of the inputs: equal inputs may give different plans, and all local plans must
+        # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
-        self._catalogs: dict[int, _C.Catalog] = {}  # by node
+        self._catalogs: dict[int, _C.Catalog] = {}  # {node: catalog}
         self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by the options of an export, with its token
 
     def files(
         self, locations: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
-        """The bytes of `.metadata` and of the index, from the record locations and file names of each rank."""
+        """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank."""
         return _C.checkpoint_files(self.catalog(node), locations, names, self.paths, directory, save_id, self.structure)
 
     def catalog(self, node: int = 0) -> _C.Catalog:
@@ -134,7 +137,7 @@ class GlobalSavePlan:
 
 
 class SavePlans(list[SavePlan]):
-    """The coordinator's answers to all ranks. `planned`, for its storage writer: the global plan they are of."""
+    """The coordinator's answers to all ranks. Its storage writer reads `planned`, the global plan of the answers."""
 
     def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
         super().__init__(answers)
@@ -183,20 +186,21 @@ class PackedItems(LazyList):
         if not (changed := self.description.changed()):
             return
         for item in words(self.local_plan)[: self.count_tensors() * PLAN_ROW : PLAN_ROW]:
-            if self.description.tensor_number(item) in changed:
+            if self.description.tensor_index(item) in changed:
                 raise changed_meanwhile(self.description.names[item])
 
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
-        """The engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all in place."""
+        """Returns the engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all of
+        them in place."""
         return _C.write_table(*self._tables(rows))
 
     def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
-        """The same for a snapshot, of tensors in host memory or on CUDA devices; and for each row its device (-1: the
-        host)."""
+        """Returns the same for a snapshot of tensors in host memory or on CUDA devices, and the device of each row (-1:
+        the host)."""
         return _C.copy_table(*self._tables(rows))
 
     def ready_rows(self) -> bytes:
-        """For each row of a tensor what `TensorReads.ready` says of that tensor."""
+        """Returns the flag of `TensorReads.ready` for each row of a tensor."""
         return _C.ready_rows(*self._tables(None))
 
     def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
@@ -210,7 +214,7 @@ class PackedItems(LazyList):
         return description.inventory, local_plan, description.sources, description.table, description.ready
 
     def body_bytes(self) -> bytes:
-        """The size of each tensor in the plan: 64-bit integers, bytes."""
+        """Returns the bytes of each tensor in the plan, as 64-bit integers."""
         if NOT_READY not in self.description.ready:
             return _C.body_bytes(self.copy_table()[0])
         return body_bytes(self[: self.count_tensors()]).tobytes()
@@ -227,7 +231,7 @@ class PackedItems(LazyList):
         return built
 
     def resolve(self, index: MetadataIndex) -> Any:
-        """The value that an item of this plan stands for: a tensor, a view of a piece of one, or an object."""
+        """Returns the value of an item of this plan: a tensor, a view of a part of one, or an object."""
         self._items()
         item, dim, start, length = self._rows[index]
         description = self.description
@@ -261,7 +265,7 @@ def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> Wri
 
 
 def body_bytes(items: Sequence[WriteItem]) -> array[int]:
-    """The size of each tensor, bytes. Raises `CheckpointError` for an item without tensor data."""
+    """Returns the bytes of each tensor. Raises `CheckpointError` for an item without tensor data."""
     sizes = array("q")
     for item in items:
         data = item.tensor_data
@@ -283,7 +287,7 @@ class PackedResults(LazyList):
     ) -> None:
         self.locations = locations
         self.names = names
-        self.votes = votes  #: `Timeline.votes` of the rank that wrote
+        self.votes = votes  #: `Timeline.votes` of the writing rank
         self._of = items
 
     def __len__(self) -> int:
@@ -291,7 +295,7 @@ class PackedResults(LazyList):
 
     def _build(self) -> list[WriteResult]:
         if self._of is None:
-            raise CheckpointError("packed results of another rank can only be used with the plan they belong to")
+            raise CheckpointError("packed results of another rank can only be used together with their plan")
         locations = words(self.locations)
         return [
             write_result(item.index, self.names, *locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
@@ -307,12 +311,12 @@ def write_result(
 ) -> WriteResult:
     info = StorageInfo(names[file], offset, length)
     if crc >= 0:
-        info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: loads compare it with the data
+        info.crc = crc  # type: ignore[attr-defined]  # .metadata holds it, and loads compare it with the data
     return WriteResult(index, length, info)
 
 
 def pack_items(items: Sequence[WriteItem]) -> bytes:
-    """The inventory of another planner's plan. Raises `CheckpointError` for a dtype without a code."""
+    """Makes the inventory of another planner's plan. Raises `CheckpointError` for a dtype without a code."""
     rows = []
     for item in items:
         data = item.tensor_data

@@ -1,10 +1,11 @@
-"""Replaces modules, optimizers and other stateful objects by their state for a save, and hands loaded state back.
+"""Replaces modules, optimizers and other stateful objects by their state for saves, and gives loaded state back to
+them.
 
 A module's state has its `state_dict()` names, without the prefixes of wrappers (DDP, `torch.compile`, FSDP1). An
 optimizer's state has the names of the parameters if modules of the same state own them. Then a job that numbers its
-parameters in another way, or shards them over other ranks, finds its own. Both are the names that
-`torch.distributed.checkpoint.state_dict` gives. Any other object with `state_dict` and `load_state_dict` is asked for
-its state and given it by these methods.
+parameters in another way, or shards them over other ranks, finds them by name.
+`torch.distributed.checkpoint.state_dict` gives the same names. For any other object, `state_dict` and `load_state_dict`
+are called.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .optimizers import OptimizerState, is_wrapped
 from .per_rank import PerRank
 from .structure import Path
 
-# A check of a value against a protocol takes ten microseconds: for a flat dictionary, more than planning takes.
+# These types are known to be no `Stateful`. A check against a protocol takes ten microseconds: for a flat dictionary,
+# that is more than planning takes.
 _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor, PerRank}
     | {int, float, str, bool, bytes, type(None), tuple, set}
@@ -35,25 +37,26 @@ _LEAVES = frozenset(
 
 
 def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with each module, optimizer and `Stateful` replaced by its state, at any depth of dicts and lists.
+    """Returns `state` with each module, optimizer and `Stateful` replaced by its state, at any depth of dicts and
+    lists.
 
-    Changes no object: the state of an optimizer that has taken no step yet is saved empty.
+    Changes no object: an optimizer that has taken no step yet is saved with an empty state.
     """
     parts = _find(state)
     return with_forms(state, {part.path: part.form() for part in parts})
 
 
 def trained_tensors(state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
-    """By name the tensors of the modules and optimizers in `state`, of `optimizers`, and those in `state` itself: what
-    training may change."""
+    """Returns {name: tensor} of all tensors that training may change: in `state`, in its modules and optimizers, and in
+    `optimizers`."""
     found: dict[str, torch.Tensor] = {}
     parts = _find(state)
     for part in parts:
         if isinstance(part, _ModulePart):
             found.update({part.prefix + name: tensor for name, tensor in part.value.named_parameters()})
     for optimizer in (*optimizers, *(part.value for part in parts if isinstance(part, _OptimizerPart))):
-        for number, tensor in enumerate(tensor for group in optimizer.param_groups for tensor in group["params"]):
-            found.setdefault(f"parameter {number} of a {type(optimizer).__name__}", tensor)
+        for index, tensor in enumerate(tensor for group in optimizer.param_groups for tensor in group["params"]):
+            found.setdefault(f"parameter {index} of a {type(optimizer).__name__}", tensor)
     values, _ = flatten(with_forms(state, {part.path: {} for part in parts}))
     return {**found, **{key: value for key, value in values.items() if isinstance(value, torch.Tensor)}}
 
@@ -80,8 +83,8 @@ def check_is_mapping(state: object, function: str) -> None:
 class Application:
     """The stateful objects in a state that is being loaded.
 
-    `form` is the state with these objects replaced by theirs. Its tensors are the objects' own if possible. After the
-    load has filled `form`, `restore` hands it back to the objects. `abandon` undoes the changes that `prepare` made.
+    In `form`, the state of each object replaces the object. If possible, its tensors are the objects' own. After the
+    load has filled `form`, `restore` gives the state back to the objects. `abandon` undoes the changes of `prepare`.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -90,29 +93,30 @@ class Application:
         self.form: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Makes `form`. Makes optimizers without state create it, because only an optimizer knows its tensors."""
+        """Makes `form`. Optimizers without state create it, because only an optimizer knows the tensors of its
+        state."""
         self._parts = _find(self._state)
         self.form = with_forms(self._state, {part.path: part.form_to_load() for part in self._parts})
 
     def closed_prefixes(self) -> tuple[str, ...]:
-        """The prefixes of keys under which the form is complete: those of modules, and of optimizers' state."""
+        """Returns the prefixes of keys under which the form is complete: of modules, and of optimizers' state."""
         modules = [part.prefix for part in self._parts if isinstance(part, _ModulePart)]
         return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
 
     def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
-        """Changes the optimizers in `form` to ask for all parameter groups that are `stored`, the keys of the
-        checkpoint, to which `rename` maps those of the state."""
+        """Changes the optimizers in `form` to ask for all stored parameter groups. `stored`: the keys of the
+        checkpoint. `rename`: maps a key of the state to its key in the checkpoint."""
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
                 part.ask_for_all_groups(stored, rename)
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        """Changes the optimizers in `form` to ask for what is `stored`, the keys of the checkpoint.
+        """Changes the optimizers in `form` to ask only for stored state. `stored`: the keys of the checkpoint.
 
-        - Parameters are numbered if numbers are among the stored keys and names are not: then a plain
-          `optimizer.state_dict()` was saved.
-        - The state of a parameter is left out if the parameter is stored and nothing of its state is: it had no state
-          when the optimizer was saved, and gets it at its first step.
+        - Parameters get numbers if the stored keys have numbers and no names: then a plain `optimizer.state_dict()` was
+          saved.
+        - The state of a parameter is left out if the parameter is stored without any state: it had no state when the
+          optimizer was saved, and gets it at its first step.
         """
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
@@ -123,8 +127,8 @@ class Application:
         return any(part.contains(path) for part in self._parts)
 
     def restore(self, loaded: set[str], rename: Callable[[str], str] | None = None) -> None:
-        """Hands `form` to the objects of which at least one key is in `loaded`. Modules come first. `rename` gives the
-        keys of the checkpoint, if they are others."""
+        """Gives `form` to the objects with at least one key in `loaded`. Modules come first. `rename`: maps a key of
+        the state to its key in the checkpoint; None: they are equal."""
         for part in sorted(self._parts, key=lambda part: part.order):
             form: Any = self.form
             for name in part.path:
@@ -191,7 +195,7 @@ class _OptimizerPart(_Part):
     def __init__(self, path: tuple[Any, ...], value: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
         super().__init__(path, value)
         self.state = OptimizerState(value, modules)
-        self.asked: dict[str, Any] = {}  # the form to load
+        self.asked: dict[str, Any] = {}  # the form that the load fills
 
     def form(self) -> Any:
         return self.state.form()
@@ -242,8 +246,8 @@ class _OptimizerPart(_Part):
 
 
 def _with_own_settings(form: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's form whose settings are in tensors of their own. Groups may share one (`lr=torch.tensor(...)`),
-    and are given new ones by `load_state_dict`."""
+    """Returns an optimizer's form with copies of the tensors among its settings. Groups may share such a tensor
+    (`lr=torch.tensor(...)`), and `load_state_dict` gives them new ones."""
     groups = [
         {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in form["param_groups"]
@@ -266,8 +270,8 @@ def _find(state: Mapping[str, Any]) -> list[_Part]:
 
 
 def _has_usual_state(optimizer: Optimizer) -> bool:
-    """Whether its state consists of parameters and groups. That of a container of optimizers (torchtitan has them) may
-    not; such a container is treated like any other stateful object."""
+    """Whether the state consists of parameters and groups. A container of optimizers (torchtitan has them) may have
+    another state; then it is treated like any other stateful object."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
     form = optimizer.state_dict()
@@ -291,8 +295,8 @@ def _objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
 
 
 def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """`state` with `forms` in place of the values at their paths. Containers on these paths are copied; the rest is
-    shared."""
+    """Returns `state` with `forms` in place of the values at their paths. Copies the containers on these paths, and
+    shares the rest."""
     result = dict(state)
     copies: dict[tuple[Any, ...], Any] = {(): result}
     for path, form in forms.items():
@@ -307,13 +311,13 @@ def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -
 
 def _give_memory(module: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
     """Gives parameters and buffers on the meta device the memory of the loaded tensors. They stay the same objects,
-    because optimizers and tied layers refer to them."""
+    because optimizers and layers with shared weights refer to them."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
     for name, own in module.state_dict(keep_vars=True).items():
         value = loaded.get(name.replace("_orig_mod.", ""))
         if isinstance(own, torch.Tensor) and own.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
-            # The loaded tensor itself is not swapped: after a swap it would be on the meta device.
+            # The loaded tensor itself must not be swapped: after a swap it would be on the meta device.
             requires_grad = own.requires_grad
             real = torch.nn.Parameter(value, requires_grad) if isinstance(own, torch.nn.Parameter) else value.detach()
             torch.utils.swap_tensors(own, real)  # type: ignore[no-untyped-call]

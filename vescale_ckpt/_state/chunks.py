@@ -1,9 +1,9 @@
-"""Asks tensors which chunks of a whole tensor they hold, for saves and loads of every kind, as stock DCP asks them.
+"""Asks tensors which chunks of a whole tensor they hold, for saves and loads, in the same way as stock DCP.
 
-Stock DCP asks each value: a method of its protocol (`__create_write_items__` on a save, `__create_chunk_list__` on a
-load), of the type or set on the instance, answers before placements do. A DTensor passes the question to its local
-tensor. Without such a method the four fields of torch's `CheckpointableTensor` answer; torch before 2.14 does not know
-them.
+Stock DCP asks each value by a method of its protocol: `__create_write_items__` on a save, `__create_chunk_list__` on a
+load. The method may be defined in the type or set on the instance, and takes precedence over placements. A DTensor
+passes the call to its local tensor. If there is no such method, the four fields of torch's `CheckpointableTensor`
+count; torch before 2.14 does not know them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tensor_table import narrowed
 
 _WRITE, _READ, _SHARD = "__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_OF_DTENSORS = (DTensor.__create_write_items__, DTensor.__create_chunk_list__)  # they say what placements say
+_OF_DTENSORS = (DTensor.__create_write_items__, DTensor.__create_chunk_list__)  # their result follows from placements
 _KINDS = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
 
 
@@ -45,32 +45,32 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What this rank holds of a tensor."""
+    """The chunks of a tensor that this rank holds."""
 
-    shape: tuple[int, ...]  #: of the whole tensor
+    shape: tuple[int, ...]  #: shape of the whole tensor
     chunks: list[Chunk]
-    tensors: list[torch.Tensor]  #: on this rank, one of the size of each chunk
+    tensors: list[torch.Tensor]  #: the local tensor of each chunk
 
 
 def describes_itself(kind: type) -> bool:
-    """Whether values of a type tell DCP what to write or read of them."""
+    """Whether values of a type list their own items or chunks for DCP."""
     return hasattr(kind, _WRITE) or hasattr(kind, _READ)
 
 
 def with_own_chunks(tensors: list[Any], loading: bool) -> list[int]:
-    """The positions of the tensors that tell their chunks themselves. `tensors` are of any type; a DTensor whose local
-    tensor tells them is not among them."""
+    """Returns the indices of the tensors that list their chunks themselves. `tensors` may have any type. A DTensor
+    whose local tensor lists its chunks is not included."""
     found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0]), _OF_DTENSORS)
-    return [number for number in found if hasattr(tensors[number], _asks(loading)) or has_fields(tensors[number])]
+    return [index for index in found if hasattr(tensors[index], _asks(loading)) or has_fields(tensors[index])]
 
 
 def locals_with_own_chunks(local_tensors: list[torch.Tensor], loading: bool) -> list[int]:
-    """The positions of the local tensors that answer for their DTensors."""
+    """Returns the indices of the local tensors that list chunks for their DTensors."""
     return _C.with_attributes(local_tensors, (_asks(loading),), ())
 
 
 def tells_chunks(value: Any, loading: bool) -> bool:
-    """Whether a value tells its chunks itself, or its local tensor does."""
+    """Whether a value or its local tensor lists its chunks."""
     if type(value) is DTensor and locals_with_own_chunks(torch_private.local_tensors([value]), loading):
         return True
     return isinstance(value, torch.Tensor) and bool(with_own_chunks([value], loading))
@@ -82,31 +82,31 @@ def has_fields(value: Any) -> bool:
 
 
 def needs_fields(value: Any) -> bool:
-    """Whether only these fields tell what a save writes of a value."""
+    """Whether only these fields describe what a save writes of a value."""
     return has_fields(value) and not hasattr(value, _WRITE)
 
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
-    """The shape of the whole tensor that a value is a part of."""
+    """Returns the shape of the whole tensor that a value is a part of."""
     return torch.Size(value.global_shape) if has_fields(value) else value.size()  # type: ignore[attr-defined]
 
 
 def chunks_to_write(key: str, value: Any) -> Chunks | None:
-    """The chunks that a value tells for a save. None if it tells more than chunks of one tensor.
+    """Asks a value for its chunks in a save. Returns None if it lists more than chunks of one tensor.
 
-    Raises `CheckpointError` with the key if it cannot tell them, or if they are not the tensors that it holds.
+    Raises `CheckpointError` with the key if it cannot list them, or if they do not match the tensors that it holds.
     """
-    return _told(key, value, _chunks_to_write)
+    return _ask(key, value, _chunks_to_write)
 
 
 def chunks_to_read(key: str, value: Any) -> Chunks:
-    """The same for a load."""
-    found = _told(key, value, _chunks_to_read)
+    """Does the same for a load."""
+    found = _ask(key, value, _chunks_to_read)
     assert found is not None
     return found
 
 
-def _told(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chunks | None:
+def _ask(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chunks | None:
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return Chunks(tuple(value.size()), [], [])
     try:
@@ -116,7 +116,7 @@ def _told(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chu
                 _check(chunk, tensor, found.shape)
         return found
     except Exception as error:  # the code of a value may raise anything
-        raise CheckpointError(f"{key}: it does not tell which chunks of a tensor it holds: {error}", key=key) from error
+        raise CheckpointError(f"{key}: its own list of chunks cannot be used: {error}", key=key) from error
 
 
 def _chunks_to_write(key: str, value: Any) -> Chunks | None:
@@ -146,10 +146,10 @@ def _chunks_to_read(key: str, value: Any) -> Chunks:
     if not hasattr(value, _READ):
         return _chunks_of_fields(value)
     found = Chunks(tuple(whole_shape(value)), [], [])
-    for number, told in enumerate(value.__create_chunk_list__()):
-        offset = torch.Size(told.offsets)
-        found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(told.sizes)))
-        found.tensors.append(shard_at(value, MetadataIndex(key, offset, number)))
+    for index, chunk in enumerate(value.__create_chunk_list__()):
+        offset = torch.Size(chunk.offsets)
+        found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(chunk.sizes)))
+        found.tensors.append(shard_at(value, MetadataIndex(key, offset, index)))
     return found
 
 
@@ -161,9 +161,9 @@ def _chunks_of_fields(value: Any) -> Chunks:
     return found
 
 
-def write_items(key: str, told: Chunks) -> list[WriteItem]:
-    """The same chunks as DCP's items."""
-    size = torch.Size(told.shape)
+def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
+    """Returns the chunks as DCP's items."""
+    size = torch.Size(chunks.shape)
     kinds = {kind: of_dcp for of_dcp, kind in _KINDS.items()}
     return [
         WriteItem(
@@ -175,18 +175,18 @@ def write_items(key: str, told: Chunks) -> list[WriteItem]:
                 size=size,
             ),
         )
-        for chunk, tensor in zip(told.chunks, told.tensors, strict=True)
+        for chunk, tensor in zip(chunks.chunks, chunks.tensors, strict=True)
     ]
 
 
-def read_items(key: str, told: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
-    """DCP's items that read the chunks from a checkpoint."""
-    wanted = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in told.chunks]
-    return create_read_items_for_chunk_list(key, stored, wanted)
+def read_items(key: str, chunks: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
+    """Returns DCP's items that read the chunks from a checkpoint."""
+    targets = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in chunks.chunks]
+    return create_read_items_for_chunk_list(key, stored, targets)
 
 
-def carry_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Lets `target`, a copy of `source` in other memory, answer as it does."""
+def copy_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Makes `target`, a copy of `source` in other memory, list the same chunks."""
     sources, targets = [source], [target]
     if isinstance(source, DTensor) and isinstance(target, DTensor):
         sources += torch_private.local_tensors([source])
@@ -198,7 +198,8 @@ def carry_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def shard_at(value: Any, index: MetadataIndex) -> torch.Tensor:
-    """The tensor on this rank that holds the chunk at the index's offset of a value. Raises ValueError if none does."""
+    """Returns the local tensor that holds the chunk at the index's offset of a value. Raises ValueError if none
+    does."""
     if isinstance(value, DTensor):
         (local,) = torch_private.local_tensors([value])
         if not _C.with_attributes([value, local], (_SHARD,), (DTensor.__get_tensor_shard__,)):
@@ -221,7 +222,7 @@ def _narrowed(value: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -
 
 
 def _check(chunk: Chunk, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if is_wrapper(tensor):  # its chunk might be cut, as none of its class can be
+    if is_wrapper(tensor):  # a plan might cut the chunk, and wrappers cannot be cut
         raise ValueError(f"expected plain tensors as its chunks, got a {type_name(tensor)}")
     for start, length, whole in zip(chunk.offset, chunk.size, shape, strict=True):
         if not 0 <= start <= start + length <= whole:

@@ -1,7 +1,7 @@
 """Describes a rank's state for planning: an inventory of its boxes and objects, and the memory that holds each box.
 
-The inventory (csrc/state/inventory.h) is plain bytes. The bytes stay the same as long as the keys, dtypes, shapes and
-shards of the state do. The other fields of a `Description` stay on the rank.
+The inventory (csrc/state/inventory.h) is plain bytes. Equal keys, dtypes, shapes and shards give equal bytes. The other
+fields of a `Description` stay on the rank.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .tensor_table import ON_HOST
 
 @dataclass(frozen=True)
 class Description:
-    """A rank's state, to be saved or to be loaded into."""
+    """A rank's state that is saved or loaded."""
 
-    inventory: bytes  #: an item for each box of a tensor and each object, in the order of the keys
+    inventory: bytes  #: it has an item for each box of a tensor and each object, in the order of the keys
     names: list[str]  #: the key of each item
-    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
-    sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
-    tensors: list[torch.Tensor]  #: on this rank; `table` is valid as long as these live unchanged
-    table: bytes  #: `tensor_table` of them
-    ready: bytes  #: for each, the flag of `TensorReads.ready`: whether the engine or a snapshot may use its memory
+    offered: bytes  #: whether other ranks may hold the same box, for each item, as far as is known; empty: all
+    sources: bytes  #: 64-bit integers of each item: tensor, dimensions n, n offsets in it; of an object: -1, 0
+    tensors: list[torch.Tensor]  #: local tensors; `table` is valid as long as they live unchanged
+    table: bytes  #: `tensor_table` of `tensors`
+    ready: bytes  #: the flag of `TensorReads.ready` for each: whether the engine or a snapshot may use its memory
     objects: dict[str, Any]  #: values of the items that are no tensors
     other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are subclasses of other kinds
-    wrappers: dict[int, DTensor]  #: by the number of their local tensor; each has its own version counter
-    storages: list[torch.UntypedStorage]  #: of `tensors`, kept alive although a tensor may be given another one
+    wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}; each has its own version counter
+    storages: list[torch.UntypedStorage]  #: storages of `tensors`, kept alive if a tensor is given another one
     storage_bytes: array[int]
     versions: array[int]  #: the version counters of `tensors`, then of `wrappers`
 
@@ -49,7 +49,7 @@ class Description:
 
     @cached_property
     def items(self) -> list[tuple[Any, ...]]:
-        """The inventory, unpacked: name, kind, dtype code, requires_grad, bytes, shape, offset, size."""
+        """The unpacked inventory: name, kind, dtype code, requires_grad, bytes, shape, offset, size."""
         return _C.inventory_items(self.inventory)
 
     @cached_property
@@ -62,40 +62,39 @@ class Description:
             at = end
         return rows
 
-    def tensor_number(self, item: int) -> int:
-        """The number in `tensors` of the tensor that holds an item. The item must be one of a tensor."""
+    def tensor_index(self, item: int) -> int:
+        """Returns the index in `tensors` of the tensor that holds an item. The item must not be an object."""
         return self._source_rows[item][0]
 
     def changed(self) -> set[int]:
-        """The numbers of `tensors` that were changed since they were described, or of which the memory was freed or
-        cut."""
+        """Returns the indices in `tensors` that changed since they were described, or whose memory was freed or cut."""
         now = array("q", torch_private.versions([*self.tensors, *self.wrappers.values()]))
         sizes = array("q", map(torch.UntypedStorage.nbytes, self.storages))
         if now == self.versions and sizes == self.storage_bytes:
             return set()
-        numbers = [*range(len(self.tensors)), *self.wrappers]
-        changed = {numbers[at] for at, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b}
+        indices = [*range(len(self.tensors)), *self.wrappers]
+        changed = {indices[at] for at, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b}
         sizes_of = zip(self.storages, self.storage_bytes, sizes, strict=True)
         if cut := {storage_identity(storage) for storage, a, b in sizes_of if a != b}:
             strided = [
-                number
-                for number, tensor in enumerate(self.tensors)
+                index
+                for index, tensor in enumerate(self.tensors)
                 if tensor.layout is torch.strided and not is_wrapper(tensor)
             ]
-            changed.update(number for number in strided if storage_identity(self.tensors[number]) in cut)
+            changed.update(index for index in strided if storage_identity(self.tensors[index]) in cut)
         return changed
 
     def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The local tensor that holds an item of a tensor, and the item's offset in it."""
+        """Returns the local tensor that holds an item, and the item's offset in it. The item must not be an object."""
         tensor, *offset = self._source_rows[item]
         return self.tensors[tensor], tuple(offset)
 
 
 class Describer:
-    """Describes states, and reuses the inventory of the call before if the state has not changed its form.
+    """Describes states, and reuses the inventory of the previous call if the form of the state has not changed.
 
-    Not thread-safe. Holds no tensor between calls. Its pickle is empty. `loading`: describes what a load reads, which
-    tensors may tell otherwise than what a save writes.
+    Not thread-safe. Holds no tensor between calls. Its pickle is empty. `loading`: asks tensors for the chunks that a
+    load reads, which may differ from those that a save writes.
     """
 
     def __init__(self, loading: bool = False) -> None:
@@ -109,10 +108,10 @@ class Describer:
     def describe(
         self, flat: Mapping[str, Any], object_bytes: Mapping[str, int] | None = None, node: int = 0
     ) -> tuple[Description, bool]:
-        """A description of `flat`, and whether its inventory is that of the call before (then it is the same object).
+        """Returns a description of `flat`, and whether its inventory is that of the previous call (the same object).
 
-        `object_bytes`: the sizes of objects when last saved, which planning uses as weights. If only they change, the
-        inventory stays.
+        `object_bytes`: the sizes of objects in the last save, which planning uses as weights. If only they change, the
+        inventory stays the same.
         Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold.
         """
         values = list(flat.values())
@@ -140,6 +139,6 @@ class Describer:
             reads.storage_bytes,
             reads.versions + versions,
         )
-        state.tensors, state.wrappers = [], {}  # else the describer would keep a model in memory
+        state.tensors, state.wrappers = [], {}  # otherwise the describer would keep a model in memory
         self._last = state, items
         return description, same

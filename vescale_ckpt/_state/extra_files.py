@@ -1,7 +1,7 @@
-"""Keeps small files of a host (a configuration, a loop's state) in a checkpoint, as objects under keys of their own.
+"""Keeps small files (a configuration, a loop's state) in a checkpoint for its users, as objects under special keys.
 
 The content is an object of the checkpoint: it is committed with the tensors and has a checksum. The file of that name
-beside the data files is a copy for programs that know nothing of this package.
+beside the data files is a copy for programs that do not use this package.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ def is_extra(key: str) -> bool:
 
 
 def names_in(keys: Iterable[str]) -> list[str]:
-    """The names of the files whose keys are among `keys`."""
+    """Returns the names of the files whose keys are among `keys`."""
     return [key[len(EXTRA_FILES) :] for key in keys if is_extra(key)]
 
 
 def with_files(state: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """A state to save, with the files in it. Raises ValueError if the state has keys of such files itself."""
+    """Returns a state to save with the files in it. Raises ValueError if the state itself has keys of such files."""
     first = EXTRA_FILES.removesuffix(".")
     if taken := [key for key in state if isinstance(key, str) and (key == first or is_extra(key))]:
-        raise ValueError(f"{taken[0]!r}: keys that begin with {first!r} are those of extra_files=")
+        raise ValueError(f"{taken[0]!r}: keys that begin with {first!r} are reserved for extra_files=")
     return {**state, **{key_of(name): content for name, content in files.items()}} if files else state
 
 
 def contents_in(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files among loaded objects, by name. Raises `UntrustedCheckpointError` for one that holds anything else than
-    bytes."""
+    """Returns {name: content} of the files among loaded objects. Raises `UntrustedCheckpointError` for a content that
+    is not bytes."""
     found = {}
     for name in names_in(objects):
         content = objects[key_of(name)]
         if type(content) is not bytes:
             raise UntrustedCheckpointError(
-                f"{key_of(name)}: a file's content is bytes, not {type(content).__name__}", key=key_of(name)
+                f"{key_of(name)}: expected a file's content as bytes, got {type(content).__name__}", key=key_of(name)
             )
         found[name] = content
     return found

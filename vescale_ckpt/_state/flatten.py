@@ -1,7 +1,8 @@
-"""Flattens nested containers into one dictionary with dotted keys, as DCP's `flatten_state_dict` does, and back.
+"""Flattens nested state into one dictionary with dotted keys, as DCP's `flatten_state_dict` does, and nests it for
+loads.
 
-Mappings are flattened, and lists that contain a tensor, a mapping, a `PerRank` or such a list. Every other value stays
-whole. Keys become text; elements of lists get their index.
+Mappings are flattened, and so are lists that contain a tensor, a mapping, a `PerRank` or such a list. Every other value
+stays whole. Keys become text; elements of lists get their index.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .structure import Path, Structure, is_number
 
 logger = logging.getLogger(__name__)
 
-#: Common types: a lookup in a set is cheaper than `isinstance`.
+#: These are common types. A lookup in a set is cheaper than `isinstance`.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None), tuple})
 _LEAVES = _TENSORS | _SCALARS
 
-_MOST_NAMED = 5  # mappings in a message
-_MOST_GAPS = 1 << 20  # elements that were not loaded, over all lists
+_MOST_NAMED = 5  # a message names at most so many mappings
+_MOST_GAPS = 1 << 20  # all lists together may lack so many elements
 
 
 # --- From nested containers to dotted keys
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The values of `state` by dotted key, and the path of each key, both in the order of the state.
+    """Returns {dotted key: value} and {dotted key: path} of `state`, both in the order of the state.
 
     Raises `ValueError` if two paths have one key.
     """
@@ -45,7 +46,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
 
 def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
-    """The same, and a `Structure`: what the paths leave out."""
+    """Returns the same, and a `Structure` with the facts that paths leave out."""
     if torch_private.flattens_as_torch_2_3():
         return *torch_private.flatten_state_dict(dict(state)), Structure()
     flattening = _Flattening()
@@ -54,21 +55,21 @@ def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], di
 
 
 class Flattener:
-    """Flattens one state after another. Of a state with the form of the one before it reads only the values.
+    """Flattens one state after another. If the form of a state is that of the previous one, reads only the values.
 
     Not thread-safe. Holds no value between calls. Its pickle is empty.
     """
 
     def __init__(self) -> None:
         self._form: _C.StateForm | None = None
-        self._paths: dict[str, Path] = {}  # of the last state; not handed out
+        self._paths: dict[str, Path] = {}  # the paths of the last state; callers get copies
         self._structure = Structure()
 
     def __getstate__(self) -> dict[str, Any]:
         return Flattener().__dict__
 
     def flatten(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
-        """What `flatten_with_structure` returns."""
+        """Returns the same as `flatten_with_structure`."""
         is_known = type(state) in (dict, OrderedDict) and not torch_private.flattens_as_torch_2_3()
         if is_known and self._form is not None and (values := self._form.values(state)) is not None:
             return dict(zip(self._paths, values, strict=True)), dict(self._paths), self._structure
@@ -135,19 +136,19 @@ def _duplicate(key: str) -> ValueError:
 
 
 class _Dict(dict[str, Any]):
-    """A mapping that `nested` is building. A plain dict is a loaded value."""
+    """A mapping that `nest` is building. A plain dict is a loaded value."""
 
 
 class _List(dict[int, Any]):
-    """A list that `nested` is building, by index."""
+    """A list that `nest` is building, by index."""
 
 
-def nested(values: Mapping[str, Any], paths: object, structure: Structure | None = None) -> dict[str, Any]:
-    """Nested containers with `values` at the `paths` of their keys in a checkpoint's metadata. A key without a path is
-    at the top level.
+def nest(values: Mapping[str, Any], paths: object, structure: Structure | None = None) -> dict[str, Any]:
+    """Puts `values` into nested containers, at the `paths` of their keys in a checkpoint's metadata. A key without a
+    path is at the top level.
 
     Elements of lists that are not among the values are None. `structure` gives the original keys of mappings. Without
-    it keys are text, except numbers of parameters in an optimizer's state; a warning names other mappings whose keys
+    it, keys are text, except numbers of parameters in an optimizer's state; a warning names other mappings whose keys
     look like numbers. Raises `UntrustedCheckpointError` for paths that no state can have.
     """
     root = _Dict()
@@ -172,7 +173,7 @@ def nested(values: Mapping[str, Any], paths: object, structure: Structure | None
     if finishing.doubtful:
         shown = ", ".join(".".join(map(str, path)) or "the state itself" for path in finishing.doubtful[:_MOST_NAMED])
         logger.warning(
-            "keys that look like numbers are text now, because the checkpoint does not say what they were: in %s%s",
+            "keys that look like numbers are text now, because the checkpoint does not record their types: in %s%s",
             shown,
             ", ..." if len(finishing.doubtful) > _MOST_NAMED else "",
         )
@@ -180,7 +181,7 @@ def nested(values: Mapping[str, Any], paths: object, structure: Structure | None
 
 
 def place(root: Any, path: Path, value: Any) -> None:
-    """Puts `value` at a path that `flatten` gave. A path has text also for keys that are not text."""
+    """Puts `value` at a path of `flatten`. A path has text for all keys, also for keys that are not text."""
     container = root
     for name in path[:-1]:
         container = container[_own_name(container, name)]
@@ -228,9 +229,7 @@ class _Finishing:
     def __init__(self, structure: Structure | None) -> None:
         self._structure = structure
         self._gaps = _MOST_GAPS
-        self.doubtful: list[
-            Path
-        ] = []  #: mappings whose keys look like numbers, without a structure that says what they were
+        self.doubtful: list[Path] = []  #: mappings whose keys look like numbers, if there is no structure
 
     def finished(self, value: Any, path: Path) -> Any:
         if type(value) is _List:
@@ -256,7 +255,7 @@ class _Finishing:
 
 
 def _numbers_parameters(optimizer: Mapping[str, Any]) -> bool:
-    """Whether it has the form of an optimizer's `state_dict`, with numbered parameters in groups."""
+    """Whether the mapping has the form of an optimizer's `state_dict`, with numbered parameters in groups."""
     groups = optimizer.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return False

@@ -28,18 +28,18 @@ class Items:
     identity: bytes  #: the inventory without the sizes of objects, which are only weights
     names: list[str]  #: the key of each item
     sources: bytes
-    objects: list[int]  #: positions in the state of values that are no tensors
-    other: list[int]  #: positions of values without items
-    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
+    objects: list[int]  #: indices in the state of values that are no tensors
+    other: list[int]  #: indices of values without items
+    offered: bytes  #: whether other ranks may hold the same box, for each item, as far as is known; empty: all
 
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
-    """Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
+    """Makes the items. Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
     return _of_tensors(state, object_bytes) or _Making(state, object_bytes).made()
 
 
 def _of_tensors(state: LocalState, object_bytes: Mapping[str, int]) -> Items | None:
-    """The same for a state of plain tensors and objects, without Python code for each. None for all others."""
+    """Makes the same for a state of plain tensors and objects, without Python code for each. None for other states."""
     objects, keys = state.groups.objects, state.keys
     if len(state.groups.plain) + len(objects) != len(keys):
         return None
@@ -59,9 +59,9 @@ class _Making:
         self.object_bytes = object_bytes
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
-        self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # by traits: layers repeat
-        self.alone = bytearray(len(state.keys))  # by position: 1 if no two ranks of a DTensor's mesh hold the same box
-        # By position, for the order of the keys: rows of the inventory, each with its row of the table of sources.
+        self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # {traits: rows}, because layers repeat
+        self.alone = bytearray(len(state.keys))  # 1 if no two ranks of the DTensor's mesh hold the same box, by index
+        # By index in the order of the keys: rows of the inventory, each with its row of the table of sources.
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
         self._add_dtensors()
@@ -116,7 +116,7 @@ class _Making:
             requires_grad = bool(state.requires_grad[number])
             mesh_shape, coordinate = self._mesh(layout)
             if coordinate is None:
-                continue  # this rank holds none of it
+                continue  # this rank holds nothing of the tensor
             placing = layout.placements, layout.shape, layout.shard_order, mesh_shape, coordinate
             uncut = state.local_types[index] in wrapper_types
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
@@ -216,7 +216,7 @@ def packed_row(
     *,
     uncut: bool = False,
 ) -> bytes:
-    """An item's row in an inventory. `uncut`: no plan may cut its box."""
+    """Packs an item's row of an inventory. `uncut`: no plan may cut its box."""
     flags = (_REQUIRES_GRAD if requires_grad else 0) | (_UNCUT if uncut else 0)
     total = item_bytes
     for size in box.size:

@@ -1,4 +1,4 @@
-"""Selects the keys of a checkpoint that a load reads, and renames them to the state's keys."""
+"""Selects the keys of a checkpoint that loads and conversions read, and maps keys of the state to them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Selection:
         return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
 
     def of(self, keys: Iterable[str]) -> list[str]:
-        """Those of `keys` that it selects."""
+        """Returns the selected ones of `keys`."""
         if self.names is None and self._left_out is None:
             return list(keys)
         return [key for key in keys if key in self]
 
     def without_match(self, keys: Iterable[str]) -> list[str]:
-        """The names and patterns that select none of `keys`; those with `!` are left out."""
+        """Returns the names and patterns that select none of `keys`, except those with `!`."""
         if not self.names:
             return []
         present = {key for key in keys if key in self}
@@ -57,8 +57,8 @@ def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:
     return any(key in selection for key in keys)
 
 
-def renaming(rename: Rename | None) -> Callable[[str], str]:
-    """A function from a key of the state to the key of the checkpoint.
+def rename_function(rename: Rename | None) -> Callable[[str], str]:
+    """Returns a function from a key of the state to the key of the checkpoint.
 
     A mapping maps keys of the state, or prefixes of them that end before a dot, to those of the checkpoint. The longest
     prefix that fits is used. An empty prefix fits every key.
@@ -76,8 +76,8 @@ def same_key(key: str) -> str:
     return key
 
 
-def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
-    """The key of the checkpoint for each key of the state. Raises `ValueError` if two keys would become one."""
+def rename_keys(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
+    """Returns {key of the state: key of the checkpoint}. Raises `ValueError` if two keys would become one."""
     if of is same_key:
         return {key: key for key in keys}
     result = {}
@@ -93,9 +93,9 @@ def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
     return result
 
 
-def suggested(missing: Sequence[str], stored: Sequence[str]) -> tuple[dict[str, str], int]:
-    """The renaming of one prefix that finds most of the missing keys among the stored ones, and how many it finds.
-    Empty if no renaming finds at least half."""
+def suggest_rename(missing: Sequence[str], stored: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Returns the renaming of one prefix that finds most of the missing keys among the stored ones, and how many it
+    finds. Empty if no renaming finds at least half."""
     present = set(stored)
     best: dict[str, str] = {}
     most = (len(missing) - 1) // 2

@@ -1,4 +1,4 @@
-"""Allocates memory for the tensors of a load that have none, and finds tensors that are tied to each other."""
+"""Allocates memory for tensors without memory, and finds shared (tied) weights, for loads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
 from .._engine.wrapper_tensors import is_wrapper, map_inner
-from .chunks import carry_protocol, chunks_to_read, tells_chunks
+from .chunks import chunks_to_read, copy_protocol, tells_chunks
 from .tensor_table import NOT_READY, PLAIN_TYPES, read_tensors
 
 
-def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A new tensor for each tensor on the meta device, by key.
+def allocate_targets(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns {key: new tensor} for each tensor on the meta device.
 
     The new tensor is on the CPU; a DTensor is on the device of its mesh, with the same placements. A ShardedTensor gets
-    new shards on the CPU in place. Storages that were freed or never allocated are allocated in place. Tensors that are
-    tied on the meta device are the same new tensor.
+    new shards on the CPU in place. Storages that were freed or never allocated are allocated in place. Shared weights
+    on the meta device get one new tensor.
     """
     new: dict[str, torch.Tensor] = {}
     of_place: dict[Any, torch.Tensor] = {}
@@ -45,7 +45,7 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _without_plain_memory(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """All values but tensors whose memory is there."""
+    """Returns all values except plain tensors with memory."""
     plain = [value for value in values.values() if type(value) in PLAIN_TYPES]
     ready = read_tensors(plain).ready
     if NOT_READY not in ready and len(plain) == len(values):
@@ -54,9 +54,9 @@ def _without_plain_memory(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in values.items() if id(value) not in known]
 
 
-def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """For each key of `missing` that is tied, another key of `values` with the same elements of the same memory. A file
-    may hold tied weights under only one of their names."""
+def find_shared(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns {key of `missing`: other key of `values`} for shared (tied) weights: both have the same elements of the
+    same memory. A file may hold shared weights under only one of their names."""
     absent = set(missing)
     if not absent:
         return {}
@@ -69,8 +69,8 @@ def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(key: str, value: Any) -> Any:
-    """A value that is equal for tensors of the same elements of one storage, also on the meta device. None for values
-    without a storage."""
+    """Returns a value that is equal for tensors with the same elements of one storage, also on the meta device. None
+    for values without a storage."""
     layout: Any = repr(chunks_to_read(key, value)[:2]) if tells_chunks(value, loading=True) else None
     if type(value) is DTensor:
         layout = layout, value.placements, value.shape
@@ -96,7 +96,7 @@ def _real(value: torch.Tensor) -> torch.Tensor:
         real = _empty(value, "cpu")
     if isinstance(value, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=value.requires_grad)
-    carry_protocol(value, real)
+    copy_protocol(value, real)
     return real
 
 

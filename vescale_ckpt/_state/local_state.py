@@ -29,7 +29,7 @@ from .tensor_table import PLAIN_TYPES, TensorReads, read_tensors
 
 @dataclass
 class Groups:
-    """The positions of values of each kind, in a state whose keys and types are known."""
+    """The indices of values of each kind, in a state whose keys and types are known."""
 
     plain: list[int] = field(default_factory=list)
     dtensors: list[int] = field(default_factory=list)
@@ -37,11 +37,11 @@ class Groups:
     wrapper_subclasses: list[int] = field(default_factory=list)  #: tensors that consist of inner tensors
     objects: list[int] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
-    tensors: list[int] = field(default_factory=list)  #: of all these groups
+    tensors: list[int] = field(default_factory=list)  #: the tensors in all these groups
 
     @classmethod
     def of(cls, keys: list[str], types: list[type], own: Collection[int] = ()) -> Groups:
-        """`own`: the positions of the tensors that tell their chunks themselves, whatever their types say."""
+        """`own`: the indices of the tensors that list their chunks themselves, whatever their types are."""
         kinds = set(types)
         if not own and kinds.issubset(PLAIN_TYPES) and set(map(type, keys)) <= {str}:
             every = list(range(len(keys)))
@@ -74,7 +74,7 @@ class Groups:
 
 @dataclass
 class LocalState:
-    """A state's keys and traits, and the tensors on this rank.
+    """A state's keys and traits, and its tensors on this rank.
 
     `tensors` has the plain tensors first, then the local tensors of DTensors, then the chunks of tensors that list
     them, then wrapper subclasses. Each group is in the order of the keys.
@@ -83,15 +83,15 @@ class LocalState:
     keys: list[str]
     types: list[type]
     by_type: Groups
-    own: list[int]  #: positions of the tensors that tell their chunks themselves
-    groups: Groups  #: `by_type`, but for `own`
+    own: list[int]  #: indices of the tensors that list their chunks themselves
+    groups: Groups  #: `by_type`, except for `own`
     node: int
     layouts: list[DTensorLayout]
-    local_types: list[type]  #: of the local tensors of DTensors
+    local_types: list[type]  #: types of the local tensors of DTensors
     chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
-    requires_grad: bytes  #: of the plain tensors, then of the DTensors, then of wrapper subclasses: 1 or 0
+    requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors, then the wrapper subclasses
     tensors: list[torch.Tensor]
-    wrappers: dict[int, DTensor]  #: by the number of the tensor that holds it
+    wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}
     table: bytes
 
     def like(self, other: LocalState) -> bool:
@@ -110,8 +110,8 @@ class LocalState:
 def look(
     keys: list[str], values: list[Any], node: int, last: LocalState | None, loading: bool = False
 ) -> tuple[LocalState, TensorReads, array[int]]:
-    """Reads a state. `last`: the state before, of which equal parts are reused. `loading`: asks tensors for what a load
-    reads. Also returns all that was read of the tensors, and the version counters of `wrappers`."""
+    """Reads a state. Also returns what was read of the tensors, and the version counters of `wrappers`. `last`: the
+    previous state, whose equal parts are reused. `loading`: asks tensors for the chunks that a load reads."""
     types = list(map(type, values))
     known = last if last is not None and keys == last.keys and types == last.types else None
     groups = by_type = known.by_type if known is not None else Groups.of(keys, types)
@@ -162,19 +162,19 @@ def _at(values: list[Any], positions: list[int]) -> list[Any]:
 
 
 def _with_own_chunks(values: list[Any], groups: Groups, local: list[torch.Tensor], loading: bool) -> list[int]:
-    """The positions of the tensors that tell their chunks themselves, rising."""
-    found = {groups.tensors[number] for number in with_own_chunks(_at(values, groups.tensors), loading)}
-    found.update(groups.dtensors[number] for number in locals_with_own_chunks(local, loading))
+    """Returns the indices of the tensors that list their chunks themselves, in ascending order."""
+    found = {groups.tensors[index] for index in with_own_chunks(_at(values, groups.tensors), loading)}
+    found.update(groups.dtensors[index] for index in locals_with_own_chunks(local, loading))
     return sorted(found)
 
 
 def _of_shards(value: ShardedTensor) -> Chunks:
-    """A ShardedTensor's local shards."""
+    """Returns a ShardedTensor's local shards as chunks."""
     shards, metadata = value.local_shards(), value.metadata()
     requires_grad = bool(metadata.tensor_properties.requires_grad)
-    boxes = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+    chunks = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
     return Chunks(
         tuple(metadata.size),
-        [Chunk(SHARD, requires_grad, offset, size) for offset, size in boxes],
+        [Chunk(SHARD, requires_grad, offset, size) for offset, size in chunks],
         [shard.tensor for shard in shards],
     )

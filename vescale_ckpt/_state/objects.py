@@ -48,9 +48,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def dump(value: object, key: str, *, tells: bool = True) -> bytes:
-    """`value` as `torch.save` writes it: `torch.load(io.BytesIO(dump(x, "x")))` gives `x` back.
+    """Returns the bytes that `torch.save` writes for `value`: `torch.load(io.BytesIO(dump(x, "x")))` returns `x`.
 
-    Raises `CheckpointError` with the key if it cannot be pickled. `tells`: warn, once a key, if loads with
+    Raises `CheckpointError` with the key if it cannot be pickled. `tells`: whether to warn, once a key, if loads with
     `weights_only=True` will refuse it.
     """
     if _is_plain(value):
@@ -114,14 +114,14 @@ def _load_plain(data: bytes) -> tuple[bool, Any]:
         return False, None
     try:
         return True, _PlainUnpickler(io.BytesIO(pickled)).load()
-    except Exception:  # not plain, or damaged: torch.load decides
+    except Exception:  # the value is not plain, or damaged: torch.load decides
         return False, None
 
 
 def load(data: bytes, *, weights_only: bool, key: str) -> Any:
-    """The object in an archive of `torch.save`.
+    """Returns the object in an archive of `torch.save`.
 
-    `weights_only`: build only classes that torch or `trusted_types` allow, and raise `UntrustedCheckpointError` for
+    `weights_only`: builds only classes that torch or `trusted_types` allow, and raises `UntrustedCheckpointError` for
     others. Raises `CorruptCheckpointError` if `data` is no such archive.
     """
     plain, value = _load_plain(data)

@@ -1,4 +1,4 @@
-"""Finds the group in which the parameters of each group of an optimizer were saved."""
+"""Finds for loads in which group the parameters of each group of an optimizer were saved."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .flatten import flatten
 
 
 class StoredNames:
-    """The names that an optimizer's parameters have in a checkpoint of which the keys are renamed.
+    """The names of an optimizer's parameters in a checkpoint with renamed keys.
 
-    prefix: that of the optimizer's keys in the state, with a dot at its end.
-    rename: gives the key of the checkpoint for a key of the state.
-    parameter_key: gives the key of a parameter of that name in its module; None if parameters are numbered.
+    prefix: the prefix of the optimizer's keys in the state, with a dot at its end.
+    rename: returns the key of the checkpoint for a key of the state.
+    parameter_key: returns the key of a parameter of that name in its module; None if parameters are numbered.
     loaded: the keys of the state that were loaded.
     """
 
@@ -29,11 +29,11 @@ class StoredNames:
         self._prefix, self._rename, self._parameter_key, self._loaded = prefix, rename, parameter_key, loaded
         groups_key = "param_groups.0.params"
         of_groups = self._renamed(prefix + groups_key)
-        # of the checkpoint's keys of the state of parameters; None if it cannot be known
+        # The prefix of the checkpoint's keys of parameters' state; None if it cannot be known.
         self._state_prefix = f"{of_groups.removesuffix(groups_key)}state." if of_groups.endswith(groups_key) else None
 
     def names(self, name: Any, values: Mapping[str, Any], known: Container[str]) -> list[str]:
-        """Those of `known` that a parameter may be stored as. `values`: its state, which was loaded by such a name."""
+        """Returns the names in `known` that a parameter may be stored as. `values`: its loaded state."""
         by_state = [of_state] if (of_state := self._by_state(name, values)) in known else []
         if by_state and values:
             return by_state
@@ -47,7 +47,7 @@ class StoredNames:
         return key.removeprefix(self._state_prefix).removesuffix(f".{part}")
 
     def _by_module(self, name: Any) -> list[str]:
-        """By the parameter's key in its module. Names within a module lack the first parts of that key."""
+        """Returns possible names by the parameter's key in its module: names within a module lack the first parts."""
         key = self._parameter_key(name)
         parts = [] if key is None else self._renamed(key).split(".")
         return [".".join(parts[at:]) for at in range(len(parts))]
@@ -61,7 +61,7 @@ class StoredNames:
 
 
 def renamed_if_known(rename: Callable[[str], str], key: str) -> str:
-    """The checkpoint's key for one that the state may not have; empty if `rename` knows only keys that it has."""
+    """Returns the checkpoint's key for a key that the state may lack. Empty if `rename` raises for such a key."""
     try:
         return rename(key)
     except Exception:
@@ -75,14 +75,14 @@ def in_groups(
     state: Mapping[Any, Mapping[str, Any]],
     stored: StoredNames | None,
 ) -> list[dict[str, Any]]:
-    """The optimizer's own groups with the saved settings.
+    """Returns the optimizer's own groups with the saved settings.
 
-    A saved group is found by the names of parameters; for names that were not saved with any group (those of other
-    pipeline stages), by the number of the group. With renamed keys, names are those of the checkpoint, and the number
-    counts only where it leaves no doubt.
+    A saved group is found by the names of its parameters. If no group was saved with these names (they belong to
+    another pipeline stage), it is found by the index of the group. With renamed keys, the names are those of the
+    checkpoint, and the index counts only if the result is certain.
 
-    `key`: that of the optimizer. `state`: of the parameters, by name. `stored`: None if keys are not renamed.
-    Raises `IncompatibleStateError` if parameters of one group were saved in several, or it is not known in which.
+    `key`: the key of the optimizer. `state`: {name of a parameter: its state}. `stored`: None if keys are not renamed.
+    Raises `IncompatibleStateError` if parameters of one group were saved in several groups, or the group is unknown.
     """
     group_of = {str(name): number for number, group in enumerate(saved) for name in group["params"]}
     groups = []

@@ -1,4 +1,4 @@
-"""Names an optimizer's state by parameters for a save, and hands loaded state back to the optimizer."""
+"""Names an optimizer's state by parameters for saves, and gives loaded state back to the optimizer."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from .optimizer_groups import StoredNames, in_groups
 
-#: the children by which wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold what they wrap
+#: Wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold the wrapped module as a child of such a name.
 _WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether its names may differ from those of the same model without wrappers. Then torch's functions make the
-    names, which takes ten times as long."""
+    """Whether the module's names may differ from those of the same model without wrappers. Then torch's functions make
+    the names, which takes ten times as long."""
     return any(not _WRAPPED.isdisjoint(part._modules) or hasattr(part, "_fqn_modifiers") for part in module.modules())
 
 
 class OptimizerState:
-    """The state of an optimizer, by names if modules of the same application state own all its parameters.
+    """The state of an optimizer, with names of parameters if modules of the same application state own all of them.
 
-    `modules`: by their keys. If one module owns all parameters (the first such one), the names are those within the
-    module. If several modules own them together, the names start with the keys of the modules. Otherwise, and after
-    `number`, parameters are numbered as in `state_dict()`.
+    `modules`: {key: module}. If one module owns all parameters, the names are those within the first such module. If
+    several modules own them together, the names start with the keys of the modules. Otherwise, and after `number`,
+    parameters have numbers as in `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
         self._optimizer = optimizer
         self._before: dict[Any, Any] | None = None  # the state before `give_state`, if that changed it
         self._module: nn.Module | None = None
-        self._prefixes: dict[str, str] = {}  # of names: keys of their modules
+        self._prefixes: dict[str, str] = {}  # {prefix of names: key of the module}
         parameters = set(self._parameters())
         for key, module in modules.items():
             if parameters and parameters.issubset(module.parameters()):
@@ -58,7 +58,7 @@ class OptimizerState:
                 self._prefixes[f"{name}."] = f"{key}."
 
     def key_of(self, name: Any) -> str | None:
-        """The key under which the parameter of that name is saved. None if parameters are numbered."""
+        """Returns the key under which the parameter of that name is saved. None if parameters are numbered."""
         for prefix, key in self._prefixes.items():
             if str(name).startswith(prefix):
                 return key + str(name)[len(prefix) :]
@@ -69,7 +69,7 @@ class OptimizerState:
         return self._module is not None
 
     def number(self) -> None:
-        """Numbers parameters from now on, instead of naming them."""
+        """Gives parameters numbers instead of names from now on."""
         self._module, self._prefixes = None, {}
 
     def form(self) -> dict[str, Any]:
@@ -94,14 +94,14 @@ class OptimizerState:
         key: str,
         stored_names: StoredNames | None,
     ) -> None:
-        """Hands the optimizer the state that was loaded into `form`. State that it had before and was not loaded stays.
+        """Gives the optimizer the state that was loaded into `form`. Older state that was not loaded stays.
 
-        `stored_names`: None if keys are not renamed. Raises `IncompatibleStateError` if parameters were grouped in
-        another way when they were saved, or renamed names do not tell how.
+        `stored_names`: None if keys are not renamed. Raises `IncompatibleStateError` if the saved parameters were
+        grouped in another way, or if the renamed names do not show how.
         """
         optimizer, module = self._optimizer, self._module
         of_parameters = form["state"]
-        if self._before is not None:  # leave out state that `give_state` made and the load did not fill
+        if self._before is not None:  # leaves out state that `give_state` made and the load did not fill
             had = self._named_before()
             of_parameters = {
                 name: values for name, values in of_parameters.items() if name in had or was_loaded(name, values)
@@ -122,8 +122,8 @@ class OptimizerState:
         self._before = None
 
     def give_state(self) -> None:
-        """Creates the state of parameters that have none, without changing the parameters. It takes a step with
-        gradients, learning rate and weight decay of zero, past hooks and schedulers."""
+        """Creates the state of parameters that have none, without changing the parameters. Takes a step with gradients,
+        learning rate and weight decay of zero, without hooks and schedulers."""
         optimizer = self._optimizer
         lacking = {p for p in self._parameters() if p.requires_grad and not optimizer.state.get(p)}
         if not lacking:
@@ -147,7 +147,7 @@ class OptimizerState:
                     group[name] = torch.zeros_like(group[name]) if isinstance(group[name], torch.Tensor) else 0.0
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
-            # Counters of steps are made on the default device, and on "meta" they could not be read.
+            # The step makes its counters on the default device. On "meta" it could not read them.
             with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
                 step(optimizer)
         except Exception as error:
@@ -189,8 +189,8 @@ class OptimizerState:
 
 
 class _StateLeftAlone:
-    """Keeps torch's functions from taking a step with an optimizer without state. They take none if a parameter has a
-    gradient, so one parameter gets one meanwhile."""
+    """A context in which torch's functions take no step with an optimizer without state. One parameter gets a gradient
+    meanwhile: if any parameter has one, torch takes no step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""`PerRank` saves and restores an object of which each rank has its own: a random state, a position in the data.
+"""`PerRank` saves and restores an object that differs from rank to rank, as a random state or a position in the data.
 
 DCP keeps one value for each key. So a `PerRank` under the key `data` is saved under `data.rank_0_of_8`,
-`data.rank_1_of_8` …. Each is an ordinary object (`{"state": value}`), which every reader of DCP checkpoints finds.
+`data.rank_1_of_8` …. Each is an ordinary object (`{"state": value}`), which every reader of DCP checkpoints can load.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import IncompatibleStateError
 
-_STATE = "state"  # key of the stored dict: a tensor in it is part of the object and is not stored separately
+_STATE = "state"  # key in the stored dict; a tensor under it is a part of the object, not stored separately
 Reshard = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
-    """Wraps an object that each rank saves and gets back. It may stand in dictionaries and lists. In a tuple or a set,
-    which are saved as one object, it is refused.
+    """Wraps an object that each rank saves and gets back. It may be in dictionaries and lists. It is refused in a tuple
+    or a set, which are saved as one object.
 
     Args:
         obj: anything that can be pickled. If it has `state_dict` and `load_state_dict`, its state is saved, and a load
             calls `load_state_dict`. Otherwise a load replaces `.obj`.
         reshard: called as `reshard(objects, rank, size)` if the number of ranks differs between save and load.
-            `objects` are those of all ranks that saved, by rank. It returns this rank's object. None: the method
-            `reshard_state` of `obj`, if it has one (as `RandomState` has); else such a load raises
+            `objects` has the object of each rank that saved, by rank. The result is this rank's object. None: the
+            method `reshard_state` of `obj` if it has one, as `RandomState` does; otherwise such a load raises
             `IncompatibleStateError`.
     """
 
@@ -48,22 +48,23 @@ class PerRank:
             self.obj = value
 
 
-_counted: ContextVar[tuple[int, int] | None] = ContextVar("_counted", default=None)
+_rank_and_size: ContextVar[tuple[int, int] | None] = ContextVar("_rank_and_size", default=None)
 
 
 @contextmanager
-def counted(rank: int, size: int) -> Iterator[None]:
-    """A context in which `this_rank` returns these numbers, which are those of a process group."""
-    token = _counted.set((rank, size))
+def set_rank(rank: int, size: int) -> Iterator[None]:
+    """A context in which `this_rank` returns this rank and size of a process group."""
+    token = _rank_and_size.set((rank, size))
     try:
         yield
     finally:
-        _counted.reset(token)
+        _rank_and_size.reset(token)
 
 
 def this_rank() -> tuple[int, int]:
-    """Rank and number of ranks: of the save's or load's process group if it is known, else of the job."""
-    if (known := _counted.get()) is not None:
+    """Returns rank and number of ranks in the process group of the save or load if it is known, otherwise in the
+    job."""
+    if (known := _rank_and_size.get()) is not None:
         return known
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -74,8 +75,8 @@ def name_part(rank: int, size: int) -> str:
     return f"rank_{rank}_of_{size}"
 
 
-def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A flattened state to save, with each `PerRank` in it replaced by this rank's value under this rank's name."""
+def unwrap_per_rank(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Replaces each `PerRank` in a flattened state to save by this rank's value under this rank's name."""
     if not _any_in(flat):
         return flat, paths
     part = name_part(*this_rank())
@@ -86,7 +87,7 @@ def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, An
         if isinstance(value, PerRank):
             key, value, path = f"{key}.{part}", {_STATE: value.state()}, (*path, part)
         if key in state:
-            raise ValueError(f"duplicated flatten key {key}: state of each rank is saved under such names")
+            raise ValueError(f"duplicated flatten key {key}: such names are reserved for state of each rank")
         state[key] = value
         state_paths[key] = path
     return state, state_paths
@@ -98,8 +99,8 @@ class Restoring:
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[_Collected, int]] = {}
 
-    def wanted(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
-        """A flattened state to load, with each `PerRank` replaced by the keys from which it is loaded. `stored` returns
+    def unwrap(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
+        """Replaces each `PerRank` in a flattened state to load by the keys from which it is loaded. `stored` returns
         the checkpoint's keys."""
         if not _any_in(flat):
             return flat
@@ -153,8 +154,8 @@ class _Collected:
 
 
 def _any_in(flat: dict[str, Any]) -> bool:
-    """Whether one of the values is a `PerRank`. Raises for one inside a tuple or a set: DCP saves these as one object,
-    and that of one rank only."""
+    """Whether one of the values is a `PerRank`. Raises for one inside a tuple or a set: DCP saves such a container as
+    one object of one rank."""
     kinds = set(map(type, flat.values()))
     if any(map(_is_container, kinds)):
         for key, value in flat.items():

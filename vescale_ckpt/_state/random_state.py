@@ -11,10 +11,10 @@ import torch
 
 
 class RandomState:
-    """The states of the default generators of torch (on the CPU and on the devices that this process uses), Python and
-    numpy, if it is imported. Each rank has its own: `{"random": PerRank(RandomState())}`.
+    """The states of the default generators of torch (on the CPU and on the devices that this process uses), of Python,
+    and of numpy if it is imported. Each rank has its own: `{"random": PerRank(RandomState())}`.
 
-    A restore sets the generators. Generators that the checkpoint does not know stay as they are.
+    A restore sets the generators. Generators that the checkpoint does not have keep their states.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,8 +40,8 @@ class RandomState:
 
     @staticmethod
     def reshard_state(states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """What a rank restores where the number of ranks has changed: the state of the same rank. A rank that did not
-        exist gets generators with seeds of its own, equal in every run."""
+        """Returns the state of a rank if the number of ranks has changed: that of the same rank. A rank that did not
+        exist gets generators with its own seeds, equal in every run."""
         if rank < len(states):
             return states[rank]
         base = states[rank % len(states)]
@@ -62,13 +62,13 @@ class RandomState:
 
 
 def _plain(of_numpy: Any) -> tuple[list[int], int, int, float]:
-    """A state of numpy's generator without arrays, which loads need not trust."""
+    """Returns a state of numpy's generator without arrays, so that loads need not trust numpy's classes."""
     _, keys, position, has_gauss, cached = of_numpy
     return keys.tolist(), int(position), int(has_gauss), float(cached)
 
 
 def _device_module() -> Any:
-    """torch's module of the accelerator that this process uses (`torch.cuda`, say); None if it uses none."""
+    """Returns torch's module of the accelerator that this process uses (`torch.cuda`, say). None if it uses none."""
     if not torch.accelerator.is_available():
         return None
     module = torch.get_device_module(torch.accelerator.current_accelerator())

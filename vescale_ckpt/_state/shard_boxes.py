@@ -1,9 +1,9 @@
 """Computes which boxes of the whole tensor a rank's local DTensor holds, for inventories, from placements alone.
 
-Each placement cuts one dimension of what the placements before it have left. `Shard` cuts it as `torch.chunk` does; a
-strided shard (FSDP over tensor parallelism) cuts each of `split_factor` chunks separately. So a dimension of the local
-tensor is a list of runs of the whole dimension, and the local tensor is the product of these lists. Torch computes the
-same from index tensors as long as the dimension, and keeps only the first run.
+Each placement cuts one dimension of the part that the placements before it have left. `Shard` cuts it as `torch.chunk`
+does; a strided shard (FSDP over tensor parallelism) cuts each of `split_factor` chunks separately. So a dimension of
+the local tensor is a list of runs of the whole dimension, and the local tensor is the product of these lists. Torch
+computes the same from index tensors as long as the dimension, and keeps only the first run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..errors import CheckpointError
 
 
 class ShardBox(NamedTuple):
-    """A box of a tensor. All three are elements by dimension."""
+    """A box of a tensor. Each field counts elements in each dimension."""
 
-    offset: tuple[int, ...]  #: in the whole tensor
+    offset: tuple[int, ...]  #: the first element in the whole tensor
     size: tuple[int, ...]
-    local_offset: tuple[int, ...]  #: in the local tensor
+    local_offset: tuple[int, ...]  #: the first element in the local tensor
 
 
 class _Cut(NamedTuple):
-    """Divides each of `factor` chunks of a dimension in `parts`, and keeps the part number `kept` of each."""
+    """Divides each of `factor` chunks of a dimension into `parts`, and keeps the part with the index `kept` of each."""
 
     parts: int
     kept: int
@@ -41,7 +41,7 @@ _Run = tuple[int, int]  # start in the whole dimension, length > 0
 
 
 def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
-    """The boxes that the local tensor of the rank at `coordinate` of the mesh consists of.
+    """Returns the boxes that make up the local tensor of the rank at `coordinate` of the mesh.
 
     A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for
     placements that are not `are_known`.
@@ -65,13 +65,14 @@ def are_known(placements: Iterable[Placement]) -> bool:
 
 
 def local_shape(found: Sequence[ShardBox]) -> tuple[int, ...]:
-    """The shape of the local tensor that consists of these boxes. There must be at least one."""
+    """Returns the shape of the local tensor that consists of these boxes. There must be at least one."""
     last = found[-1]
     return tuple(start + size for start, size in zip(last.local_offset, last.size, strict=True))
 
 
 def _mesh_dims_in_order(layout: DTensorLayout) -> Iterable[int]:
-    """The order in which placements apply. It matters only for placements that cut the same dimension."""
+    """Returns the mesh dimensions in the order in which their placements apply. It matters only for placements that cut
+    the same dimension."""
     if layout.shard_order is None:
         return range(len(layout.placements))
     ordered = [mesh_dim for entry in layout.shard_order for mesh_dim in entry.mesh_dims]
@@ -113,7 +114,7 @@ def _with_local_starts(runs: list[_Run]) -> list[tuple[int, int, int]]:
 
 
 def _runs(size: int, cuts: Sequence[_Cut]) -> list[_Run]:
-    """The runs of a dimension that all cuts leave, in their order in the local tensor."""
+    """Returns the runs of a dimension that all cuts leave, in their order in the local tensor."""
     runs = [(0, size)] if size else []
     for cut in cuts:
         length = sum(length for _, length in runs)
@@ -127,20 +128,21 @@ def _runs(size: int, cuts: Sequence[_Cut]) -> list[_Run]:
 
 
 def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Where the `index`-th of `parts` chunks of `torch.chunk` begins and ends; the last ones may be empty."""
+    """Returns begin and end of chunk `index` of the `parts` chunks of `torch.chunk`. The last chunks may be empty."""
     whole = -(-length // parts)
     return min(length, whole * index), min(length, whole * (index + 1))
 
 
 def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
-    """The runs at the positions `ranges`, counted over all `runs`. Ranges rise. Adjacent runs are joined."""
+    """Returns the runs at the indices `ranges`, counted over the elements of all `runs`. Ranges rise. Adjacent runs are
+    joined."""
     taken: list[_Run] = []
-    number, at = 0, 0  # the run at hand, and the position of its first element
+    run, at = 0, 0  # the current run, and the index of its first element
     for begin, end in ranges:
         while begin < end:
-            start, length = runs[number]
+            start, length = runs[run]
             if begin >= at + length:
-                number, at = number + 1, at + length
+                run, at = run + 1, at + length
                 continue
             stop = min(end, at + length)
             first, count = start + begin - at, stop - begin
@@ -153,7 +155,7 @@ def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
 
 
 def overlapping_box(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int | None:
-    """The number of a box that shares an element with another one; None if there is none.
+    """Returns the index of a box that shares an element with another one; None if there is none.
 
     `boxes`: offset and size of each box of one tensor; a box without elements must be alone. The boxes are swept along
     the dimension with the most distinct offsets.
@@ -165,11 +167,11 @@ def overlapping_box(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int
         return 1
     sweep = max(range(dimensions), key=lambda dim: len({offset[dim] for offset, _ in boxes}))
     active: list[int] = []
-    for number in sorted(range(len(boxes)), key=lambda number: boxes[number][0][sweep]):
-        offset, size = boxes[number]
+    for index in sorted(range(len(boxes)), key=lambda index: boxes[index][0][sweep]):
+        offset, size = boxes[index]
         active = [other for other in active if boxes[other][0][sweep] + boxes[other][1][sweep] > offset[sweep]]
         for other in active:
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, *boxes[other], strict=True)):
-                return number
-        active.append(number)
+                return index
+        active.append(index)
     return None

@@ -16,10 +16,11 @@ from .describe import Description
 _Name = TypeVar("_Name", str, tuple[str, int])
 
 
-def tied_names(description: Description) -> dict[str, str]:
-    """For each key whose tensor is the same memory as that of an earlier key: the first such key, which is kept.
+def shared_names(description: Description) -> dict[str, str]:
+    """Returns {key: first key} of shared (tied) weights: keys whose tensor is the same memory as that of an earlier
+    key. The first key is stored.
 
-    Raises RuntimeError for tensors that share memory without being equal in every respect.
+    Raises RuntimeError for tensors that share memory but differ in any trait.
     """
     groups = _C.items_that_share_memory(
         description.inventory, description.sources, description.table, description.ready
@@ -28,30 +29,30 @@ def tied_names(description: Description) -> dict[str, str]:
         return {}
     names = description.names
     involved = {names[item] for group in groups for item in group}
-    lie: dict[str, list[Any]] = {name: [] for name in involved}
+    traits: dict[str, list[Any]] = {name: [] for name in involved}
     for item, name in enumerate(names):
         if name in involved:
-            lie[name].append(_where(description, item))
-    tied: dict[str, str] = {}
+            traits[name].append(_traits(description, item))
+    shared: dict[str, str] = {}
     refused = []
     for group in groups:
         of_group = list(dict.fromkeys(names[item] for item in group))
         kept, *others = of_group
-        if all(lie[other] == lie[kept] for other in others):
-            tied.update(dict.fromkeys(others, kept))
+        if all(traits[other] == traits[kept] for other in others):
+            shared.update(dict.fromkeys(others, kept))
         else:
             refused.append(of_group)
     if refused:
         raise shared_memory_error(refused)
-    return tied
+    return shared
 
 
 def empty_duplicates(description: Description) -> set[str]:
-    """Keys of which this rank has only empty boxes, without the first key of each shape and dtype.
+    """Returns the keys of which this rank has only empty boxes, without the first key of each shape and dtype.
 
-    Empty boxes have no memory that tells whether the tensors are tied. If they are, other ranks do not store them, and
-    an empty box must not stand for such a tensor. If they are not, other ranks hold all elements, so that leaving out
-    an empty box loses nothing.
+    An empty box has no memory that shows whether the tensor shares weights. If it does, other ranks do not store it
+    under this key, so this rank must not store it, either. If it does not, other ranks hold all elements, and leaving
+    out the empty box loses nothing.
     """
     if all(tensor.numel() for tensor in description.tensors):
         return set()
@@ -63,24 +64,25 @@ def empty_duplicates(description: Description) -> set[str]:
     return {name for name, kind in kinds.items() if kind is not None and first.setdefault(kind, name) != name}
 
 
-def _where(description: Description, item: int) -> tuple[Any, ...]:
-    """All traits of an item except its name."""
+def _traits(description: Description, item: int) -> tuple[Any, ...]:
+    """Returns all traits of an item except its name."""
     _, _, dtype, _, _, shape, offset, size = description.items[item]
     tensor, local_offset = description.source(item)
-    lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return dtype, shape, offset, size, lies, local_offset
+    memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return dtype, shape, offset, size, memory, local_offset
 
 
 def sharing_memory(tensors: Mapping[_Name, torch.Tensor]) -> list[list[_Name]]:
-    """Groups of tensors whose memory overlaps, from first bytes to last. Disjoint parts of one storage do not count."""
-    areas: dict[torch.device, list[tuple[int, int, _Name]]] = {}
+    """Returns groups of tensors whose memory overlaps between first and last byte. Disjoint parts of one storage do not
+    overlap."""
+    ranges: dict[torch.device, list[tuple[int, int, _Name]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
             start = tensor.data_ptr()
-            extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
-            areas.setdefault(tensor.device, []).append((start, start + extent, name))
+            length = tensor.nbytes if tensor.is_contiguous() else _range_bytes(tensor)
+            ranges.setdefault(tensor.device, []).append((start, start + length, name))
     groups: list[list[_Name]] = []
-    for of_device in areas.values():
+    for of_device in ranges.values():
         end = 0
         for start, stop, name in sorted(of_device):
             if start < end:
@@ -91,15 +93,15 @@ def sharing_memory(tensors: Mapping[_Name, torch.Tensor]) -> list[list[_Name]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+def _range_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last."""
     return reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
     """The error for groups of names whose tensors share memory."""
     return RuntimeError(
-        f"tensors that share memory would be stored once each, and be apart when they are loaded: "
+        f"tensors that share memory would be stored separately, and would share no memory after a load: "
         f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "
         "loading, or save copies (clone())"
     )

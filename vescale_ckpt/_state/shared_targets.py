@@ -1,8 +1,8 @@
-"""Finds targets of a load that lie in the same memory, and decides which of them is loaded.
+"""Finds targets that lie in the same memory, and decides for loads which of them is loaded.
 
-A load fills tensors in any order and in several threads, so that two targets in one memory would end as a mixture of
-both values. Stock DCP fills one after the other: the last one counts. So only the last of equal targets is loaded, and
-targets that overlap in part are refused.
+A load fills tensors in any order and in several threads. Two targets in the same memory would become a mixture of both
+values. Stock DCP fills one after the other, so the last one counts. So here only the last of equal targets is loaded,
+and targets that overlap in part are refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def replaced_targets(description: Description, stored_alike: Callable[[str, str], bool]) -> set[str]:
-    """Keys that are not loaded, because the tensors of a later key are the same memory.
+    """Returns the keys that are not loaded, because the tensors of a later key are the same memory.
 
-    Warns of each of them, unless it has the layout of the later key and `stored_alike` says of both that what is stored
-    is equal. Raises `CheckpointError`, naming both keys, for targets that overlap in part.
+    Warns of each of them, unless it has the layout of the later key and `stored_alike` says that both are stored with
+    equal bytes. Raises `CheckpointError` with both keys for targets that overlap in part.
     """
     groups = _C.items_that_share_memory(
         description.inventory, description.sources, description.table, description.ready
@@ -40,8 +40,8 @@ def replaced_targets(description: Description, stored_alike: Callable[[str, str]
     for group in groups:
         tensors: dict[str, dict[int, torch.Tensor]] = {}
         for item in group:
-            number = description.tensor_number(item)
-            tensors.setdefault(description.names[item], {})[number] = description.tensors[number]
+            index = description.tensor_index(item)
+            tensors.setdefault(description.names[item], {})[index] = description.tensors[index]
         left_out |= _replaced({name: list(found.values()) for name, found in tensors.items()}, stored_alike)
     return left_out
 
@@ -49,15 +49,15 @@ def replaced_targets(description: Description, stored_alike: Callable[[str, str]
 def replaced_in_state(
     state: Mapping[str, Any], loaded: Container[str], stored_alike: Callable[[str, str], bool]
 ) -> set[str]:
-    """The same for a state without a description, of which the keys in `loaded` are loaded."""
+    """Returns the same for a state without a description. `loaded`: the keys that are loaded."""
     tensors: dict[tuple[str, int], torch.Tensor] = {}
     for key, value in state.items():
         if key in loaded:
-            tensors.update({(key, number): tensor for number, tensor in enumerate(_memory_of(value))})
+            tensors.update({(key, index): tensor for index, tensor in enumerate(_memory_of(value))})
     left_out: set[str] = set()
     for group in sharing_memory(tensors):
         members, found = set(group), dict[str, list[torch.Tensor]]()
-        for name in filter(members.__contains__, tensors):  # in the order of the state, not of addresses
+        for name in filter(members.__contains__, tensors):  # keeps the order of the state, not of addresses
             found.setdefault(name[0], []).append(tensors[name])
         left_out |= _replaced(found, stored_alike)
     return left_out
@@ -72,10 +72,10 @@ def _memory_of(value: Any) -> Sequence[torch.Tensor]:
 
 
 def _replaced(group: Mapping[str, Sequence[torch.Tensor]], stored_alike: Callable[[str, str], bool]) -> set[str]:
-    """Of one group, whose tensors may overlap, by key."""
+    """Returns the keys of one group that are not loaded. `group`: {key: tensors}, which may overlap."""
     if len(group) < 2:
         return set()
-    equal: dict[tuple[int, int, int], list[tuple[torch.Tensor, list[str]]]] = {}  # memory, and the keys that have it
+    equal: dict[tuple[int, int, int], list[tuple[torch.Tensor, list[str]]]] = {}  # [(memory, keys with this memory)]
     for key, tensors in group.items():
         memory = _merged([_runs(tensor, key) for tensor in tensors])
         alike = equal.setdefault((len(memory), int(memory[0, 0]), int(memory[-1, 1])), [])
@@ -103,7 +103,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _runs(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """The runs of memory that the elements of a tensor lie in, not in order: rows of the first byte and the end."""
+    """Returns the ranges of memory that hold the elements of a tensor, in any order, as rows (first byte, end)."""
     length, many = tensor.itemsize, 1
     starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -125,7 +125,7 @@ def _runs(tensor: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def _merged(runs: list[torch.Tensor]) -> torch.Tensor:
-    """The same memory in order, as few runs as possible."""
+    """Returns the same memory in ascending order, as few ranges as possible."""
     starts, order = torch.cat([part[:, 0] for part in runs]).sort()
     ends = torch.cat([part[:, 1] for part in runs])[order].cummax(dim=0).values
     apart = starts[1:] > ends[:-1]
@@ -136,7 +136,7 @@ def _merged(runs: list[torch.Tensor]) -> torch.Tensor:
 def _refuse_overlap(memory: list[torch.Tensor], keys: list[str]) -> None:
     starts, order = torch.cat([runs[:, 0] for runs in memory]).sort()
     ends = torch.cat([runs[:, 1] for runs in memory])[order]
-    overlap = (starts[1:] < ends[:-1]).nonzero()  # if any two runs overlap, two neighbours do
+    overlap = (starts[1:] < ends[:-1]).nonzero()  # if any two ranges overlap, two neighbours do
     if len(overlap):
         owners = torch.cat([torch.full((len(runs),), at, device="cpu") for at, runs in enumerate(memory)])[order]
         at = int(overlap[0])

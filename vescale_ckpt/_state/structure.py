@@ -1,4 +1,4 @@
-"""Records what the dotted keys of a nested state leave out, for loads: keys that are no text, and empty mappings.
+"""Records for loads what the dotted keys of a nested state leave out: keys that are no text, and empty mappings.
 
 DCP turns all keys of mappings into text, and an empty mapping has no element to store. Both are recorded beside the
 paths of the keys, in an attribute of `.metadata` that stock readers ignore (docs/format.md).
@@ -19,7 +19,7 @@ from ..errors import UntrustedCheckpointError
 
 Path = tuple[str | int, ...]
 
-ATTRIBUTE = "vescale_ckpt_structure"  #: of DCP's `Metadata`
+ATTRIBUTE = "vescale_ckpt_structure"  #: name of the attribute of DCP's `Metadata`
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -33,8 +33,8 @@ class Structure:
     """The record of one state. Paths are those of `flatten`: text for keys of mappings, numbers for elements of
     lists."""
 
-    numbered: set[Path] = field(default_factory=set)  #: mappings whose keys are whole numbers, all of them
-    keys: dict[Path, Any] = field(default_factory=dict)  #: other keys that are no text, by the path that they end
+    numbered: set[Path] = field(default_factory=set)  #: mappings with only whole numbers as keys
+    keys: dict[Path, Any] = field(default_factory=dict)  #: {path: its last key} of other keys that are no text
     empty: set[Path] = field(default_factory=set)  #: mappings without elements
     lost: list[Path] = field(default_factory=list)  #: keys that will be loaded as text; not stored
 
@@ -59,13 +59,13 @@ class Structure:
                     self.lost.append(at)
 
     def key(self, path: Path, text: str) -> Any:
-        """The key of the mapping at `path` that became `text`."""
+        """Returns the key of the mapping at `path` that became `text`."""
         if path in self.numbered and is_number(text):
             return int(text)
         return self.keys.get((*path, text), text) if self.keys else text
 
     def pack(self) -> str:
-        """The record as text; empty if it has no content."""
+        """Returns the record as text; empty if it has no content."""
         if not (self.numbered or self.keys or self.empty):
             return ""
         numbered, empty = (sorted(map(list, paths), key=repr) for paths in (self.numbered, self.empty))
@@ -74,22 +74,22 @@ class Structure:
 
     @staticmethod
     def unpack(text: str) -> Structure:
-        """Raises `UntrustedCheckpointError` for what `pack` does not write."""
+        """Reads a text of `pack`. Raises `UntrustedCheckpointError` for a text that `pack` does not write."""
         structure = Structure()
         try:
-            told = json.loads(text) if text else {"numbered": [], "keys": [], "empty": []}
-            structure.numbered = {_path(path) for path in told["numbered"]}
-            structure.empty = {_path(path) for path in told["empty"] if path}
-            structure.keys = {_path(path): _decoded(encoded) for *path, encoded in told["keys"]}
+            record = json.loads(text) if text else {"numbered": [], "keys": [], "empty": []}
+            structure.numbered = {_path(path) for path in record["numbered"]}
+            structure.empty = {_path(path) for path in record["empty"] if path}
+            structure.keys = {_path(path): _decoded(encoded) for *path, encoded in record["keys"]}
         except (ValueError, TypeError, KeyError, RecursionError, _NotKept) as error:
             raise UntrustedCheckpointError(
-                f"metadata tells the kinds of keys in a way that nobody writes: {error!r}"
+                f"metadata has a malformed record of the kinds of keys: {error!r}"
             ) from error
         return structure
 
     @staticmethod
     def merged(packed: Iterable[str]) -> str:
-        """The records of all ranks as one, as text."""
+        """Merges the records of all ranks into one text."""
         distinct = [text for text in dict.fromkeys(packed) if text]
         if len(distinct) < 2:
             return "".join(distinct)
@@ -102,13 +102,13 @@ class Structure:
 
 
 def structure_of(metadata: Metadata) -> Structure | None:
-    """The record in a checkpoint's metadata. None if it has none: another tool wrote it."""
+    """Returns the record in a checkpoint's metadata. None if it has none, because another tool wrote it."""
     noted = getattr(metadata, ATTRIBUTE, None)
     return Structure.unpack(noted) if isinstance(noted, str) else None
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is the result of `str` for a whole number."""
+    """Whether `text` is `str` of a whole number."""
     digits = text.removeprefix("-")
     return digits.isdecimal() and digits.isascii() and len(digits) < 4000 and str(int(text)) == text
 
@@ -120,8 +120,8 @@ def _path(elements: list[Any]) -> Path:
 
 
 def _encoded(key: Any) -> Any:
-    """A key as JSON has it: text as it is, all else as a list of its kind and its value. What equals a number, as an
-    `IntEnum` does, becomes that number. Raises `_NotKept`."""
+    """Returns a key in a form for JSON: text stays text, other keys become a list of kind and value. A key that is an
+    integer by `operator.index`, as an `IntEnum`, becomes that number. Raises `_NotKept`."""
     if isinstance(key, str):
         return str.__str__(key)
     if key is None or isinstance(key, bool):
@@ -142,7 +142,7 @@ def _encoded(key: Any) -> Any:
         return ["device", str(key)]
     try:
         if not isinstance(key, torch.Tensor):
-            return ["int", str(operator.index(key))]  # also numpy's
+            return ["int", str(operator.index(key))]  # works for numpy's integers, too
     except TypeError:
         pass
     raise _NotKept

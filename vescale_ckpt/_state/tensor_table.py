@@ -24,20 +24,20 @@ from ..errors import CheckpointError
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 HOST_DEVICE = 1  # DLPack's code
 
-# The flags of `TensorReads.ready`. ON_DEVICE + i: on CUDA device i.
+# These are the flags of `TensorReads.ready`. ON_DEVICE + i means CUDA device i.
 NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
 
 
 def tensor_table(tensors: list[torch.Tensor]) -> bytes:
-    """The table of all `tensors`, read in one call. Raises for no kind of tensor."""
+    """Returns the table of all `tensors`, read in one call. Raises for no kind of tensor."""
     return _C.tensor_table(tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row)
 
 
 def tensor_row(tensor: torch.Tensor) -> list[int]:
-    """The row of one tensor, by torch's Python interface instead of DLPack."""
+    """Returns the row of one tensor by torch's Python interface instead of DLPack."""
     try:
         shape = [int(size) for size in tensor.shape]
-    except Exception:  # nested tensors have none; subclasses may do anything
+    except Exception:  # nested tensors have no shape, and code of subclasses may raise anything
         return [-1, -1, -1, 0]
     code = DTYPE_CODES.get(tensor.dtype, -1)
     device = _device(tensor) if code >= 0 and is_plain_tensor(tensor) else -1
@@ -58,12 +58,12 @@ def _device(tensor: torch.Tensor) -> int:
     try:
         kind, number = tensor.__dlpack_device__()
         return int(kind) + (int(number) << 32)
-    except (BufferError, ValueError):  # a device that DLPack has no code for
+    except (BufferError, ValueError):  # DLPack has no code for the device
         return -1
 
 
 def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """A view of a box of a tensor. Raises `CheckpointError` if the class of a wrapper cannot make it."""
+    """Returns a view of a box of a tensor. Raises `CheckpointError` if the class of a wrapper cannot make it."""
     if is_wrapper(tensor):
         return _narrowed_wrapper(tensor, offset, size)
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
@@ -80,8 +80,8 @@ def _narrowed_wrapper(tensor: torch.Tensor, offset: Sequence[int], size: Sequenc
                 if start != 0 or part.size(dim) != length:
                     part = part.narrow(dim, start, length)
             if type(part) is not type(tensor) or tuple(part.shape) != tuple(size):
-                raise TypeError(f"it gives a {type_name(part)} of shape {tuple(part.shape)}")
-    except Exception as error:  # code of the class: it may raise anything
+                raise TypeError(f"expected its own type, got a {type_name(part)} of shape {tuple(part.shape)}")
+    except Exception as error:  # code of the class may raise anything
         raise CheckpointError(
             f"a {type_name(tensor)} of shape {tuple(tensor.shape)} cannot be cut to {tuple(size)} at {tuple(offset)} "
             f"({type(error).__name__}: {error}): load it with the sharding that it was saved with"
@@ -91,20 +91,20 @@ def _narrowed_wrapper(tensor: torch.Tensor, offset: Sequence[int], size: Sequenc
 
 @dataclass(frozen=True)
 class TensorReads:
-    """What is to be known of tensors to plan and to write them."""
+    """The traits of tensors that planning and writing need."""
 
-    table: bytes  #: `tensor_table` of them
-    #: For each whether its memory may be used directly. ON_HOST: the whole engine may use it (see `is_host_memory`).
-    #: ON_DEVICE and above: it is memory of a CUDA device, which snapshots copy. CUDA is used only if tensors are there.
+    table: bytes  #: `tensor_table` of the tensors
+    #: One flag for each tensor: whether its memory may be used directly. ON_HOST: the whole engine may use it (see
+    #: `is_host_memory`). ON_DEVICE and above: it is memory of a CUDA device, which snapshots copy.
     ready: bytes
-    versions: array[int]  #: torch's counter of changes of each; -1 in inference mode
-    requires_grad: bytes  #: 1 or 0 for each
-    storages: list[torch.UntypedStorage]  #: of the tensors that have plain memory
-    storage_bytes: array[int]  #: of each of these
+    versions: array[int]  #: torch's counter of changes of each tensor; -1 in inference mode
+    requires_grad: bytes  #: 1 or 0 for each tensor
+    storages: list[torch.UntypedStorage]  #: storages of the tensors with plain memory
+    storage_bytes: array[int]  #: bytes of each storage
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
-    """Reads all in one pass. It runs no Python code for a tensor in plain memory."""
+    """Reads all tensors in one pass. Runs no Python code for a tensor in plain memory."""
     table, ready, versions, requires_grad, storages, sizes = _C.tensor_reads(
         tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, copies_from_cuda, is_host_memory
     )
@@ -112,7 +112,7 @@ def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Whether the memory of one tensor may be used directly, as `TensorReads.ready` says it."""
+    """Returns the flag of `TensorReads.ready` of one tensor."""
     return read_tensors([tensor]).ready[0]
 
 
@@ -120,7 +120,7 @@ _LEAST_RUN = 4 << 10  # bytes
 
 
 def is_fast_to_fill(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on a device lies in runs that are long enough for copies of their own."""
+    """Whether a tensor on a device lies in runs that are long enough for separate copies."""
     run = tensor.itemsize
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size == 0:
@@ -132,5 +132,5 @@ def is_fast_to_fill(tensor: torch.Tensor) -> bool:
 
 
 def device_number(ready: int) -> int:
-    """The CUDA device of a flag of `TensorReads.ready`; -1 for none."""
+    """Returns the CUDA device of a flag of `TensorReads.ready`; -1 for none."""
     return ready - ON_DEVICE if ready >= ON_DEVICE else -1

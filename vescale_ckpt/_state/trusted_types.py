@@ -1,4 +1,4 @@
-"""Unpickles objects for loads with `weights_only=True`: torch's list of types, and those listed here.
+"""Unpickles objects for loads with `weights_only=True`: types of torch's list, and types that are listed here.
 
 The list here has types of the standard library and of numpy. torch's list can only be extended for the whole process.
 So a pickle that torch refuses is read a second time by an unpickler that knows torch's list, the user's additions to
@@ -29,7 +29,7 @@ import torch
 from .._engine import _C, torch_private
 
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
-_KINDS_OF_ARRAYS = "?biufcSUMm"  # no objects, no fields: those may be anything
+_KINDS_OF_ARRAYS = "?biufcSUMm"  # objects and fields are refused, because they may contain anything
 
 
 def _fraction(*arguments: Any) -> fractions.Fraction:
@@ -67,8 +67,8 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     io.BytesIO: io.BytesIO,
     **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
-#: Allowed as the factory of a defaultdict, and never called from a pickle: `list(range(n))` would take memory for n
-#: values, and `int(Decimal("1e999999999"))` as much.
+#: These may be the factory of a defaultdict, but a pickle may not call them: `list(range(n))` would take memory for n
+#: values, and so would `int(Decimal("1e999999999"))`.
 _NEVER_CALLED = (int, float, bool, str, list, dict, tuple, torch.Tensor)
 _BY_NAME = {(kind.__module__, kind.__qualname__): make for kind, make in _CLASSES.items()}
 _WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace)
@@ -81,7 +81,7 @@ _LISTS = (list, collections.deque)
 class Recorder:
     """Pickles for torch.save, and records the used classes and functions that loads would refuse."""
 
-    __name__ = "pickle"  # which torch.save asks of what it takes for a module
+    __name__ = "pickle"  # torch.save reads this attribute of the pickle module
 
     def __init__(self) -> None:
         self.refused: dict[str, None] = {}
@@ -121,7 +121,7 @@ def _is_numpy_dtype(value: Any) -> bool:
 
 
 def _of_the_user() -> dict[str, Any]:
-    """The globals that the user gave to `torch.serialization.add_safe_globals`, by name."""
+    """Returns {name: global} that the user gave to `torch.serialization.add_safe_globals`."""
     found = {}
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
@@ -133,7 +133,7 @@ def _of_the_user() -> dict[str, Any]:
 
 
 def load(data: bytes) -> Any:
-    """The object in an archive that torch.load refuses with weights_only=True. Raises `UnpicklingError`."""
+    """Returns the object in an archive that torch.load refuses with weights_only=True. Raises `UnpicklingError`."""
     module = types.SimpleNamespace(__name__="pickle", Unpickler=_Unpickler, load=_refuse)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=module)
 
@@ -150,17 +150,17 @@ def _numpy() -> Any:
     return numpy
 
 
-class _UnderWay:
-    """A numpy value of which the pickle has not given the state yet."""
+class _Unfinished:
+    """A numpy value whose state has not come yet in the pickle."""
 
     def __init__(self) -> None:
-        self.memos: list[int] = []  #: under which numbers the pickle remembers it
+        self.memos: list[int] = []  #: the memo numbers of the value in the pickle
 
     def built(self, state: Any) -> Any:
         raise NotImplementedError
 
 
-class _Dtype(_UnderWay):
+class _Dtype(_Unfinished):
     """A numpy dtype: `numpy.dtype(name, align, copy)`, then its state."""
 
     def __init__(self, name: Any, *_: Any) -> None:
@@ -186,7 +186,7 @@ class _Dtype(_UnderWay):
         return dtype.newbyteorder(order) if order == ">" else dtype
 
 
-class _Array(_UnderWay):
+class _Array(_Unfinished):
     """A numpy array: `_reconstruct(numpy.ndarray, (0,), b"b")`, then its state."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
@@ -219,7 +219,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 class _NDARRAY:
-    """Stands for numpy.ndarray, which pickles name and do not call."""
+    """Replaces numpy.ndarray, which pickles name but do not call."""
 
 
 _NUMPY: dict[tuple[str, str], Any] = {
@@ -230,7 +230,7 @@ _NUMPY: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations can be overridden
+class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class can be overridden
     proto: int
     stack: list[Any]
     memo: dict[int, Any]
@@ -251,19 +251,19 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
         self._known -= {id(kind) for kind in _NEVER_CALLED}
         self._of_torch = {id(function) for function in self._torch_s.values()}
         self._rebuild = self._torch_s.get("torch._tensor._rebuild_from_type_v2")
-        self._under_way = 0  # values without their state so far
+        self._unfinished = 0  # so many values have no state yet
 
     def load(self) -> Any:
         value = super().load()
-        if self._under_way:
+        if self._unfinished:
             raise pickle.UnpicklingError("an array of numpy without its state")
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        if self.proto < 3:  # Python 2's names
+        if self.proto < 3:  # the pickle has Python 2's names
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         known = _BY_NAME.get((module, name)) or _NUMPY.get((module, name)) or self._torch_s.get(f"{module}.{name}")
-        if known is None and module.startswith("pathlib"):  # 3.13 has it in a module of its own
+        if known is None and module.startswith("pathlib"):  # Python 3.13 has these classes in another module
             known = _BY_NAME.get((pathlib.PosixPath.__module__, name)) or _BY_NAME.get(("pathlib", name))
         if known is None:
             raise pickle.UnpicklingError(f"{module}.{name} is not known to be harmless")
@@ -271,12 +271,12 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
 
     def _make(self, kind: Any, arguments: Any, make: Callable[..., Any]) -> None:
         self._check_call(kind, arguments)
-        if kind is self._rebuild:  # calls its first argument
+        if kind is self._rebuild:  # this function calls its first argument
             if id(arguments[0]) not in self._of_torch or arguments[0] is kind:
                 raise pickle.UnpicklingError(f"it has torch call {arguments[0]!r}")
             self._check_call(arguments[0], arguments[2])
         made = make(*arguments)
-        self._under_way += isinstance(made, _UnderWay)
+        self._unfinished += isinstance(made, _Unfinished)
         self.append(made)
 
     def _check_call(self, kind: Any, arguments: Any) -> None:
@@ -284,7 +284,9 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
             raise pickle.UnpicklingError(f"it calls {kind!r}")
         from_range = any(type(argument) is range for argument in arguments)
         if from_range and not any(kind is known for known in (slice, *_of_the_user().values())):
-            raise pickle.UnpicklingError(f"it fills a {kind!r} from a range")  # a few bytes may be any number of values
+            raise pickle.UnpicklingError(
+                f"it fills a {kind!r} from a range"
+            )  # a few bytes may give any number of values
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -302,7 +304,7 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) in (_Dtype, _Array):
             self._replace(value, value.built(state))
-            self._under_way -= 1
+            self._unfinished -= 1
         elif type(value) in _WITH_ATTRIBUTES or type(value) is collections.OrderedDict:
             if type(state) is not dict or not all(type(name) is str for name in state):
                 raise pickle.UnpicklingError("attributes that are none")
@@ -317,11 +319,11 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
 
     def _fill(self, buffer: io.BytesIO, state: Any) -> None:
         whole = type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and type(state[1]) is int
-        if not whole or not 0 <= state[1] <= len(state[0]) or state[2]:  # its attributes are never any
+        if not whole or not 0 <= state[1] <= len(state[0]) or state[2]:  # attributes are refused
             raise pickle.UnpicklingError("a buffer of something else than bytes")
-        buffer.__setstate__((state[0], state[1], None))  # type: ignore[attr-defined]  # which typeshed leaves out
+        buffer.__setstate__((state[0], state[1], None))  # type: ignore[attr-defined]  # typeshed lacks it
 
-    def _replace(self, value: _UnderWay, built: Any) -> None:
+    def _replace(self, value: _Unfinished, built: Any) -> None:
         self.stack[-1] = built
         for number in value.memos:
             if self.memo.get(number) is value:
@@ -329,7 +331,7 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
 
     def _remember(self, number: int) -> None:
         value = self.memo[number] = self.stack[-1]
-        if isinstance(value, _UnderWay):
+        if isinstance(value, _Unfinished):
             value.memos.append(number)
 
     def load_put(self) -> None:
@@ -346,7 +348,7 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
 
     def _recall(self, number: int) -> None:
         value = self.memo[number]
-        if isinstance(value, _UnderWay):  # would stay one where it is put
+        if isinstance(value, _Unfinished):  # the copy would never be replaced by the finished value
             raise pickle.UnpicklingError("an array of numpy that is used before it has its state")
         self.append(value)
 
@@ -374,7 +376,9 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
     def load_setitems(self) -> None:
         values = self.pop_mark()
         mapping = self._checked((dict,), derived=True)
-        for key, value in zip(values[::2], values[1::2], strict=True):  # a derived one's `update` may do something else
+        for key, value in zip(
+            values[::2], values[1::2], strict=True
+        ):  # `update` of a derived class may do something else
             mapping[key] = value
 
     def load_additems(self) -> None:

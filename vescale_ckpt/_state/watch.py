@@ -1,4 +1,4 @@
-"""`Watch` finds tensors that another thread changes while a save reads them."""
+"""`Watch` finds for saves tensors that another thread changes while they are read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .tensor_table import TensorReads
 
 
 class Watch:
-    """Finds changes of some tensors since it was made.
+    """Finds changes of some tensors since this object was made.
 
     It compares torch's version counters and the addresses and sizes of storages. Only the counters of the given tensors
-    count: a tensor made by `.data` has its own counter, and a DTensor has another than its local tensor. The storages
-    are kept alive, so that the old memory of a tensor that is given other memory (`.data =`) can still be read.
+    count: a tensor made by `.data` has its own counter, and so do a DTensor and its local tensor. The storages are kept
+    alive, so that the old memory of a tensor can still be read after it was given other memory (`.data =`).
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], reads: TensorReads | None = None) -> None:
-        """`reads`: what was read of the tensors before anything else was done with them. All have plain memory."""
+        """`reads`: the traits that were read of the tensors before anything else. All tensors have plain memory."""
         self._tensors = tensors
         if reads is None:
             self._storages = storages_of(tensors)
@@ -34,13 +34,13 @@ class Watch:
             self._versions, self._places = reads.versions.tolist(), (addresses, reads.storage_bytes.tolist())
 
     def changed(self) -> list[int]:
-        """The numbers of the tensors that were changed, or whose memory was."""
+        """Returns the indices of the tensors that changed, or whose memory changed."""
         versions, places = torch_private.versions(self._tensors), self._places_now()
         if versions == self._versions and places == self._places:
             return []
         before = zip(self._versions, *self._places, strict=True)
         now = zip(versions, *places, strict=True)
-        return [number for number, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+        return [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
 
     def _places_now(self) -> tuple[list[int], list[int]]:
         storages = self._storages
@@ -51,7 +51,7 @@ class WatchedState:
     """A `Watch` of all tensors of a flat state, by its keys."""
 
     def __init__(self, flat: Mapping[str, Any], reads: TensorReads | None = None) -> None:
-        """`reads`: as `Watch` takes them, of all values, which are plain tensors then."""
+        """`reads`: the traits for `Watch` of all values, which must be plain tensors."""
         if reads is not None:
             self._names = list(flat)
             self._watch = Watch(list(flat.values()), reads)
@@ -67,15 +67,15 @@ class WatchedState:
 
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    """The tensors to watch for a value. For a DTensor they are itself and its local tensor, which count separately."""
+    """Returns the tensors to watch for a value. A DTensor and its local tensor have separate counters."""
     if isinstance(value, DTensor):
         return value, *local_parts(value)
     return local_parts(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else ()
 
 
 def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """The tensors that hold a value on this rank."""
-    if isinstance(value, ShardedTensor):  # which is an instance of torch.Tensor, too
+    """Returns the tensors that hold a value on this rank."""
+    if isinstance(value, ShardedTensor):  # checked first, because it is a torch.Tensor, too
         return [shard.tensor for shard in value.local_shards()]
     return torch_private.local_tensors([value]) if isinstance(value, DTensor) else [value]
 
@@ -89,12 +89,13 @@ def changed_meanwhile(key: str) -> CheckpointError:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storage of each tensor; an empty one for tensors without storage: sparse tensors and some subclasses."""
+    """Returns the storage of each tensor; an empty one for tensors without storage: sparse tensors and some
+    subclasses."""
     try:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         list(map(torch.UntypedStorage.data_ptr, storages))
         return storages
-    except Exception:  # a subclass may do anything
+    except Exception:  # code of a subclass may raise anything
         return [_storage(tensor) for tensor in tensors]
 
 

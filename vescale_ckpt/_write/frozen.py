@@ -106,7 +106,7 @@ class FrozenTensors:
         description, plan = items.description, words(items.local_plan)
         rows, storages = [], []
         for row in range(items.count_tensors()):
-            number = description.tensor_number(plan[row * PLAN_ROW])
+            number = description.tensor_index(plan[row * PLAN_ROW])
             if description.ready[number] != NOT_READY:
                 identity = storage_identity(description.tensors[number])
                 if identity in self._versions:

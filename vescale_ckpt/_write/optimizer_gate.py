@@ -81,7 +81,7 @@ class GatedCopy:
         rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
             item = local_plan[row * PLAN_ROW]
-            number = description.tensor_number(item)
+            number = description.tensor_index(item)
             if not guarded[number]:
                 continue
             rows.append(row)

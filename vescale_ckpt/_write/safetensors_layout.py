@@ -33,7 +33,7 @@ from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
 from .._ranks.steps import Steps
 from .._state.describe import Description
-from .._state.shared_memory import empty_duplicates, tied_names
+from .._state.shared_memory import empty_duplicates, shared_names
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import checked_bytes
@@ -127,7 +127,7 @@ class SafetensorsLayout(Layout):
     def left_out(self, description: Description) -> Collection[str]:
         """Of tensors in the same memory the first is stored."""
         _refuse_wrappers(description)
-        self._tied = tied_names(description)
+        self._tied = shared_names(description)
         return self._tied.keys() | empty_duplicates(description)
 
     def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
@@ -393,7 +393,7 @@ def _refuse_wrappers(description: Description) -> None:
     if not any_wrapper(description.tensors):
         return
     for item, key in enumerate(description.names):
-        number = -1 if key in description.objects else description.tensor_number(item)
+        number = -1 if key in description.objects else description.tensor_index(item)
         if number >= 0 and is_wrapper(tensor := description.tensors[number]):
             raise CheckpointError(
                 f"{key}: safetensors files cannot hold a {type_name(tensor)}, which consists of inner tensors: save "
