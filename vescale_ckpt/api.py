@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints with all ranks of a group, over this package's own exchanges in place of DCP's."""
+"""Saves and loads checkpoints for all ranks of a group, by this package's own exchanges instead of DCP's."""
 
 from __future__ import annotations
 
@@ -74,22 +74,22 @@ def save(
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
-    The files are those that `dcp.save` writes. Ranks exchange less: while the state keeps its form, one small reduction
-    before data is written, and one gather of record locations afterwards.
+    The files are those that `dcp.save` writes. Ranks exchange less: while the state keeps its form, there is one small
+    reduction before data is written, and one gather of record locations afterwards.
 
     With `async_checkpoint`, `save` returns when this rank has copied what it will write, and the save continues in the
-    background; the state may change then. A later error is raised by the handle's `result()`. If it is not called, the
-    next save of the group raises it on all ranks.
+    background. From then on the state may change. The handle's `result()` raises a later error. If it is not called,
+    the next save of the group raises the error on all ranks.
 
     Args:
         path: a path or `file://` URL. A relative path is resolved when `save` is called.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects. For a top-level
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: whether training continues while data is written.
-        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; a `Safetensors` has
-            options. All ranks write into the same files (into an object store each file is sent by one rank). The state
-            may then hold tensors only. Of several tensors in the same memory the first is stored, and the header maps
-            the other names to it. The keys of a value under the name "" (a module, say) get no prefix.
+        format: "dcp", or "safetensors": the files of a model for Hugging Face's tools; a `Safetensors` has options. All
+            ranks write into the same files (one rank sends each file to an object store). The state may then hold only
+            tensors. Of several tensors in the same memory, the first is stored, and the header maps the other names to
+            it. The keys of a value under the name "" (a module, say) get no prefix.
         planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
             None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
@@ -101,22 +101,22 @@ def save(
         on_busy: what to do while the group's last asynchronous save is running on any rank: "wait" for it, "skip" this
             save (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
         max_shard_size, metadata, fqn_to_index_mapping: those of `Safetensors`, for format "safetensors".
-        extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
-            rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
-            into the directory after the commit, for other programs. For format "dcp".
-        base: an older checkpoint in a folder beside `path`, saved with `base=`. Tensors whose bytes it has are not
-            written again: the new checkpoint names its files. It must stay as long as the new one; a
-            `CheckpointManager` sees to that. A base that cannot be used is a warning, and all is written. For the first
-            save, give `path` itself.
-        frozen: with `base`: tensors of the state (parameters that do not require grad) that nothing changes except by
-            operations that raise torch's version counter. While counter and storage are those of an earlier save of
-            this process, they are not even read. docs/guarantees.md tells what leaves the counter as it is. Other names
-            of trained tensors (`state_dict().values()`, `.data`) must not be among them.
+        extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). The files
+            of rank 0 count. The contents are committed with the checkpoint, and `load` returns them. After the commit a
+            copy of each is written into the directory, for other programs. For format "dcp".
+        base: an older checkpoint in a folder beside `path`, saved with `base=`. If it has the bytes of a tensor, they
+        are not written again: the new checkpoint names the older one's files. The base must stay as long as the new
+        checkpoint; a `CheckpointManager` ensures that. If the base cannot be used, the save warns and writes
+        everything. For the first save, give `path` itself. frozen: with `base`: tensors of the state (parameters that
+        do not require grad) that change only by operations that raise torch's version counter. While their counter and
+        storage are those of an earlier save of this process, they are not even read. docs/guarantees.md lists the
+        operations that do not raise the counter. Other names of trained tensors (`state_dict().values()`, `.data`) must
+        not be among them.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
     `CheckpointTimeoutError` names the ranks that did not arrive; its `committed` says whether the new checkpoint may
-    have been committed all the same.
+    nevertheless have been committed.
     """
     checked_path("path", path)
     checked_flag("async_checkpoint", async_checkpoint)
@@ -163,7 +163,7 @@ def save(
             queue.wait_until_done(limit)
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
-            # The ranks of that save timed out, and may time out again: both waits share one timeout.
+            # The ranks of that save timed out, and may time out again. So both waits share one timeout.
             limit = max(limit - (time.monotonic() - began), min(limit, GRACE_SECONDS))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
@@ -255,8 +255,8 @@ def load(
 ) -> LoadReport | dict[str, Any]:
     """Loads the checkpoint in the directory `path`; all ranks of the group call it together.
 
-    The number of ranks that saved the checkpoint does not matter. Tensors of `state` are filled in place, other values
-    are replaced. Modules, optimizers and other `Stateful` objects get their state after all ranks have read theirs.
+    The checkpoint may have been saved by any number of ranks. Tensors of `state` are filled in place, other values are
+    replaced. Modules, optimizers and other `Stateful` objects get their state after all ranks have read theirs.
     Without `state` the result is the whole checkpoint: CPU tensors and objects, nested as they were saved.
 
     Args:
@@ -333,8 +333,8 @@ def prepare(
     devices it also makes the streams and the memory (26 MiB on each) that copies need.
 
     All ranks of the group call it together, before training or after a load. Nothing is written. With
-    `async_checkpoint=False` it only plans. `state`, `timeout` and errors are those of `save`. An error of the previous
-    save is left to the next save.
+    `async_checkpoint=False` it only plans. `state`, `timeout` and errors are those of `save`. The next save raises an
+    error of the previous save.
     """
     check_is_mapping(state, "prepare")
     checked_flag("async_checkpoint", async_checkpoint)

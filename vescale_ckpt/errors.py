@@ -1,4 +1,5 @@
-"""Defines the errors of the package for its users. Every error can be pickled: ranks send them to each other."""
+"""Defines the errors of the package for its users. Every error can be pickled, because ranks send them to each
+other."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class CheckpointError(RuntimeError):
-    """Base of all errors of this package. Names and numbers in the text of an error are its attributes, too."""
+    """The base of all errors of this package. Names and numbers in the text of an error are its attributes, too."""
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -29,7 +30,7 @@ def _rebuild(kind: type[CheckpointError], attributes: dict[str, Any]) -> Checkpo
 class CorruptCheckpointError(CheckpointError):
     """Bytes on disk differ from what was written: a flipped bit, a truncated or missing file."""
 
-    key: str | None  #: name of the tensor or object, None if the damage is not in one
+    key: str | None  #: name of the tensor or object; None if the damage is outside of all
     file: str
     offset: int  #: bytes from the start of the file
 
@@ -41,8 +42,8 @@ class Mismatch(NamedTuple):
     """A key that has another shape, dtype or kind in the state than in the checkpoint."""
 
     key: str
-    expected: str  #: in the state: a shape, a dtype, an object instead of a tensor
-    found: str  #: in the checkpoint
+    expected: str  #: the shape, dtype or kind in the state
+    found: str  #: the shape, dtype or kind in the checkpoint
 
     def __str__(self) -> str:
         return f"{self.key}: the state to load into has {self.expected}, the checkpoint has {self.found}"
@@ -51,7 +52,7 @@ class Mismatch(NamedTuple):
 class IncompatibleStateError(CheckpointError):
     """The state to fill has another shape or dtype than the checkpoint."""
 
-    key: str  #: the first of `mismatched`, as are the next two
+    key: str  #: this and the next two fields are those of the first of `mismatched`
     expected: str
     found: str
     mismatched: list[Mismatch]
@@ -95,7 +96,7 @@ class UntrustedCheckpointError(CheckpointError):
 
 class StorageFullError(CheckpointError):
     """There is no room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files. The text
-    says which. Nothing was committed; the checkpoint before is still there."""
+    says which. Nothing was committed; the old checkpoint still exists."""
 
     path: str
     needed: int  #: bytes
@@ -115,9 +116,9 @@ class StorageFullError(CheckpointError):
 class CheckpointTimeoutError(CheckpointError):
     """Ranks did not come in time: they were late, have died, or have left with an error of their own."""
 
-    phase: str  #: what the ranks were doing
-    late_ranks: list[int]  #: numbers in the process group; empty if they are not known
-    committed: bool | None  #: in a save: whether the new checkpoint was committed; None if that is not known
+    phase: str  #: the step that the ranks were in
+    late_ranks: list[int]  #: numbers in the process group; empty if they are unknown
+    committed: bool | None  #: in a save: whether the new checkpoint was committed; None if that is unknown
 
     def __init__(self, phase: str, late_ranks: list[int], message: str = "", *, committed: bool | None = False) -> None:
         super().__init__(
@@ -131,9 +132,9 @@ class CheckpointTimeoutError(CheckpointError):
 class RankFailedError(CheckpointError):
     """All ranks raise it if one rank has failed with an error that is not of this package."""
 
-    rank: int  #: the lowest that failed
-    cause: BaseException | str  #: its exception, or the text of an exception that cannot be pickled
-    failures: dict[int, str]  #: the text of every failed rank's error
+    rank: int  #: the lowest failed rank
+    cause: BaseException | str  #: exception of that rank, or the text of an exception that cannot be pickled
+    failures: dict[int, str]  #: {failed rank: text of its error}
 
     def __init__(
         self, rank: int, cause: BaseException | str, message: str = "", failures: dict[int, str] | None = None
@@ -157,12 +158,12 @@ class LoadFailedError(RankFailedError):
 
 
 def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:
-    """The error for other ranks: the same class and attributes, with the number of the failed rank."""
+    """Makes the error for other ranks, with the same class and attributes, and the number of the failed rank."""
     return _rebuild(type(error), {**error.__dict__, "message": message, "rank": rank, "failures": failures})
 
 
 def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
-    """Advice for optimizers whose parameters have numbers in the state and names in the checkpoint."""
+    """Returns advice for optimizers whose parameters have numbers in the state and names in the checkpoint."""
     numbered = {match[1] for match in map(re.compile(r"(.*?\bstate\.)\d+\.[^.]+").fullmatch, missing) if match}
     return [
         f"the checkpoint has {prefix}* by names of parameters, not by numbers: load the optimizer together with the "
@@ -173,6 +174,6 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
-    """The first `most` names, and the number of the others."""
+    """Returns a text with the first `most` names and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Sends the figures of each save and load to TensorBoard, Weights & Biases, a file of JSON lines, or any function."""
+"""Sends the figures of each save and load to TensorBoard, Weights & Biases, JSON lines or a function, for users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Finished", "JsonLines", "Listener", "TensorBoard", "WeightsAndBiases
 
 
 def figures(finished: Finished) -> dict[str, float]:
-    """The figures of a save or load, by name: seconds, bytes, bytes a second, seconds of each phase, imbalance."""
+    """Returns {name: figure} of a save or load: seconds, bytes, bytes a second, seconds of each phase, imbalance."""
     result: dict[str, float] = {"seconds": finished.seconds, "failed": float(finished.error is not None)}
     if (stats := finished.stats) is not None:
         count = stats.bytes if stats.job is None else stats.job.bytes
@@ -43,8 +43,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Adds the figures to a `torch.utils.tensorboard.SummaryWriter`, on rank 0. The step is that of the path's name;
-    without one, saves and loads are counted.
+    """Adds the figures to a `torch.utils.tensorboard.SummaryWriter`, on rank 0. The step is the one in the path's name;
+    without one, it is the number of the save or load.
 
     `on_finish(TensorBoard(writer))`
     """
@@ -61,8 +61,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs the figures to a run of Weights & Biases, on rank 0. An asynchronous save ends while training logs steps of
-    its own, so the step is one of the figures.
+    """Logs the figures to a run of Weights & Biases, on rank 0. The step is one of the figures, because an asynchronous
+    save ends while training logs later steps.
 
     `on_finish(WeightsAndBiases(wandb.run))`
     """

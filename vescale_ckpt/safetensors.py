@@ -1,8 +1,8 @@
-"""Saves and loads Hugging Face's safetensors files, with functions that replace those of the safetensors library.
+"""Saves and loads safetensors files for users of Hugging Face's library, with functions that replace the library's.
 
-The library reads these files bit for bit, and this module reads those of the library. Files saved here hold checksums
-under one key of `__metadata__`, which the library shows and ignores; see docs/format.md. Where the library raises
-`SafetensorError`, these functions raise errors of this package. For wrong arguments both raise ValueError, TypeError or
+The library reads these files bit for bit, and this module reads files of the library. Files that are saved here hold
+checksums under one key of `__metadata__`, which the library ignores; see docs/format.md. These functions raise errors
+of this package where the library raises `SafetensorError`. For wrong arguments both raise ValueError, TypeError or
 RuntimeError.
 """
 
@@ -69,7 +69,7 @@ def save_file(
     `StorageFullError`, `CheckpointError`.
     """
     path = checkpoint_path(filename)
-    with gc_paused():  # it has a function of its own, whose objects are gone before garbage is collected again
+    with gc_paused():  # all objects of `_save` are freed before garbage is collected again
         _save(path, tensors, metadata)
 
 
@@ -102,8 +102,8 @@ def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: Watched
 
 
 def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
-    """What a save needs to know of tensors that can be saved from where they are, as those of most models can. It runs
-    no Python code for each tensor. None: one may have to be copied first, or refused by name."""
+    """Reads the traits of tensors that can be saved in place, as those of most models can, without Python code for each
+    tensor. None: a tensor may have to be copied first, or refused by name."""
     if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
         return None
     try:
@@ -123,7 +123,7 @@ def _check_tensors(tensors: object) -> None:
         raise ValueError(f"expected a dict of names and tensors, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"{name!r}: the names of tensors are text, not {type(name).__name__}")
+            raise TypeError(f"{name!r}: expected a text as the name of a tensor, got {type(name).__name__}")
         name.encode()  # raises for text that is not Unicode
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -133,7 +133,7 @@ def _check_tensors(tensors: object) -> None:
     for name, tensor in tensors.items():
         try:
             tensor.numel()
-        except Exception as error:  # of an uninitialized parameter, say
+        except Exception as error:  # an uninitialized parameter raises, for instance
             raise ValueError(f"{name}: a {type(tensor).__name__} cannot be saved: {error}") from error
     shared = sharing_memory(tensors)
     if shared:
@@ -141,8 +141,8 @@ def _check_tensors(tensors: object) -> None:
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
     if scattered:
         raise ValueError(
-            f"{some(sorted(scattered))}: not contiguous. Save the tensor that it is a view of, or pack it with "
-            "contiguous()"
+            f"{some(sorted(scattered))}: not contiguous. Save the tensor that it is a view of, or make it contiguous "
+            "with contiguous()"
         )
     for name, tensor in tensors.items():
         if tensor.dtype not in STORABLE:
@@ -150,7 +150,7 @@ def _check_tensors(tensors: object) -> None:
 
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
-    """The tensors, with copies in host memory for those that the engine cannot read in place, and their table."""
+    """Returns the tensors and their table. Copies to host memory the tensors that the engine cannot read in place."""
     reads = read_tensors(tensors)
     others = [row for row, flag in enumerate(reads.ready) if flag != ON_HOST]
     if not others:
@@ -159,7 +159,7 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
     for row in others:
         try:
             hosts[row] = as_host_tensor(tensors[row])[0]
-        except Exception as error:  # a subclass may do anything
+        except Exception as error:  # code of a subclass may raise anything
             raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
     return hosts, tensor_table(hosts)
 
@@ -172,14 +172,14 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Loads all tensors of a file into new memory, in the order of the file.
 
-    A tensor of 8 MiB or more has memory of its own. Smaller ones share memory with their neighbours in the file, at
-    most 16 MiB, which is given back when the last of them is gone: `clone()` frees one from the others. On the CPU each
-    tensor has a storage of its own, of its own size. As the library's, these storages cannot grow (`resize_`).
+    A tensor of 8 MiB or more has its own memory. Smaller tensors share memory with their neighbours in the file, at
+    most 16 MiB. The memory is freed when the last of them is freed; a `clone()` has its own memory. On the CPU each
+    tensor has its own storage of its own size. As in the library, these storages cannot grow (`resize_`).
 
     On a CUDA device the memory is torch's, and tensors that share it share a storage: `torch.save` of one of them
-    writes all of it, and to resize that storage changes all of them. Each begins at a multiple of 512 bytes. What is
-    read is verified in host memory and copied while more is read, after the work that the current stream has queued;
-    all is there when this returns. For other devices torch copies each tensor from host memory.
+    writes all of it, and a resize of the storage changes all of them. Each tensor begins at a multiple of 512 bytes.
+    Data is verified in host memory and copied while more is read, after the queued work of the current stream. All
+    copies are done when this returns. For other devices torch copies each tensor from host memory.
 
     `verify` compares the bytes with the checksums of files that were saved here. Other files have no checksums.
 
@@ -208,33 +208,33 @@ class _Opened:
 
     @cached_property
     def tensors(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
-        """Name, the format's dtype, torch's name of that dtype, the format's shape; in the order of the file."""
+        """(name, the format's dtype, torch's name of that dtype, the format's shape) in the order of the file."""
         return self.file.tensors()
 
     @cached_property
-    def number(self) -> dict[str, int]:
-        return {tensor[0]: number for number, tensor in enumerate(self.tensors)}
+    def indices(self) -> dict[str, int]:
+        return {tensor[0]: index for index, tensor in enumerate(self.tensors)}
 
-    def numbered(self, name: str) -> int:
+    def index_of(self, name: str) -> int:
         try:
-            return self.number[name]
+            return self.indices[name]
         except KeyError:
             raise MissingKeysError([name]) from None
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        """The shape as torch has it. Raises `CheckpointError` for a tensor that torch cannot hold."""
-        with self._errors_of_torch([number]):
-            return self.file.torch_shape(number)
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Returns the shape in torch. Raises `CheckpointError` for a tensor that torch cannot hold."""
+        with self._errors_of_torch([index]):
+            return self.file.torch_shape(index)
 
     @contextmanager
-    def _errors_of_torch(self, numbers: Sequence[int]) -> Iterator[None]:
-        for name, _, torch_name, _ in map(self.tensors.__getitem__, numbers if MISSING_DTYPES else ()):
+    def _errors_of_torch(self, indices: Sequence[int]) -> Iterator[None]:
+        for name, _, torch_name, _ in map(self.tensors.__getitem__, indices if MISSING_DTYPES else ()):
             if torch_name in MISSING_DTYPES:
                 raise CheckpointError(f"{name}: this torch has no {torch_name}", path=self.path)
         try:
             yield
         except _C.EngineError as error:
-            key = self.tensors[numbers[error.item or 0]][0]
+            key = self.tensors[indices[error.item or 0]][0]
             raise CheckpointError(f"{error}", key=key, path=self.path) from None
 
     @cached_property
@@ -245,32 +245,32 @@ class _Opened:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     def _streams(self) -> list[tuple[int, int]]:
-        """The CUDA device and its current stream; none for host memory."""
+        """Returns the CUDA device and its current stream; nothing for host memory."""
         return [] if self.cuda is None else [(self.cuda, torch.cuda.current_stream(self.cuda).cuda_stream)]
 
     def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
-        """Memory for what the engine reads."""
+        """Allocates memory that the engine fills."""
         return torch.empty(shape, dtype=DTYPES[name], device="cpu" if self.cuda is None else self.device)
 
-    def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+    def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
         device, stream = (self._streams() or [(-1, 0)])[0]
-        with self._errors_of_torch(numbers):
-            load = _C.SafetensorsLoad(self.file, numbers, self.verify, self.options, self._empty, device, stream)
+        with self._errors_of_torch(indices):
+            load = _C.SafetensorsLoad(self.file, indices, self.verify, self.options, self._empty, device, stream)
         tensors = load.tensors(from_dlpack, _part_of)
-        with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
+        with named_errors(lambda row: self.tensors[indices[row]][0], self.path):
             load.finish()
         return self._on_device(tensors)
 
-    def read_box(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        shape = self.shape(number)
-        filled = self._empty(sizes, self.tensors[number][2])
+    def read_chunk(self, index: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        shape = self.shape(index)
+        filled = self._empty(sizes, self.tensors[index][2])
         if filled.numel():
-            at, length = self.file.range(number)
+            at, length = self.file.range(index)
             code = DTYPE_CODES[filled.dtype]
-            box = (len(shape), *shape, *offsets, *sizes, filled.data_ptr(), *filled.stride())
-            table = int_table([0, at, length, self.file.head_crc, code, *box])
+            chunk = (len(shape), *shape, *offsets, *sizes, filled.data_ptr(), *filled.stride())
+            table = int_table([0, at, length, self.file.head_crc, code, *chunk])
             devices = int_table([-1 if self.cuda is None else self.cuda])
-            with named_errors(lambda _: self.tensors[number][0], self.path):
+            with named_errors(lambda _: self.tensors[index][0], self.path):
                 reads = _C.SafetensorsReads(self.file, self.verify, self.options)
                 reads.read_tensors([self.path], table, devices, self._streams())
         return self._on_device([filled])[0]
@@ -278,34 +278,35 @@ class _Opened:
     def read_all(self) -> dict[str, torch.Tensor]:
         with gc_paused():
             read = [tensor for group in self._groups() for tensor in self.read(group)]
-            return dict(zip(self.number, read, strict=True))
+            return dict(zip(self.indices, read, strict=True))
 
     def _groups(self) -> Iterator[list[int]]:
-        """Numbers of the tensors to read together: all of them, or for another device groups of bounded host memory."""
+        """Yields the indices of tensors that are read together: all of them, or for a device that torch copies to,
+        groups of bounded host memory."""
         if self.device.type == "cpu" or self.cuda is not None:
             yield list(range(self.file.count))
             return
         group: list[int] = []
-        held = 0
-        for number in range(self.file.count):
-            group.append(number)
-            held += self.file.range(number)[1]
-            if held >= settings.number("arena_bytes"):
+        group_bytes = 0
+        for index in range(self.file.count):
+            group.append(index)
+            group_bytes += self.file.range(index)[1]
+            if group_bytes >= settings.number("arena_bytes"):
                 yield group
-                group, held = [], 0
+                group, group_bytes = [], 0
         yield group
 
     def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
-        there = self.device.type == "cpu" or self.cuda is not None
-        return read if there else [host.to(self.device) for host in read]
+        is_done = self.device.type == "cpu" or self.cuda is not None
+        return read if is_done else [host.to(self.device) for host in read]
 
 
 def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: str) -> torch.Tensor:
-    """The tensor in a range of a block of bytes.
+    """Returns the tensor in a range of a block of bytes.
 
-    It shares the block's storage: torch's `record_stream` and its sharing between processes do nothing, or fail, for a
-    storage of our own on a device. It does not share the version counter: autograd would take a change of one tensor
-    for a change of all.
+    The tensor shares the block's storage: with a storage of this package's own on a device, torch's `record_stream` and
+    its sharing between processes would fail or do nothing. The tensor has its own version counter: with a common one,
+    autograd would take a change of one tensor for a change of all.
     """
     return block[begin:end].view(DTYPES[name]).view(shape).data
 
@@ -314,9 +315,10 @@ class safe_open:  # the name that callers know
     """A context manager for a file whose tensors, or parts of them, are read on demand.
 
     Args:
-        filename: must exist. The file stays open: replacing it later has no effect here.
+        filename: the file must exist. It stays open, so a later replacement has no effect here.
         framework: "pt" (or "torch", "pytorch"): torch tensors.
-        device: where tensors are put. On a CUDA device `get_tensor` and slices give tensors with memory of their own.
+        device: the device of the tensors. On a CUDA device `get_tensor` and slices return tensors with their own
+        memory.
 
     All data is verified as it is read, if the file has checksums. Raises the errors of `load_file`.
     """
@@ -328,7 +330,7 @@ class safe_open:  # the name that callers know
         device: Device = "cpu",
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
-            raise ValueError(f"framework={framework!r}: only 'pt' is known")
+            raise ValueError(f"framework: expected 'pt', got {framework!r}")
         self._file: _Opened | None = _Opened(filename, device, verify=True)
 
     def __enter__(self) -> safe_open:
@@ -342,11 +344,11 @@ class safe_open:  # the name that callers know
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
-        return sorted(self._opened().number)
+        return sorted(self._opened().indices)
 
     def offset_keys(self) -> list[str]:
         """The names of all tensors, in the order of the file."""
-        return list(self._opened().number)
+        return list(self._opened().indices)
 
     def metadata(self) -> dict[str, str] | None:
         """The metadata of the header, without the texts that this package adds; None if the header has no metadata."""
@@ -356,16 +358,16 @@ class safe_open:  # the name that callers know
     def get_tensor(self, name: str) -> torch.Tensor:
         """Raises `MissingKeysError` if there is no such tensor."""
         file = self._opened()
-        return file.read([file.numbered(name)])[0]
+        return file.read([file.index_of(name)])[0]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, as `load_file` returns them."""
         return self._opened().read_all()
 
     def get_slice(self, name: str) -> TensorSlice:
-        """The tensor, not read yet. Raises `MissingKeysError` if there is no such tensor."""
+        """Returns the tensor without reading it. Raises `MissingKeysError` if there is no such tensor."""
         file = self._opened()
-        return TensorSlice(file, file.numbered(name))
+        return TensorSlice(file, file.index_of(name))
 
     def _opened(self) -> _Opened:
         if self._file is None:
@@ -375,30 +377,30 @@ class safe_open:  # the name that callers know
 
 class TensorSlice:
     """A tensor in a file. `slice[index]` equals `get_tensor(name)[index]`. An index of numbers, slices and `...` reads
-    only the box that it needs; any other index reads the whole tensor."""
+    only the chunk that it needs; any other index reads the whole tensor."""
 
-    def __init__(self, file: _Opened, number: int) -> None:
+    def __init__(self, file: _Opened, index: int) -> None:
         self._file = file
-        self._number = number
+        self._index = index
 
     def get_shape(self) -> list[int]:
-        """The shape in the header. It counts each value of a 4-bit dtype, where torch counts pairs of them."""
-        return list(self._file.tensors[self._number][3])
+        """The shape in the header. It counts each value of a 4-bit dtype, while torch counts pairs of values."""
+        return list(self._file.tensors[self._index][3])
 
     def get_dtype(self) -> str:
         """The dtype in the header: "F32", "BF16", …"""
-        return self._file.tensors[self._number][1]
+        return self._file.tensors[self._index][1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        shape = self._file.shape(self._number)
+        shape = self._file.shape(self._index)
         items = index if isinstance(index, tuple) else (index,)
         if not all(map(_is_plain, items)) or sum(item is ... for item in items) > 1:
-            whole: torch.Tensor = self._file.read([self._number])[0][index]
+            whole: torch.Tensor = self._file.read([self._index])[0][index]
             return whole
-        torch.empty(shape, device="meta")[index]  # raises what torch raises for an index that is out of bounds
-        box = _box(shape, items)
-        read = self._file.read_box(self._number, [start for start, _, _ in box], [size for _, size, _ in box])
-        result = read[tuple(rest for _, _, rest in box)]
+        torch.empty(shape, device="meta")[index]  # raises torch's error for an index that is out of bounds
+        chunk = _chunk(shape, items)
+        read = self._file.read_chunk(self._index, [start for start, _, _ in chunk], [size for _, size, _ in chunk])
+        result = read[tuple(rest for _, _, rest in chunk)]
         return result if result.numel() == read.numel() else result.clone()
 
 
@@ -408,18 +410,18 @@ def _is_plain(item: object) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
 
 
-def _box(shape: Sequence[int], items: Sequence[Any]) -> list[tuple[int, int, int | slice]]:
-    """For each dimension: the first index to read, how many to read, and the index to apply to what was read."""
+def _chunk(shape: Sequence[int], items: Sequence[Any]) -> list[tuple[int, int, int | slice]]:
+    """Returns for each dimension the first index to read, the count to read, and the index to apply to the result."""
     given = [item for item in items if item is not ...]
     missing = [slice(None)] * (len(shape) - len(given))
-    at = next((position for position, item in enumerate(items) if item is ...), len(items))
+    at = next((index for index, item in enumerate(items) if item is ...), len(items))
     full = [*given[:at], *missing, *given[at:]]
-    box: list[tuple[int, int, int | slice]] = []
+    chunk: list[tuple[int, int, int | slice]] = []
     for size, item in zip(shape, full, strict=True):
         if isinstance(item, slice):
-            wanted = range(*item.indices(size))
-            count = wanted[-1] + 1 - wanted[0] if wanted else 0
-            box.append((wanted[0] if wanted else 0, count, slice(None, None, wanted.step)))
+            indices = range(*item.indices(size))
+            count = indices[-1] + 1 - indices[0] if indices else 0
+            chunk.append((indices[0] if indices else 0, count, slice(None, None, indices.step)))
         else:
-            box.append((as_index(item) % size, 1, 0))
-    return box
+            chunk.append((as_index(item) % size, 1, 0))
+    return chunk

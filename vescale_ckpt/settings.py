@@ -1,4 +1,4 @@
-"""Reads the package's settings from environment variables, and checks the arguments that users give.
+"""Reads the package's settings from environment variables, and checks arguments for all public functions.
 
 All environment variables are read and checked when a save or load begins. An argument of the call takes precedence.
 """
@@ -27,8 +27,8 @@ _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table. `least` and `most` bound numbers, `step` divides them, `choices` lists allowed texts (none:
-    any text). `memory_part`: where nothing is given, it is this part of `memory_bytes`; 0: it does not follow it."""
+    """One row of the table. `least` and `most` bound a number, and it must be a multiple of `step`. `choices` lists the
+    allowed texts (none: any text). `memory_part`: the default is `memory_bytes` divided by this; 0: `default`."""
 
     name: str
     default: int | str
@@ -105,7 +105,7 @@ SETTINGS = {
 MOST_THREADS = SETTINGS["threads"].most
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS.values()}
 _NODE = PREFIX + "NODE"  # its default is not a constant: see _ranks/node.py
-# Of builds and tests.
+# Builds and tests use variables that begin so.
 _NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
 _warned: set[str] = set()
 
@@ -116,7 +116,7 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 def value(name: str) -> int | str:
-    """The setting in force: the environment's, else the default. Raises ValueError for a bad environment variable."""
+    """Returns a setting from the environment, or its default. Raises ValueError for a bad environment variable."""
     setting = SETTINGS[name]
     text = os.environ.get(setting.variable)
     if text is not None:
@@ -125,7 +125,7 @@ def value(name: str) -> int | str:
 
 
 def lenient(name: str) -> int | str:
-    """The setting in force, or the default if the environment variable is wrong. For values that a rank needs before
+    """Returns a setting, or its default if the environment variable is wrong. It is for values that a rank needs before
     `check` raises on all ranks."""
     try:
         return value(name)
@@ -140,7 +140,8 @@ def number(name: str) -> int:
 
 
 def node() -> int | None:
-    """The number of this machine from the environment; None if it is not set. Raises ValueError if it is no number."""
+    """Returns the number of this machine from the environment; None if it is not set. Raises ValueError if it is no
+    number."""
     text = os.environ.get(_NODE)
     if text is None:
         return None
@@ -156,8 +157,8 @@ def unknown() -> list[str]:
 
 
 def check() -> None:
-    """Raises ValueError if the environment variable of any setting is wrong, needed or not. Warns once a process of
-    each variable with the prefix that is no setting."""
+    """Raises ValueError if the environment variable of any setting is wrong, even of an unused one. Warns once in a
+    process of each variable with the prefix that is no setting."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         if (setting := _BY_VARIABLE.get(name)) is not None:
             setting.parse(os.environ[name])
@@ -166,19 +167,19 @@ def check() -> None:
     for name in unknown():
         if name not in _warned:
             _warned.add(name)
-            near = difflib.get_close_matches(name, [*_BY_VARIABLE, _NODE], 1)
-            hint = f" {near[0]} is meant?" if near else ""
+            similar = difflib.get_close_matches(name, [*_BY_VARIABLE, _NODE], 1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
             logger.warning("the environment variable %s is no setting, and does nothing.%s", name, hint)
 
 
 def timeout(argument: float | None) -> float:
-    """Seconds to wait for other ranks: the argument of a call; for None the setting."""
+    """Returns the seconds to wait for other ranks: the argument of a call; for None the setting."""
     seconds = checked_seconds("timeout", argument, zero=False)
     return float(lenient("timeout")) if seconds is None else min(seconds, _LONGEST)
 
 
 def broadcast(argument: Broadcast) -> Broadcast:
-    """An argument `broadcast_checkpoint`, checked."""
+    """Returns an argument `broadcast_checkpoint`. Raises ValueError for a wrong one."""
     if argument != "auto" and not isinstance(argument, bool):
         raise ValueError(f"broadcast_checkpoint: expected 'auto', True or False, got {argument!r}")
     return argument
@@ -209,8 +210,8 @@ def checked_count(name: str, value: object, most: int | None = None) -> int | No
 
 
 def checked_bytes(name: str, value: object) -> int:
-    """The bytes of a number, or of a text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
-    Raises ValueError for anything else, and for less than 1."""
+    """Returns bytes from a number, or from a text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB"
+    (powers of 1024). Raises ValueError for anything else, and for less than 1."""
     count = value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)):
         unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")

@@ -151,7 +151,7 @@ def test_a_name_that_is_no_setting_is_warned_of_once(
             load(tmp_path, dict(STATE))
     said = [record.getMessage() for record in caplog.records if "is no setting" in record.getMessage()]
     assert len(said) == 2
-    assert any("VESCALE_CKPT_THREAD " in text and "VESCALE_CKPT_THREADS is meant" in text for text in said)
+    assert any("VESCALE_CKPT_THREAD " in text and "Did you mean VESCALE_CKPT_THREADS?" in text for text in said)
 
 
 # Any text is a directory for traces.
