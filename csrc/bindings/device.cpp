@@ -34,7 +34,7 @@ py::dict device_info() {
 bool copies_from_cuda(bool batches) {
   std::string reason;
   device::CudaRuntime* const runtime = device::cuda_runtime(reason);
-  if (runtime != nullptr) runtime->want_batches(batches);
+  if (runtime != nullptr) runtime->enable_batches(batches);
   return runtime != nullptr;
 }
 

@@ -130,8 +130,8 @@ std::vector<py::str> all_files(const metadata::Index& index) {
   return names;
 }
 
-metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& wanted, bool allow_cast) {
-  const auto rows = view(wanted);
+metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& targets, bool allow_cast) {
+  const auto rows = view(targets);
   const py::gil_scoped_release release;
   return metadata::plan_load(index, state::Inventory(rows), allow_cast);
 }
@@ -139,7 +139,7 @@ metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& wanted, b
 std::vector<std::tuple<int64_t, std::string, py::str>> mismatched(const metadata::LoadPlan& plan) {
   std::vector<std::tuple<int64_t, std::string, py::str>> result;
   for (const metadata::LoadPlan::Mismatch& found : plan.mismatched) {
-    result.emplace_back(found.item, found.wanted, text(found.stored));
+    result.emplace_back(found.item, found.expected, text(found.stored));
   }
   return result;
 }
@@ -194,7 +194,7 @@ void bind_index(py::module_& module) {
       .def_property_readonly("files", &all_files)
       .def("file_ends", &metadata::Index::file_ends, py::call_guard<py::gil_scoped_release>(),
            "of each file, where the last record that lies in it ends")
-      .def("plan_load", &plan, py::arg("wanted"), py::arg("allow_cast") = false);
+      .def("plan_load", &plan, py::arg("targets"), py::arg("allow_cast") = false);
 }
 
 }  // namespace vescale_ckpt::bindings

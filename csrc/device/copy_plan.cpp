@@ -11,13 +11,13 @@ namespace vescale_ckpt::device {
 namespace {
 
 constexpr uint64_t kMaxUnit = 16;
-constexpr int64_t kMaxPitch = INT32_MAX;  // of 2-D copies, on every device so far
+constexpr int64_t kMaxPitch = INT32_MAX;  // the limit for 2-D copies on all known devices
 
 uint64_t address_of(const std::byte* host) {
   return reinterpret_cast<uintptr_t>(host);
 }
 
-// The largest unit that all parts of a packed row are multiples of.
+// Returns the largest unit that divides all parts of a packed row.
 uint64_t common_unit(const DeviceRow& row, uint64_t offset, uint64_t at) {
   uint64_t all = kMaxUnit | row.device | row.run | offset | at;
   for (const PackDim& dim : row.dims) all |= static_cast<uint64_t>(dim.stride);
@@ -40,7 +40,7 @@ void CopyPlan::forgo_slab() {
   limits_.slab_bytes = 0;
 }
 
-// Packing pays where it makes one copy of many.
+// Packing is worth it if it makes one copy of many.
 bool CopyPlan::is_packed(size_t index) const {
   const DeviceRow& row = rows_[index];
   if (limits_.slab_bytes == 0) return false;
@@ -84,12 +84,12 @@ bool CopyPlan::next(CopyGroup& group) {
   return group.bytes != 0;
 }
 
-// As much of the row as the slab and its table still take.
+// Packs as much of the row as the slab and its table have room for.
 void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
   PackTable& table = group.table;
   std::byte* host = row.host + at_;
   uint64_t offset = align_up(table.bytes, kMaxUnit);
-  if (!group.flat.empty()) {  // the slab looks like the host's memory, where that is allowed
+  if (!group.flat.empty()) {  // the slab copies the host's layout if that is allowed
     const FlatCopy& last = group.flat.back();
     const uint64_t host_end = address_of(last.host) + last.bytes;
     if (align_up(host_end, layout_.alignment) == address_of(host)) offset = table.bytes + address_of(host) - host_end;
@@ -118,11 +118,11 @@ void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
   at_ += bytes;
 }
 
-// Copies from the slab to the host for what was packed at `offset`, as part of the copy before where they can be.
+// Adds copies to the host of the bytes that were packed at `offset`. Extends the copy before if possible.
 void CopyPlan::slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, CopyGroup& group) const {
   if (!group.flat.empty()) {
     FlatCopy& last = group.flat.back();
-    const uint64_t reach = address_of(host) - address_of(last.host);  // wraps, and so differs, where host lies before
+    const uint64_t reach = address_of(host) - address_of(last.host);  // wraps around if host lies before it
     if (reach == offset - last.device && reach < to_border(last.host)) {
       const uint64_t joined = std::min(reach + bytes, to_border(last.host));
       bytes -= joined - reach;
@@ -140,13 +140,13 @@ void CopyPlan::slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, Cop
   }
 }
 
-// As much of the row as the group still takes, by copies straight from the device to the host.
+// Adds copies from the device to the host for as much of the row as the group has room for.
 void CopyPlan::copy_some(const DeviceRow& row, CopyGroup& group) {
   const PackDim inner = row.dims.empty() ? PackDim{1, 0} : row.dims.back();
   const bool has_pitch = inner.stride >= static_cast<int64_t>(row.run) && inner.stride <= kMaxPitch;
   while (at_ < row.bytes && group.bytes < limits_.group_bytes &&
          group.flat.size() + group.pitched.size() < limits_.group_copies) {
-    const uint64_t inside = at_ % row.run;  // not zero behind a cut
+    const uint64_t inside = at_ % row.run;  // it is not 0 after a cut
     const DeviceAddress device = row.address_of_run(at_) + inside;
     std::byte* host = row.host + at_;
     const uint64_t room = std::min(to_border(host), limits_.group_bytes - group.bytes);

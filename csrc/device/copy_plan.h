@@ -1,5 +1,5 @@
-// How rows are copied: which of them travel packed in a slab, which by 2-D copies, which by one large copy, cut into
-// groups that each end in one event. Decides only; touches no memory. Not thread-safe.
+// Plans copies of rows: which rows are packed in a slab, and which get 2-D copies or one large copy. Copies are cut
+// into groups, each of which ends in one event. It touches no memory. Not thread-safe.
 #pragma once
 
 #include <chrono>
@@ -13,30 +13,30 @@
 
 namespace vescale_ckpt::device {
 
-// What the copies must know of the host's memory.
+// The properties of the host's memory that copies depend on.
 struct HostLayout {
-  uint64_t base = 0;         // address from which pieces are page-locked one by one
-  uint64_t piece_bytes = 0;  // of such a piece; no copy crosses from one into the next. 0: nothing is cut
-  uint64_t alignment = 1;  // what lies between the end of a row and the next multiple of this is the row's own, and may
-                           // be overwritten: then rows that follow one another travel as one copy
-  // Waits until copies to the piece that holds `at` may be queued; false after `timeout`. Empty: they may at once.
+  uint64_t base = 0;         // pieces are page-locked one by one from this address on
+  uint64_t piece_bytes = 0;  // size of such a piece; no copy crosses its border. 0: there are no pieces
+  uint64_t alignment = 1;    // bytes between the end of a row and the next multiple of this may be overwritten, so that
+                             // rows that follow each other become one copy
+  // Waits until copies to the piece that holds `at` may be queued; false after `timeout`. Empty: no wait is needed.
   std::function<bool(const std::byte* at, std::chrono::milliseconds timeout)> wait_until_usable = {};
 };
 
 struct CopyLimits {
   uint64_t slab_bytes = 8 << 20;    // 0: nothing is packed
-  uint64_t small_bytes = 64 << 10;  // rows of up to so many are packed
-  uint64_t pitched_run = 4 << 10;   // the shortest runs that 2-D copies are used for if there is a slab instead
+  uint64_t small_bytes = 64 << 10;  // rows of up to so many bytes are packed
+  uint64_t pitched_run = 4 << 10;   // shorter runs are packed instead of copied by 2-D copies, if there is a slab
   uint64_t group_bytes = 64 << 20;
   uint64_t group_copies = 4096;
 };
 
 // Copies that end in one event.
 struct CopyGroup {
-  PackTable table;             // if it has rows, the flat copies are from the slab to the host, and their `device`
-  std::vector<FlatCopy> flat;  // is an offset in the slab
+  PackTable table;             // if it has rows, `flat` copies from the slab to the host, and `device` is an offset in
+  std::vector<FlatCopy> flat;  // the slab
   std::vector<PitchedCopy> pitched;
-  uint64_t bytes = 0;  // of rows, without what lies between them
+  uint64_t bytes = 0;  // bytes of rows, without the gaps between them
 
   bool packed() const { return !table.rows.empty(); }
 };
@@ -47,7 +47,7 @@ class CopyPlan {
 
   const HostLayout& layout() const { return layout_; }
   bool packs() const { return !packed_.empty(); }
-  void forgo_slab();  // before the first next(): pack nothing after all
+  void forgo_slab();  // packs nothing; call it before the first next()
 
   bool next(CopyGroup& group);  // false: there are no more
 
@@ -62,11 +62,11 @@ class CopyPlan {
   std::vector<DeviceRow> rows_;
   HostLayout layout_;
   CopyLimits limits_;
-  // Indices of rows. Packed ones go last: a slab holds rows from anywhere in the host's memory, so that its copies may
-  // have to wait until all of that is page-locked.
+  // Indices of rows. Packed rows go last: a slab has rows from anywhere in the host's memory, so its copies may have to
+  // wait until all of this memory is page-locked.
   std::vector<uint32_t> direct_, packed_;
-  size_t index_ = 0;  // in both, one after the other
-  uint64_t at_ = 0;   // bytes of that row that are in groups
+  size_t index_ = 0;  // index in direct_, then in packed_
+  uint64_t at_ = 0;   // so many bytes of that row are in groups
 };
 
 }  // namespace vescale_ckpt::device

@@ -63,7 +63,8 @@ class CudaAccelerator final : public Accelerator {
     }
     if (code == cuda::kOutOfMemory) {
       note(device_.name + " has no " + std::to_string(bytes >> 20) +
-           " MiB to pack small tensors in, which are copied " + "one by one (" + cuda::said(device_.api, code) + ")");
+           " MiB to pack small tensors in, which are copied " + "one by one (" + cuda::error_text(device_.api, code) +
+           ")");
       return nullptr;
     }
     check_before_copies(device_, code, [&] { return "allocate a slab on " + device_.name; });
@@ -85,8 +86,8 @@ class CudaAccelerator final : public Accelerator {
   }
 
  private:
-  // Batches take addresses of host memory as they are. Where those of locked memory differ on the device, a batch is an
-  // illegal access, of which no process recovers.
+  // Batches use addresses of host memory without translation. If locked memory has other addresses on the device, a
+  // batch is an illegal access, from which a process cannot recover.
   bool can_take_batches() const {
     const Api& api = device_.api;
     if (api.copy_batch_12 == nullptr && api.copy_batch_13 == nullptr) return false;
@@ -94,14 +95,14 @@ class CudaAccelerator final : public Accelerator {
     int code = api.device_attribute(&as_it_is, cuda::kRegisteredMemoryAsItIs, device_.index);
     if (code == kSuccess) code = api.driver_version(&driver);
     if (code == kSuccess && as_it_is != 0 && driver >= cuda::kFirstWithBatches) return true;
-    const std::string reason = code != kSuccess ? cuda::said(api, code)
+    const std::string reason = code != kSuccess ? cuda::error_text(api, code)
                                : as_it_is == 0  ? "it has addresses of its own for locked host memory"
                                                 : "its driver is older than CUDA 12.8";
     note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" + reason + ")");
     return false;
   }
 
-  // Whether there is a kernel; the image may be for other devices, or for a later driver.
+  // Whether there is a kernel. The image may be for other devices, or for a later driver.
   bool load_kernel() {
     const std::lock_guard lock(mutex_);
     if (kernels_ == nullptr || tried_) return device_.pack != nullptr;
@@ -112,7 +113,7 @@ class CudaAccelerator final : public Accelerator {
     if (code != kSuccess) {
       device_.pack = nullptr;
       note(device_.name + " does not take the kernel that packs small tensors, which are copied one by one (" +
-           cuda::said(api, code) + ")");
+           cuda::error_text(api, code) + ")");
     }
     return device_.pack != nullptr;
   }
@@ -120,7 +121,7 @@ class CudaAccelerator final : public Accelerator {
   cuda::Device device_;
   const unsigned char* const kernels_;
   int handle_ = 0;
-  std::mutex mutex_;  // guards the two below and the kernel in device_, which does not change once there is a slab
+  std::mutex mutex_;  // guards the two below and the kernel in device_, which is constant once there is a slab
   bool tried_ = false;
   void* module_ = nullptr;
 };
@@ -168,9 +169,9 @@ int CudaRuntime::current_device() const {
   return api_.current_device != nullptr && api_.current_device(&device) == kSuccess ? device : 0;
 }
 
-void CudaRuntime::want_batches(bool wanted) {
-  batches_.wanted = wanted;
-  if (!wanted) note("copies from and to devices are made one by one (VESCALE_CKPT_COPY_BATCHES=0)");
+void CudaRuntime::enable_batches(bool enabled) {
+  batches_.enabled = enabled;
+  if (!enabled) note("copies from and to devices are made one by one (VESCALE_CKPT_COPY_BATCHES=0)");
 }
 
 bool cuda_was_started() {
@@ -184,7 +185,7 @@ CudaRuntime* cuda_runtime(std::string& reason) {
   const std::lock_guard lock(mutex);
   if (runtime != nullptr) return runtime;
   reason.clear();
-  // One that is there may be too new for the driver, where another one works.
+  // One runtime may be too new for the driver while another one works.
   for (const bool loaded : {true, false}) {
     for (void* const library : cuda::runtimes(loaded)) {
       std::string refusal;

@@ -1,4 +1,4 @@
-// CUDA behind the seam of device.h.
+// Implements the interface of device.h for CUDA.
 #pragma once
 
 #include <memory>
@@ -15,17 +15,17 @@ namespace vescale_ckpt::device {
 
 class CudaRuntime final : public DeviceRuntime {
  public:
-  // `kernels`: an image with vescale_ckpt_pack, or nullptr. Starts CUDA: a process that forks afterwards
-  // cannot use it in its child. Throws Error(device) with what the runtime says if it has no device.
+  // `kernels`: an image with vescale_ckpt_pack, or nullptr. Starts CUDA: children of a later fork cannot use it. Throws
+  // Error(device) with the runtime's text if there is no device.
   CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
   ~CudaRuntime() override;
 
   std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
   int device_count() override { return device_count_; }
   std::string device_name(int device) const;  // makes no context on it
-  int current_device() const;                 // of this thread
-  // Whether copies may be given in batches, on all devices and from now on. They are not where something refuses them.
-  void want_batches(bool wanted);
+  int current_device() const;                 // the one of this thread
+  // Sets whether copies may be given in batches, on all devices and from now on. A driver or device may refuse batches.
+  void enable_batches(bool enabled);
   Accelerator& accelerator(int device) override;
 
  private:
@@ -37,10 +37,10 @@ class CudaRuntime final : public DeviceRuntime {
   std::vector<std::unique_ptr<Accelerator>> accelerators_;
 };
 
-// This process's runtime, made at the first call; nullptr, with the reason, where there is none.
+// Returns this process's runtime, made at the first call; nullptr, with the reason, if there is none.
 CudaRuntime* cuda_runtime(std::string& reason);
 
-// Whether cuda_runtime was called, with success or not. A state on the host has no use for it.
+// Whether cuda_runtime was called, with success or not. Saves of states on the host never call it.
 bool cuda_was_started();
 
 }  // namespace vescale_ckpt::device

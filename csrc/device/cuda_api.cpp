@@ -25,7 +25,7 @@ void find_batch(void* library, Api& api) {
 
 }  // namespace
 
-// Libraries stay loaded: the framework uses them as well.
+// Libraries stay loaded, because the framework uses them, too.
 std::vector<void*> runtimes(bool loaded) {
   std::vector<void*> found;
   for (const char* name : kRuntimes) {

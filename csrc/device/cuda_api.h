@@ -1,7 +1,7 @@
-// The functions of CUDA that are used, found at run time: building needs no toolkit, one binary serves machines with
-// and without CUDA, and the runtime is the very one that the framework uses.
+// Finds the functions of CUDA at run time: building needs no toolkit, one binary serves machines with and without CUDA,
+// and the engine uses the framework's own runtime.
 //
-// Declared by hand and without CUDA's headers; tests/cpp/device/cuda_headers_test.cpp holds them against the real ones.
+// They are declared here without CUDA's headers; tests/cpp/device/cuda_headers_test.cpp compares them with the headers.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +16,9 @@ using EventHandle = void*;
 using Context = void*;
 
 inline constexpr int kSuccess = 0, kOutOfMemory = 2, kNeedsNewerDriver = 36, kNotSupported = 801;
-inline constexpr int kFirstWithBatches = 12080;    // a version: CUDA 12.8
+inline constexpr int kFirstWithBatches = 12080;    // version CUDA 12.8
 inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
-inline constexpr unsigned kStreamNonBlocking = 1;  // not held up by the default stream
+inline constexpr unsigned kStreamNonBlocking = 1;  // does not wait for the default stream
 inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;                  // locked for all devices
 inline constexpr int kCaptureRelaxed = 2;                     // cudaStreamCaptureMode
@@ -69,19 +69,19 @@ struct Api {
   int (*host_register)(void* memory, size_t bytes, unsigned flags);
   int (*host_unregister)(void* memory);
 
-  // nullptr where the runtime lacks it.
+  // nullptr if the runtime lacks it.
   int (*current_device)(int* device);
   int (*clear)(void* memory, int value, size_t bytes, Stream stream);
 
-  // One of these or neither: since CUDA 12.8, and since 13.0 without the place of what failed.
+  // One of these or neither is there: the first since CUDA 12.8, the second, without `failed`, since 13.0.
   int (*copy_batch_12)(void** to, void** from, size_t* bytes, size_t count, CopyAttributes* attributes,
                        size_t* attribute_starts, size_t attribute_count, size_t* failed, Stream stream);
   int (*copy_batch_13)(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                        CopyAttributes* attributes, size_t* attribute_starts, size_t attribute_count, Stream stream);
 
-  // The driver's. Contexts are pushed and popped, because cudaSetDevice makes one, of hundreds of MiB, on whatever
-  // device it is called for, and so also when it only puts back what was current. Kernels are launched by the driver
-  // because an image made by one version of CUDA then loads beside every later one.
+  // These are the driver's functions. Contexts are pushed and popped, because every cudaSetDevice makes a context of
+  // hundreds of MiB on its device, even if it only restores the current device. The driver launches kernels, so that
+  // the image of one version of CUDA loads beside every later version.
   int (*device_get)(int* device, int ordinal);
   int (*device_name)(char* name, int length, int device);
   int (*context_retain)(Context* context, int device);
@@ -95,11 +95,11 @@ struct Api {
                 unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra);
 };
 
-// CUDA's runtimes, in the order to try them: those that are loaded already, which are the framework's own and perhaps
-// one of another library, or those that the system finds.
+// Returns CUDA's runtimes in the order of trial: with `loaded`, the runtimes that are loaded already, which are the
+// framework's and perhaps one of another library; otherwise those that the system finds.
 std::vector<void*> runtimes(bool loaded);
 
-// Fills `api` from one of them; false, with the reason, where it or the driver lacks something.
+// Fills `api` from a runtime; false, with the reason, if the runtime or the driver lacks a function.
 bool load(void* runtime, Api& api, std::string& reason);
 
 }  // namespace vescale_ckpt::device::cuda

@@ -1,4 +1,4 @@
-// What CUDA's streams, events, slabs and accelerators share: the device, made current, and errors in our idiom.
+// Makes a device current, and translates errors, for CUDA's streams, events, slabs and accelerators.
 #pragma once
 
 #include <atomic>
@@ -10,10 +10,10 @@
 
 namespace vescale_ckpt::device::cuda {
 
-// What decides for all devices of a runtime whether copies are given in batches.
+// Decides for all devices of a runtime whether copies are given in batches.
 struct Batches {
-  std::atomic<bool> wanted{true};         // by the user
-  std::atomic<bool> lock_refused{false};  // copies may be from or to memory that is not locked, as no batch's may
+  std::atomic<bool> enabled{true};        // whether the user allows batches
+  std::atomic<bool> lock_refused{false};  // whether some memory is not locked: a batch may not copy from or to it
 };
 
 struct Device {
@@ -23,17 +23,16 @@ struct Device {
   const std::string name;  // "device 0"
   Context context = nullptr;
   void* pack = nullptr;  // the kernel; nullptr until there is a slab
-  // Whether copies may be given in batches: the device follows addresses of locked host memory as they are, and no
-  // batch was refused so far.
+  // Whether copies may be given in batches: the device uses host addresses of locked memory, and has refused no batch.
   std::atomic<bool> batches{false};
 
-  bool takes_batches() const { return batches && batches_of_all.wanted && !batches_of_all.lock_refused; }
+  bool takes_batches() const { return batches && batches_of_all.enabled && !batches_of_all.lock_refused; }
 };
 
-// Whether a device keeps an error, once it has it, and gives it to every call from then on.
+// Whether a device returns this error for every later call.
 inline bool is_sticky(int code) {
   switch (code) {
-    case 704:  // of peers and of host memory
+    case 704:  // these are errors of peers and of host memory
     case 705:
     case 708:
     case 711:
@@ -45,29 +44,28 @@ inline bool is_sticky(int code) {
   }
 }
 
-// What CUDA says of an error. Takes the error out of CUDA's own memory of it, where the framework would find it at its
-// next check.
-inline std::string said(const Api& api, int code) {
+// Returns CUDA's text of an error. Clears the error in CUDA, where the framework would find it at its next check.
+inline std::string error_text(const Api& api, int code) {
   api.get_last_error();
   return "CUDA: " + std::string(api.error_string(code)) + ", " + api.error_name(code);
 }
 
-// `operation` is called for its text on failure only.
+// Throws if `code` is an error. `operation` returns a text, and is called only on failure.
 template <typename Operation>
 void check(const Api& api, int code, const Operation& operation) {
   if (code == kSuccess) return;
   const char* whose = is_sticky(code) ? ", perhaps by other work of this process" : "";
-  throw Error::device(operation(), said(api, code) + whose, code);
+  throw Error::device(operation(), error_text(api, code) + whose, code);
 }
 
-// The same of calls that come before the first copy: what the device failed at is not ours.
+// Does the same for calls before the first copy: an earlier failure of the device comes from other work.
 template <typename Operation>
 void check_before_copies(const Device& device, int code, const Operation& operation) {
   if (!is_sticky(code)) return check(device.api, code, operation);
-  throw Error::device(device.name + " had failed before, by work of this process", said(device.api, code), code);
+  throw Error::device(device.name + " had failed before, by work of this process", error_text(device.api, code), code);
 }
 
-// A device, current on this thread. Our calls do not end a graph capture that goes on in another thread.
+// Makes a device current on this thread. Calls do not end a graph capture of another thread.
 class Current {
  public:
   explicit Current(const Device& device) : api_(device.api) {
@@ -87,7 +85,7 @@ class Current {
   int mode_ = kCaptureRelaxed;
 };
 
-// For destructors: a device that cannot be used any more has given everything back.
+// Runs an action in a destructor. A device that cannot be used any more has freed everything.
 template <typename Action>
 void on_device_if_usable(const Device& device, const Action& action) noexcept {
   try {

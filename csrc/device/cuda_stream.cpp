@@ -31,8 +31,8 @@ CudaEvent::~CudaEvent() {
 }
 
 void CudaEvent::record(StreamHandle producer) {
-  const Current current(device_);  // the default stream is that of the current device
-  // Our copies behind the event would become a part of the user's graph.
+  const Current current(device_);  // the default stream belongs to the current device
+  // The copies behind the event would become a part of the user's graph.
   int status = cuda::kNotCaptured;
   const auto stream = reinterpret_cast<cuda::Stream>(producer);
   check_before_copies(device_, device_.api.stream_is_captured(stream, &status),
@@ -125,7 +125,7 @@ void CudaStream::copy_one_by_one(std::span<const FlatCopy> copies, int kind) {
   }
 }
 
-// False where the driver is too old for batches, or refuses this one: made one by one, its copies say which it was.
+// Returns false if the driver is too old for batches, or refuses this one. Then single copies show which copy is wrong.
 bool CudaStream::copy_batch(std::span<const FlatCopy> copies, int kind) {
   std::vector<void*> from(copies.size()), to(copies.size());
   std::vector<size_t> bytes(copies.size());
@@ -145,7 +145,7 @@ bool CudaStream::copy_batch(std::span<const FlatCopy> copies, int kind) {
           : api_.copy_batch_12(to.data(), from.data(), bytes.data(), bytes.size(), &attributes, &start, 1, &failed,
                                handle_);
   if (code == kSuccess) return true;
-  const std::string reason = cuda::said(api_, code);
+  const std::string reason = cuda::error_text(api_, code);
   if (code == cuda::kNeedsNewerDriver || code == cuda::kNotSupported) {
     device_.batches = false;
     note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" + reason + ")");
@@ -183,7 +183,7 @@ void CudaStream::pack(Slab& slab, const PackTable& table) {
   DeviceAddress data = memory.address(), rows = memory.device_table(), dims = rows + row_bytes;
   auto row_count = static_cast<uint32_t>(table.rows.size());
   uint32_t bytes = table.bytes;
-  std::array<void*, 5> arguments = {&data, &rows, &row_count, &dims, &bytes};  // as gather.cu has them
+  std::array<void*, 5> arguments = {&data, &rows, &row_count, &dims, &bytes};  // in the order of gather.cu
   check(api_,
         api_.launch(device_.pack, (pieces * kPackLanes + kBlock - 1) / kBlock, 1, 1, kBlock, 1, 1, 0, handle_,
                     arguments.data(), nullptr),

@@ -1,4 +1,4 @@
-// CUDA's streams, and the events and slabs used with them.
+// Implements CUDA's streams, events and slabs.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class CudaEvent final : public Event {
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   void record(StreamHandle producer) override;
-  void record_on(cuda::Stream own);  // of ours
+  void record_on(cuda::Stream own);  // on a stream of the engine
   void wait() override;
   cuda::EventHandle handle() const { return handle_; }
 
@@ -38,7 +38,7 @@ class CudaSlab final : public Slab {
   CudaSlab& operator=(const CudaSlab&) = delete;
 
   DeviceAddress address() const override { return reinterpret_cast<DeviceAddress>(memory_); }
-  // Before the first use: the gaps between what is packed travel to the host, too.
+  // Clears the slab before its first use: the gaps between packed rows are copied to the host, too.
   void clear_once(cuda::Stream stream);
   std::byte* host_table() const { return table_; }
   DeviceAddress device_table() const { return address() + bytes_; }
@@ -53,7 +53,8 @@ class CudaSlab final : public Slab {
 
 class CudaStream final : public CopyStream {
  public:
-  static constexpr size_t kMostInBatch = 512;  // tens of thousands in a call were reported to crash drivers
+  static constexpr size_t kMostInBatch =
+      512;  // there are reports of drivers that crash with tens of thousands in a call
 
   CudaStream(cuda::Device& device, Priority priority);
   ~CudaStream() override;

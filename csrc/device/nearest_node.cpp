@@ -7,7 +7,7 @@
 namespace vescale_ckpt::device {
 
 void NearestNode::add(const std::string& pci_address) {
-  std::string name = pci_address;  // CUDA has it in capitals
+  std::string name = pci_address;  // CUDA writes it in capitals
   std::ranges::transform(name, name.begin(), [](unsigned char letter) { return std::tolower(letter); });
   int node = -1;
   std::ifstream(sysfs_ / "bus/pci/devices" / name / "numa_node") >> node;
@@ -15,7 +15,7 @@ void NearestNode::add(const std::string& pci_address) {
 }
 
 std::optional<int> NearestNode::node() const {
-  std::string with_memory;  // "0-1", or "0" where there is one
+  std::string with_memory;  // "0-1", or "0" if there is one
   std::ifstream(sysfs_ / "devices/system/node/has_memory") >> with_memory;
   if (with_memory.find_first_of(",-") == std::string::npos) return std::nullopt;
   if (nodes_.size() != 1 || *nodes_.begin() < 0) return std::nullopt;

@@ -1,4 +1,4 @@
-// Finds the node of memory that the accelerators of a process are next to, on machines that have several nodes.
+// Finds the memory node that is nearest to the accelerators of a process, on machines with several nodes.
 #pragma once
 
 #include <filesystem>
@@ -14,9 +14,9 @@ class NearestNode {
  public:
   explicit NearestNode(std::filesystem::path sysfs = "/sys") : sysfs_(std::move(sysfs)) {}
 
-  void add(const std::string& pci_address);  // of an accelerator: "0000:3b:00.0"
-  // The node of all accelerators that were added; nullopt where they differ, where the system does not know it, and on
-  // machines of one node.
+  void add(const std::string& pci_address);  // address of an accelerator: "0000:3b:00.0"
+  // Returns the node of all added accelerators; nullopt if they differ, if the system does not know it, and on machines
+  // with one node.
   std::optional<int> node() const;
 
  private:

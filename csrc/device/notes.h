@@ -1,4 +1,4 @@
-// What the devices of this process refused, in words, for its log. Copies are right without it, but slower.
+// Keeps texts about what the devices of this process refused, for its log. Copies are then correct, but slower.
 #pragma once
 
 #include <string>
@@ -6,10 +6,10 @@
 
 namespace vescale_ckpt::device {
 
-// Notes a text, unless it was noted before. Thread-safe.
+// Notes a text once. Thread-safe.
 void note(const std::string& text);
 
-// All texts that were noted so far, in order. Thread-safe.
+// Returns all texts in order. Thread-safe.
 std::vector<std::string> notes();
 
 }  // namespace vescale_ckpt::device

@@ -1,9 +1,9 @@
-// The compiled pack kernel, if the build found a compiler for it.
+// Gives the compiled pack kernel, if the build found a compiler for it.
 #pragma once
 
 namespace vescale_ckpt::device {
 
-// An image for CUDA's driver; nullptr if this was built without.
+// Returns an image for CUDA's driver; nullptr if the build had no compiler for it.
 const unsigned char* pack_image();
 
 }  // namespace vescale_ckpt::device

@@ -1,5 +1,5 @@
-// The work of one lane of the pack kernel. It is compiled for the device by gather.cu, and for the host by the tests,
-// where the fake device runs the same code lane by lane.
+// Does the work of one lane of the pack kernel. gather.cu compiles it for the device, and the tests compile it for the
+// host, where the fake device runs the same code lane by lane.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@
 
 namespace vescale_ckpt::device {
 
-inline constexpr uint32_t kPackLanes = 32;         // that share a piece
-inline constexpr uint32_t kPackPieceBytes = 2048;  // of the slab: a multiple of every unit
+inline constexpr uint32_t kPackLanes = 32;         // so many lanes share a piece
+inline constexpr uint32_t kPackPieceBytes = 2048;  // a piece of the slab is a multiple of every unit
 
 struct alignas(16) PackVector {
   uint64_t low, high;
 };
 
-// Whole units T where both sides are aligned alike, bytes around them.
+// Copies whole units T, and single bytes before and after them. Both sides must have the same alignment.
 template <typename T>
 VESCALE_CKPT_LANE void copy_aligned(char* to, const char* from, uint32_t bytes, uint32_t lane) {
   uint32_t head = static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(to) % sizeof(T));
@@ -67,7 +67,7 @@ VESCALE_CKPT_LANE void copy_units(char* slab, const PackRow& row, const PackDim*
   }
 }
 
-// Bytes [begin, end) of a row; `slab` is where the row begins there.
+// Copies bytes [begin, end) of a row. `slab` is the start of the row in the slab.
 VESCALE_CKPT_LANE void copy_row(char* slab, const PackRow& row, const PackDim* dims, uint32_t begin, uint32_t end,
                                 uint32_t lane) {
   if (row.dims == 0) {
@@ -88,8 +88,8 @@ VESCALE_CKPT_LANE void copy_row(char* slab, const PackRow& row, const PackDim* d
   }
 }
 
-// One lane's part of a piece of the slab: work is cut by bytes of the slab, so that rows of any size keep all lanes
-// busy.
+// Copies one lane's part of a piece of the slab. Work is cut by bytes of the slab, so that rows of any size keep all
+// lanes busy.
 VESCALE_CKPT_LANE void copy_piece(char* slab, const PackRow* rows, uint32_t row_count, const PackDim* dims,
                                   uint32_t bytes, uint32_t piece, uint32_t lane) {
   const uint32_t begin = piece * kPackPieceBytes;

@@ -1,5 +1,5 @@
-// What a slab holds: rows of ranges, strided or not, that lie somewhere on the device and one behind the other in the
-// slab. Shared with the kernel: plain data, fixed layout.
+// The table of a slab's rows: strided or dense ranges anywhere on the device, which follow each other in the slab. The
+// kernel reads it: plain data, fixed layout.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ struct PackDim {
 };
 
 struct PackRow {
-  uint64_t address;  // on the device: of the first element of the whole strided range, or of the first byte
-  uint64_t first;    // strided: at which of its units this row begins
-  uint32_t offset;   // in the slab; rising from row to row
+  uint64_t address;  // device address of the first element of the whole strided range, or of the first byte
+  uint64_t first;    // of a strided range: index of the unit at which this row begins
+  uint32_t offset;   // in the slab, ascending
   uint32_t bytes;
-  uint32_t unit;  // strided: 1, 2, 4, 8 or 16 bytes that lie together and are aligned on both sides
-  uint32_t dims;  // 0: one run of bytes; otherwise so many dimensions of units, outermost first
+  uint32_t unit;  // of a strided range: 1, 2, 4, 8 or 16 contiguous bytes that are aligned on both sides
+  uint32_t dims;  // 0: one run of bytes; otherwise the number of dimensions of units, outermost first
   uint32_t dims_at;
   uint32_t padding;
 };
@@ -27,10 +27,10 @@ struct PackRow {
 struct PackTable {
   std::vector<PackRow> rows;
   std::vector<PackDim> dims;
-  uint32_t bytes = 0;  // of the slab that are used
+  uint32_t bytes = 0;  // used bytes of the slab
 };
 
-// What a slab's table has room for.
+// A slab's table has room for so many rows and dimensions.
 inline constexpr uint32_t kPackRows = 8192;
 inline constexpr uint32_t kPackDims = 16384;
 

@@ -60,7 +60,7 @@ bool Pipeline::wait(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   if (!ended_signal_.wait_for(lock, timeout, [&] { return ended_; })) return false;
   if (thread_.joinable()) {
-    thread_.join();  // all that it still does is to end
+    thread_.join();  // it has done its work and only has to end
     plan_.reset();
   }
   if (error_) std::rethrow_exception(error_);
@@ -95,7 +95,7 @@ void Pipeline::throw_if_cancelled() const {
   if (control_ != nullptr && control_->cancelled) throw Error(Error::Kind::cancelled, "the copies were cancelled");
 }
 
-// False if the transfer is to stop.
+// Returns false if the transfer must stop.
 bool Pipeline::wait_for_memory(const CopyGroup& group, const std::stop_token& stop) {
   if (!plan_->layout().wait_until_usable) return true;
   for (const FlatCopy& copy : group.flat) {
@@ -108,7 +108,7 @@ bool Pipeline::wait_for_memory(const CopyGroup& group, const std::stop_token& st
 }
 
 bool Pipeline::wait_for_piece(const std::byte* host, const std::stop_token& stop) {
-  constexpr std::chrono::milliseconds kStep{10};  // within which a transfer ends that is cancelled or stopped
+  constexpr std::chrono::milliseconds kStep{10};  // a cancelled or stopped transfer ends within this time
   const HostLayout& layout = plan_->layout();
   const uint64_t piece = (reinterpret_cast<uintptr_t>(host) - layout.base) / layout.piece_bytes;
   if (piece == usable_piece_) return true;
@@ -134,7 +134,7 @@ void Pipeline::queue(CopyGroup& group, Turn& turn) {
   turn.in_flight = true;
 }
 
-// Also what lets a turn's slab and events be used again.
+// After this, the turn's slab and events can be used again.
 void Pipeline::finish(Turn& turn) {
   if (!turn.in_flight) return;
   turn.in_flight = false;
@@ -146,7 +146,7 @@ void Pipeline::drain() noexcept {
   for (CopyStream* stream : {packs_.get(), copies_.get()}) {
     try {
       stream->drain();
-    } catch (...) {  // the first error is the one to report, and the stream is empty all the same
+    } catch (...) {  // the first error is reported, and the stream is empty in any case
     }
   }
   for (Turn& turn : turns_) turn.in_flight = false;

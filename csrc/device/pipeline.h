@@ -1,7 +1,7 @@
-// Copies of many rows from one accelerator to the host, without stopping who uses the accelerator: on streams of
-// its own, behind what the producers had queued, packed where rows are small, a bounded number of groups in flight.
+// Copies many rows from one accelerator to the host while others use the accelerator. It has its own streams, runs
+// behind the producers' queued work, packs small rows, and has a bounded number of groups in flight.
 //
-// One transfer at a time; start and wait belong to one thread.
+// There is one transfer at a time. One thread calls start and wait.
 #pragma once
 
 #include <array>
@@ -23,33 +23,33 @@
 
 namespace vescale_ckpt::device {
 
-// What any thread may know of copies under way, and do to them. Several transfers may share one.
+// Lets any thread cancel running copies, and see their progress. Several transfers may share one.
 struct CopyControl {
-  std::atomic<bool> cancelled{false};     // true: what is not queued yet is not copied, and wait() throws
-  std::atomic<uint64_t> copied_bytes{0};  // what is copied is added
+  std::atomic<bool> cancelled{false};     // true: copies that are not queued yet are dropped, and wait() throws
+  std::atomic<uint64_t> copied_bytes{0};  // the transfers add their copied bytes
 };
 
 class Pipeline {
  public:
-  // `accelerator` outlives this. Throws Error(invalid) for limits that make no sense.
+  // `accelerator` outlives this. Throws Error(invalid) for invalid limits.
   explicit Pipeline(Accelerator& accelerator, const CopyLimits& limits = {});
-  // Abandons what is not queued yet and returns when nothing touches the rows any more: not before the producers passed
-  // the point that the transfer waits for.
+  // Drops copies that are not queued yet, and returns when nothing touches the rows any more. That is after the
+  // producers have passed the point that the transfer waits for.
   ~Pipeline() = default;
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Makes what the first start() would make, which takes longer than most copies. Throws Error(device).
+  // Makes the objects that the first start() would make, which takes longer than most copies. Throws Error(device).
   void prepare();
 
-  // Returns at once; a thread copies, after what is in the producers' streams now. Rows and their memory must live
-  // until wait() returned true or threw, and `control`, and what `layout` calls. What the host's memory is: see
-  // HostLayout. Throws Error(device), with nothing begun; Error(invalid) if the last transfer was not waited for.
+  // Returns at once. A thread copies after the queued work of the producers' streams. Rows, their memory, `control` and
+  // the captures of `layout` must live until wait() returns true or throws. Throws Error(device), and then nothing has
+  // begun; Error(invalid) if nobody has waited for the last transfer.
   void start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout = {},
              CopyControl* control = nullptr);
 
-  // True when all is copied, false after `timeout`. Throws the first error of the transfer, once nothing of it runs;
-  // Error(cancelled) if that is why not all is copied.
+  // Returns true when all is copied, false after `timeout`. Throws the first error of the transfer after its end;
+  // Error(cancelled) if it was cancelled.
   bool wait(std::chrono::milliseconds timeout);
 
  private:
@@ -73,12 +73,12 @@ class Pipeline {
 
   Accelerator& accelerator_;
   const CopyLimits limits_;
-  // Two streams, because packing a slab and copying another use different parts of the device.
+  // There are two streams, because packing one slab and copying another use different parts of the device.
   const std::unique_ptr<CopyStream> copies_, packs_;
   const std::unique_ptr<Event> produced_;
-  std::array<Turn, 3> turns_;  // one is copied, one packed, and one is there for when this thread is late
+  std::array<Turn, 3> turns_;  // one is copied, one is packed, and one is spare if this thread is late
   std::optional<CopyPlan> plan_;
-  std::optional<uint64_t> usable_piece_;  // the last one that was waited for
+  std::optional<uint64_t> usable_piece_;  // the last piece that is known to be usable
   CopyControl* control_ = nullptr;
 
   std::mutex mutex_;  // guards the two below
@@ -86,7 +86,7 @@ class Pipeline {
   bool ended_ = true;
   std::exception_ptr error_;
 
-  std::jthread thread_;  // last: stopped and joined before what it uses goes
+  std::jthread thread_;  // declared last: it is stopped and joined before the members that it uses are destroyed
 };
 
 }  // namespace vescale_ckpt::device

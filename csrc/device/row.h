@@ -1,4 +1,4 @@
-// One tensor, or part of one, that lies on a device with any strides and densely, in row-major order, on the host.
+// A tensor, or a part of one: on a device with any strides, and on the host dense in row-major order.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,18 @@
 namespace vescale_ckpt::device {
 
 struct DeviceRow {
-  // Strides are in elements. Throws Error(invalid) for a negative size and what overflows.
+  // Strides are in elements. Throws Error(invalid) for a negative size or an overflow.
   DeviceRow(DeviceAddress device, std::byte* host, uint32_t item_bytes, std::span<const int64_t> sizes,
             std::span<const int64_t> strides);
 
-  // Of the run that holds byte `at` of the dense order.
+  // Returns the address of the run that holds byte `at` of the dense order.
   DeviceAddress address_of_run(uint64_t at) const;
 
-  DeviceAddress device;  // of the first element
+  DeviceAddress device;  // address of the first element
   std::byte* host;
   uint64_t bytes;
-  uint64_t run;               // bytes that lie together on the device
-  std::vector<PackDim> dims;  // of runs, outermost first; empty if the row is one run
+  uint64_t run;               // contiguous bytes on the device
+  std::vector<PackDim> dims;  // dimensions of runs, outermost first; empty if the row is one run
 };
 
 }  // namespace vescale_ckpt::device

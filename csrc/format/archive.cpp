@@ -9,11 +9,11 @@
 namespace vescale_ckpt::format {
 namespace {
 
-constexpr uint64_t kAlignment = 64;         // of bodies, from the start of the archive
-constexpr uint32_t kClamped = 0xFFFFFFFFu;  // "see the zip64 field"
+constexpr uint64_t kAlignment = 64;         // bodies start at multiples of it in the archive
+constexpr uint32_t kClamped = 0xFFFFFFFFu;  // the zip64 field has the value
 constexpr uint16_t kFlagsUtf8 = 0x0800;
 constexpr uint16_t kFlagsDescriptor = 0x0008;
-constexpr uint32_t kFolderAttribute = 0x10;  // of MS-DOS
+constexpr uint32_t kFolderAttribute = 0x10;  // an attribute of MS-DOS
 
 constexpr size_t kHeaderBytes = 30;
 constexpr size_t kCentralBytes = 46;
@@ -67,8 +67,8 @@ void ArchiveWriter::begin(std::string_view name, uint64_t size) {
   integer<uint16_t>(size == 0 ? kFlagsUtf8 : kFlagsUtf8 | kFlagsDescriptor);
   integer<uint16_t>(0);  // stored
   integer<uint32_t>(0);  // time, date
-  integer<uint32_t>(0);  // crc: in the descriptor
-  integer<uint32_t>(0);  // sizes: in the descriptor
+  integer<uint32_t>(0);  // the descriptor has the crc
+  integer<uint32_t>(0);  // the descriptor has the sizes
   integer<uint32_t>(0);
   integer(static_cast<uint16_t>(entry.name.size()));
   integer(static_cast<uint16_t>(zip64 + 4 + padding));
@@ -170,7 +170,7 @@ void ArchiveWriter::finish() {
 
 std::optional<Directory> find_directory(std::span<const std::byte> tail, uint64_t archive_size) {
   if (tail.size() < kEndBytes || tail.size() > archive_size) return std::nullopt;
-  // torch writes no comment, so the end record is the last thing.
+  // torch writes no comment, so the end record comes last.
   const auto end = tail.last(kEndBytes);
   if (!starts_with(end, "PK\5\6") || load<uint16_t>(end, 20) != 0) return std::nullopt;
   Directory directory{load<uint32_t>(end, 16), load<uint32_t>(end, 12), load<uint16_t>(end, 10)};
@@ -200,14 +200,14 @@ std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::by
                  comment = load<uint16_t>(bytes, 32);
     if (bytes.size() < kCentralBytes + name + extra + comment) return std::nullopt;
     if (method != 0 || (flags & 1) != 0) return std::nullopt;
-    // torch's reader takes such an entry for a folder, reads nothing of it, and leaves the tensor as memory was.
+    // torch's reader takes such an entry for a folder, reads nothing, and leaves the tensor's memory uninitialized.
     if ((load<uint32_t>(bytes, 38) & kFolderAttribute) != 0) return std::nullopt;
     ArchiveEntry entry;
     entry.name.assign(reinterpret_cast<const char*>(bytes.data()) + kCentralBytes, name);
     entry.crc = load<uint32_t>(bytes, 16);
     entry.size = load<uint32_t>(bytes, 24);
     entry.header_offset = load<uint32_t>(bytes, 42);
-    if (load<uint32_t>(bytes, 20) != load<uint32_t>(bytes, 24)) return std::nullopt;  // stored: both sizes are one
+    if (load<uint32_t>(bytes, 20) != load<uint32_t>(bytes, 24)) return std::nullopt;  // a stored entry has equal sizes
     for (auto field = bytes.subspan(kCentralBytes + name, extra); field.size() >= 4;) {
       const size_t length = load<uint16_t>(field, 2);
       if (length > field.size() - 4) return std::nullopt;
@@ -277,8 +277,7 @@ std::string check_archive(std::span<const std::byte> archive, bool checksums) {
       const std::string wrong = check_pickle(*body, true);
       if (!wrong.empty()) return "the pickle " + entry.name + " is not sound: " + wrong;
     }
-    if (!checksums || entry.crc == 0)
-      continue;  // written without checksums, by torch.serialization.set_crc32_options(False)
+    if (!checksums || entry.crc == 0) continue;  // torch.serialization.set_crc32_options(False) leaves out checksums
     if (crc32(0, body->data(), body->size()) != entry.crc) return "the checksum of " + entry.name + " does not match";
   }
   return {};
@@ -302,7 +301,7 @@ std::optional<std::span<const std::byte>> find_body(std::span<const std::byte> a
 std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte> archive) {
   const auto open = open_archive(archive);
   if (!open || open->entries.empty()) return std::nullopt;
-  // torch looks in the folder of the first entry; an archive where another reader might look elsewhere is not for us.
+  // torch looks in the folder of the first entry. An archive in which another reader might look elsewhere is refused.
   const std::string& first = open->entries.front().name;
   if (!first.ends_with("/data.pkl") || first.find('/') != first.size() - std::strlen("/data.pkl")) return std::nullopt;
   const std::string_view folder = std::string_view(first).substr(0, first.find('/') + 1);

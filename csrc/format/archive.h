@@ -1,5 +1,5 @@
-// The zip dialect of torch.save: stored entries, bodies on 64-byte boundaries, data descriptors, zip64 where needed.
-// docs/format.md has every field. Little-endian hosts only, as torch.save's own `byteorder` entry says of our files.
+// Reads and writes the zip archives of torch.save: stored entries, bodies on 64-byte boundaries, data descriptors,
+// zip64 where needed. docs/format.md has every field. Works on little-endian hosts only, as the `byteorder` entry says.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +15,20 @@ namespace vescale_ckpt::format {
 
 struct ArchiveEntry {
   std::string name;
-  uint64_t header_offset = 0;  // of the local header, from the start of the archive
-  uint64_t size = 0;           // of the body, bytes
+  uint64_t header_offset = 0;  // the local header, from the start of the archive
+  uint64_t size = 0;           // bytes of the body
   uint32_t crc = 0;
-  size_t crc_field = 0;  // where ArchiveWriter put the two copies of `crc`, from the start of its bytes()
+  size_t crc_field = 0;  // places of the two copies of `crc` in ArchiveWriter's bytes()
   size_t crc_field_central = 0;
 };
 
-// Writes an archive in memory; bodies may be left out and counted only.
+// Writes an archive in memory. Bodies may be left out and only counted.
 class ArchiveWriter {
  public:
   explicit ArchiveWriter(std::string root = "archive/") : root_(std::move(root)) {}  // before every name
   void add(std::string_view name, std::string_view body);
-  // An entry whose body is written elsewhere: header now, `size` bytes skipped, descriptor with `crc` after them.
-  // Names have up to 65535 bytes.
+  // Begins an entry whose body somebody else writes: writes the header and skips `size` bytes; `end` writes the
+  // descriptor. Names have up to 65535 bytes.
   void begin(std::string_view name, uint64_t size);
   void end(uint32_t crc);
   void finish();  // central directory and ends
@@ -37,7 +37,7 @@ class ArchiveWriter {
   uint64_t position() const { return position_; }      // in the archive, skipped bodies counted
   const std::vector<ArchiveEntry>& entries() const { return entries_; }
   void reserve(size_t bytes) { bytes_.reserve(bytes); }
-  // What was added since the last call, and lets go of it. Where the copies of a checksum lie is not known any more.
+  // Returns the bytes that were added since the last call, and drops them. The places of checksums become invalid.
   std::string take() { return std::exchange(bytes_, {}); }
 
  private:
@@ -50,27 +50,27 @@ class ArchiveWriter {
   std::vector<ArchiveEntry> entries_;
 };
 
-// How the end of an archive is found and read. None of these trusts its input.
+// The central directory of an archive. The functions below do not trust their input.
 struct Directory {
-  uint64_t offset = 0;  // of the central directory, from the start of the archive
+  uint64_t offset = 0;  // from the start of the archive
   uint64_t size = 0;    // bytes
   uint64_t entries = 0;
 };
-// `tail`: the last bytes of an archive of `archive_size` bytes. nullopt: not an archive, or its end is damaged.
+// Finds it. `tail`: the last bytes of an archive of `archive_size` bytes. nullopt: no archive, or its end is damaged.
 std::optional<Directory> find_directory(std::span<const std::byte> tail, uint64_t archive_size);
-// `bytes`: exactly the central directory. nullopt if damaged or not stored plainly (compressed, encrypted).
+// Reads it. `bytes`: exactly the central directory. nullopt if it is damaged, or an entry is compressed or encrypted.
 std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::byte> bytes, const Directory& directory);
-// Where the body of an entry starts, from the bytes at its local header (30 suffice); 0 if that is not the header.
+// Returns the start of an entry's body from the bytes at its local header (30 suffice); 0 if that is not the header.
 uint64_t body_offset(std::span<const std::byte> header, const ArchiveEntry& entry);
 
-// Checks that every entry is where the directory says, its pickle (check_pickle), and with `checksums` every checksum.
-// An empty string if all is well, else what is wrong.
+// Checks that every entry is where the directory says, the pickle (check_pickle), and with `checksums` every checksum.
+// Returns what is wrong; empty if the archive is sound.
 std::string check_archive(std::span<const std::byte> archive, bool checksums = true);
-// False if some entry was written without its checksum, which torch can be told to leave out.
+// Whether all entries have checksums: torch has an option to leave them out.
 bool has_checksums(std::span<const std::byte> archive);
-// The body of the first entry whose name ends in `suffix`; nullopt if there is none or the archive is damaged.
+// Returns the body of the first entry whose name ends in `suffix`; nullopt if there is none or the archive is damaged.
 std::optional<std::span<const std::byte>> find_body(std::span<const std::byte> archive, std::string_view suffix);
-// The body of `data.pkl` of an archive that holds one pickle and no storages: nullopt for any other, or a damaged one.
+// Returns the body of `data.pkl` of an archive with one pickle and no storages; nullopt for any other or a damaged one.
 std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte> archive);
 
 }  // namespace vescale_ckpt::format

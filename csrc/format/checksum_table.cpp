@@ -19,7 +19,7 @@ struct RawFooter {
   uint64_t block_bytes;
   uint32_t table_crc;
   uint32_t reserved[4];
-  uint32_t footer_crc;  // of all before it
+  uint32_t footer_crc;  // CRC-32 of all bytes before it
 };
 static_assert(sizeof(RawFooter) == ChecksumTable::kFooterBytes);
 

@@ -48,9 +48,9 @@ char JsonReader::peek() {
   return at_ < text_.size() ? text_[at_] : '\0';
 }
 
-void JsonReader::take(char wanted) {
-  if (peek() != wanted || at_ >= text_.size()) {
-    fail("expected " + quoted(wanted) + (at_ >= text_.size() ? ", got the end" : ""));
+void JsonReader::take(char expected) {
+  if (peek() != expected || at_ >= text_.size()) {
+    fail("expected " + quoted(expected) + (at_ >= text_.size() ? ", got the end" : ""));
   }
   ++at_;
 }
@@ -93,7 +93,7 @@ uint32_t JsonReader::hex4() {
   return code;
 }
 
-// Behind the backslash.
+// Reads an escape after its backslash.
 void JsonReader::escape(std::string& out) {
   constexpr std::string_view kNames = "\"\\/bfnrt", kMeanings = "\"\\/\b\f\n\r\t";
   const char name = at_ < text_.size() ? text_[at_] : '\0';
@@ -183,13 +183,13 @@ void JsonReader::number() {
   }
 }
 
-void JsonReader::word(std::string_view wanted) {
-  if (text_.substr(at_, wanted.size()) != wanted) fail("expected a value");
-  at_ += wanted.size();
+void JsonReader::word(std::string_view expected) {
+  if (text_.substr(at_, expected.size()) != expected) fail("expected a value");
+  at_ += expected.size();
 }
 
 void JsonReader::skip() {
-  std::string closing;  // brackets of what is open here
+  std::string closing;  // closing brackets of the open arrays and objects
   do {
     if (!closing.empty()) {
       if (!more(closing.back())) {

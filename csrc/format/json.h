@@ -1,6 +1,6 @@
-// Reads JSON of untrusted headers, strictly: in one pass, without a tree, nested no deeper than kMostDepth.
+// Reads JSON of untrusted headers strictly: in one pass, without a tree, nested at most kMostDepth deep.
 //
-// The caller asks for what it expects, and gets an error that says what is there instead. Text must be valid UTF-8 (see
+// The caller asks for what it expects, and gets an error if something else comes. Text must be valid UTF-8 (see
 // invalid_utf8).
 #pragma once
 
@@ -19,22 +19,23 @@ struct JsonError : std::runtime_error {
 
 class JsonReader {
  public:
-  // Arrays and objects in each other, those that are skipped included.
+  // Arrays and objects may be nested so deep. Skipped ones count, too.
   static constexpr unsigned kMostDepth = 128;
 
   explicit JsonReader(std::string_view text) : text_(text) {}
 
   size_t at() const { return at_; }
 
-  // All of these skip white space before them and throw JsonError for anything but what they ask for.
+  // All of these skip white space before a value, and throw JsonError if another value comes.
   void open(char bracket);  // '{' or '['
-  // Whether an element follows in what was opened last, which `bracket` closes; takes the comma, or the bracket.
+  // Whether another element follows in the innermost array or object, which `bracket` closes. Reads the comma or the
+  // bracket.
   bool more(char bracket);
   std::string string();
   std::string key();  // a string and its colon
   uint64_t whole_number();
   void skip();  // any value
-  // That nothing but `padding` is left.
+  // Checks that only `padding` is left.
   void end(char padding);
 
   [[noreturn]] void fail(const std::string& what) const;
@@ -42,8 +43,8 @@ class JsonReader {
 
  private:
   char peek();  // the next byte that is not white space; 0 at the end
-  void take(char wanted);
-  void word(std::string_view wanted);
+  void take(char expected);
+  void word(std::string_view expected);
   void number();
   bool digits();
   uint32_t hex4();
@@ -52,13 +53,14 @@ class JsonReader {
   std::string_view text_;
   size_t at_ = 0;
   unsigned depth_ = 0;
-  bool first_ = false;  // nothing was read yet in what was opened last
+  bool first_ = false;  // nothing was read yet in the innermost array or object
 };
 
-// `text` as JSON: quoted, and escaped where it must be.
+// Appends `text` as a JSON string, quoted and escaped.
 void append_json_string(std::string& out, std::string_view text);
 
-// Where the first sequence that is not UTF-8 starts (too long a form and surrogates are none); npos if there is none.
+// Returns the start of the first sequence that is not UTF-8 (overlong forms and surrogates are not); npos if there is
+// none.
 size_t invalid_utf8(std::string_view text);
 
 }  // namespace vescale_ckpt::format

@@ -8,15 +8,15 @@
 namespace vescale_ckpt::format {
 namespace {
 
-constexpr uint32_t kDeepest = 500;  // nesting: hashing a deeper tuple can overflow the stack of a thread
+constexpr uint32_t kDeepest = 500;  // nesting limit: the hash of a deeper tuple can overflow the stack of a thread
 
-// What matters about a value that the unpickler would make. Values have identity, because a list that was remembered
-// while it was empty may be filled later.
+// The relevant traits of a value that the unpickler would make. Values have identity, because a list may be memoized
+// while it is empty, and filled later.
 struct Value {
   uint32_t depth = 0;
-  uint32_t size = 1;      // elements or characters: what a copy of it takes
-  uint32_t inside = 0;    // the sizes of its elements and of what is in them
-  bool imported = false;  // a class or function itself
+  uint32_t size = 1;      // elements or characters that a copy of it takes
+  uint32_t inside = 0;    // sum of the sizes of its elements, at all depths
+  bool imported = false;  // whether it is a class or function
 };
 
 using Node = uint32_t;       // index into the values
@@ -57,7 +57,7 @@ class Checker {
     return true;
   }
 
-  // A little-endian length or index of so many bytes.
+  // Reads a little-endian length or index of so many bytes.
   uint64_t number(size_t bytes) {
     uint64_t value = 0;
     if (bytes > rest_.size()) {
@@ -101,13 +101,13 @@ class Checker {
     return node;
   }
 
-  // Hashing and copying walk through all of a value, and a pickle can name the same large value again and again.
+  // Hashing and copying visit all of a value, and a pickle can name the same large value again and again.
   void charge(const Value& value) {
     work_ += uint64_t{value.size} + value.inside;
     if (work_ > 8 * limit_ + (1 << 16)) fail("it copies or hashes its values again and again");
   }
 
-  // Adds what is above the last mark to `container`; the mark goes. Every `hashed`-th value is a key.
+  // Moves the values above the last mark to `container`, and drops the mark. Every `hashed`-th value is a key.
   void take_to_mark(Value& container, size_t hashed = 0) {
     if (marks_.empty()) {
       fail("it misses a mark");
@@ -129,7 +129,7 @@ class Checker {
     container.inside = saturating_add(container.inside, uint64_t{value.size} + value.inside);
   }
 
-  // The container under the operands that an operation has taken.
+  // Returns the container under the operands that an operation has taken.
   Value& top() {
     if (stack_.size() <= (marks_.empty() ? 0 : marks_.back()) || stack_.back() == kScalar) {
       fail("it fills what is no container");
@@ -162,7 +162,7 @@ class Checker {
   }
 
   void memoize(uint64_t index) {
-    // The unpickler makes room for the index, not for what is stored: a pickle numbers its memos from 0.
+    // The unpickler allocates memos up to the largest index. A sound pickle numbers its memos from 0.
     if (stack_.empty()) {
       fail("it remembers a value that is not there");
       return;
@@ -367,8 +367,7 @@ void Checker::step(unsigned char opcode) {
       pop();
       push_scalar();
       return;
-    default:  // persistent ids as text, extension codes, INST, OBJ, out-of-band buffers: nothing that metadata is made
-              // of
+    default:  // metadata has no persistent ids as text, extension codes, INST, OBJ and out-of-band buffers
       fail("it uses an operation that data never needs");
       return;
   }

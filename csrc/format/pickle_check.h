@@ -1,7 +1,7 @@
-// Checks a pickle, before anything is built from it, for what a restricted unpickler cannot refuse: much memory for few
-// bytes, nesting deeper than a stack, and changes to classes themselves.
+// Checks a pickle before anything is built from it. It refuses what a restricted unpickler cannot refuse: much memory
+// for few bytes, too deep nesting, and changes of classes.
 //
-// It follows the opcodes without building anything: linear in the input, no allocation beyond a few bytes an opcode.
+// It follows the opcodes without building values. It is linear in the input, and allocates a few bytes an opcode.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 
 namespace vescale_ckpt::format {
 
-// Returns what is wrong with the pickle; an empty string if nothing is (an unpickler may still refuse what it imports,
-// or find it malformed). With `storages` it may refer to what lies outside of it, as torch's pickles do to storages.
-// `end`, if given, is set to where the pickle ends: unpicklers do not look at what follows.
+// Returns what is wrong with the pickle; empty if nothing is. An unpickler may still refuse its imports, or find it
+// malformed. With `storages` the pickle may refer to persistent ids, as torch's pickles do to storages. `end`, if
+// given, is set to the end of the pickle: unpicklers do not read further.
 std::string check_pickle(std::span<const std::byte> pickle, bool storages = false, size_t* end = nullptr);
 
 }  // namespace vescale_ckpt::format

@@ -41,12 +41,13 @@ constexpr std::array kDTypes = {
     DType{"bits4x2", "", 1},
 };
 
-// The serialization id is two numbers of 20 digits; torch hashes the entries' names into the first, their checksums
-// into the second. Readers only log it: ours holds the names' hash as torch 2.13 has it, and the body's checksum.
+// The serialization id consists of two numbers of 20 digits. torch makes the first a hash of the entries' names, and
+// the second a hash of their checksums. Readers only log the id. Here it has torch 2.13's hash of the names, and the
+// body's checksum.
 constexpr std::string_view kIdOfNames = "15728199511854643026";
 constexpr size_t kIdDigits = 40;
 
-// A pickle, protocol 2, as CPython writes it: every marked piece memoised with BINPUT.
+// Writes a pickle of protocol 2 like CPython's, in which BINPUT memoizes values.
 class Pickle {
  public:
   Pickle() { text_ = "\x80\x02"; }
@@ -81,7 +82,7 @@ class Pickle {
       text_ += 'J';
       append(value, 4);
     } else {
-      size_t bytes = 8;  // two's complement: the highest bit must stay clear
+      size_t bytes = 8;  // the highest bit of the two's complement must stay clear
       while (bytes > 1 && (value >> (8 * bytes - 9)) == 0) --bytes;
       text_ += "\x8a";
       text_ += static_cast<char>(bytes);
@@ -186,11 +187,12 @@ TensorRecord::TensorRecord(const DType& dtype, std::span<const int64_t> sizes)
   const ArchiveEntry& body = archive.entries()[4];
   const ArchiveEntry& id = archive.entries()[6];
   const size_t start = prologue_.size();
-  crc_field_ = body.crc_field - start;  // unused when the body is empty: it has no descriptor, and checksum 0
+  crc_field_ =
+      body.crc_field - start;  // unused if the body is empty: then there is no descriptor, and the checksum is 0
   crc_field_central_ = body.crc_field_central - start;
   id_crc_field_ = id.crc_field - start;
   id_crc_field_central_ = id.crc_field_central - start;
-  id_field_ = id_crc_field_ - 4 - kIdDigits;  // body, signature, checksum
+  id_field_ = id_crc_field_ - 4 - kIdDigits;  // behind them are body, signature, checksum
 }
 
 void TensorRecord::write_epilogue(uint32_t crc, std::string_view id, std::byte* out) const {

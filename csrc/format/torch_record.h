@@ -1,5 +1,6 @@
-// One tensor as torch.save writes it: prologue (zip headers and a small pickle), raw bytes, epilogue (checksum and
-// directory). Byte for byte what torch 2.13 writes for a contiguous CPU tensor, but for the serialization id.
+// Makes the record of one tensor as torch.save writes it: prologue (zip headers and a small pickle), raw bytes,
+// epilogue (checksum and directory). Except for the serialization id, it equals byte for byte what torch 2.13 writes
+// for a contiguous CPU tensor.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +18,17 @@
 namespace vescale_ckpt::format {
 
 struct DType {
-  std::string_view name;     // as in torch.<name>
-  std::string_view storage;  // legacy storage class in the pickle; empty: UntypedStorage and the dtype's own name
+  std::string_view name;     // the name in torch.<name>
+  std::string_view storage;  // legacy storage class in the pickle; empty: UntypedStorage and the dtype's name
   uint32_t item_bytes;
 };
 
-// All that torch.save can store; a table's "dtype" column is an index into this.
+// Returns all dtypes that torch.save can store. A table's "dtype" column is an index into this.
 std::span<const DType> dtypes();
 
-// Bytes of a contiguous tensor. Throws Error(invalid) on a negative size or overflow.
+// Returns the bytes of a contiguous tensor. Throws Error(invalid) on a negative size or overflow.
 uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes);
-// Whether elements lie one behind another, the last dimension first. A dimension of one element may have any stride.
+// Whether elements lie without gaps in C's order. A dimension of one element may have any stride.
 bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides);
 
 // The framing of one tensor; immutable and shared by all tensors of equal dtype and shape.
@@ -41,11 +42,11 @@ class TensorRecord {
   uint64_t total_bytes() const { return prologue_.size() + body_bytes_ + epilogue_.size(); }
   // Writes the epilogue of a body with checksum `crc` to `out`, epilogue_bytes() long.
   void write_epilogue(uint32_t crc, std::byte* out) const;
-  // Whether `actual` is an epilogue of such a body by us or by torch.save (which differ in the serialization id).
+  // Whether `actual` is an epilogue of such a body, by this engine or by torch.save (their serialization ids differ).
   bool epilogue_matches(uint32_t crc, std::span<const std::byte> actual) const;
-  // The checksum that an epilogue of the right length claims.
+  // Returns the checksum in an epilogue of the right length.
   uint32_t claimed_crc(std::span<const std::byte> epilogue) const;
-  // The pickle alone, for records whose archive is laid out in another way (older torch).
+  // Returns the pickle alone, for records whose archive has another layout (older torch).
   const std::string& pickle() const { return pickle_; }
 
  private:
@@ -53,7 +54,7 @@ class TensorRecord {
   uint64_t body_bytes_;
   std::string pickle_;
   std::string prologue_;
-  std::string epilogue_;  // with zeros where the fields below go
+  std::string epilogue_;  // with zeros in place of the fields below
   size_t crc_field_ = 0, crc_field_central_ = 0, id_field_ = 0, id_crc_field_ = 0, id_crc_field_central_ = 0;
 };
 
@@ -65,10 +66,10 @@ class RecordCache {
 
  private:
   std::unordered_map<std::string, std::shared_ptr<const TensorRecord>> records_;
-  std::string key_;  // of the last call: kept for its memory
+  std::string key_;  // key of the last call; its memory is used again
 };
 
-// A plain object as torch.save writes it, from its pickle (protocol 2, no tensors inside).
+// Makes the record of a plain object as torch.save writes it, from its pickle (protocol 2, without tensors).
 std::string object_record(std::string_view pickle);
 
 }  // namespace vescale_ckpt::format

@@ -7,7 +7,7 @@
 namespace vescale_ckpt::metadata {
 namespace {
 
-// Nodes are not trusted: a sum that is too large wraps.
+// Nodes are untrusted: a sum that is too large wraps around.
 int64_t end_of(int64_t offset, int64_t size) {
   return static_cast<int64_t>(static_cast<uint64_t>(offset) + static_cast<uint64_t>(size));
 }
@@ -46,7 +46,7 @@ void BoxTree::fill(std::span<int64_t> nodes) const {
       bool any = false;
       for (uint64_t i = 0; i < children; ++i) {
         const int64_t* box = nodes.data() + (child + i) * words;
-        if (std::find(box + ndim_, box + words, 0) != box + words) continue;  // empty: bounds nothing
+        if (std::find(box + ndim_, box + words, 0) != box + words) continue;  // an empty box does not count
         for (size_t dim = 0; dim < ndim_; ++dim) {
           const int64_t begin = any ? std::min(bound[dim], box[dim]) : box[dim];
           const int64_t end = end_of(box[dim], box[ndim_ + dim]);

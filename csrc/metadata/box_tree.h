@@ -1,7 +1,7 @@
 // Finds which of many boxes overlap one box, with a tree of bounding boxes over boxes in the order of their offsets.
 //
-// Where a tensor was cut into slices or a grid, boxes that follow each other in that order lie together. A query then
-// visits O(log n) nodes and those that it finds, not all chunks of a stored tensor.
+// If a tensor was cut into slices or a grid, boxes that follow each other in that order lie together. A query then
+// visits O(log n) nodes and the boxes that it finds, not all chunks of a stored tensor.
 #pragma once
 
 #include <cstddef>
@@ -26,12 +26,12 @@ class BoxTree {
   // Computes the levels above 0, which must be in `nodes` already.
   void fill(std::span<int64_t> nodes) const;
 
-  // Gives nodes first .. first + count; what it gives stays valid.
+  // Returns nodes first .. first + count. The pointer stays valid.
   using Fetch = std::function<const int64_t*(uint64_t first, uint64_t count)>;
   using Found = std::function<void(uint64_t box, const int64_t* node)>;
 
-  // Calls `found` with each box that overlaps, in order. Empty boxes overlap nothing; without dimensions all do.
-  // Nodes are not trusted: whatever they hold, each is looked at once at most. Returns how many were.
+  // Calls `found` with each box that overlaps, in order. Empty boxes overlap nothing; without dimensions all boxes
+  // overlap. Nodes are untrusted: whatever they hold, each is visited once at most. Returns the number of visits.
   uint64_t overlaps(std::span<const int64_t> offset, std::span<const int64_t> size, const Fetch& fetch,
                     const Found& found) const;
 
@@ -40,7 +40,7 @@ class BoxTree {
   uint64_t descend(const Query& query, size_t level, uint64_t first, uint64_t count) const;
 
   size_t ndim_;
-  std::vector<uint64_t> first_;  // node of each level, and one more
+  std::vector<uint64_t> first_;  // first node of each level, and the end
 };
 
 }  // namespace vescale_ckpt::metadata

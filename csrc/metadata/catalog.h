@@ -1,6 +1,6 @@
-// What a checkpoint holds and which rank writes it: the packed form of DCP's metadata, without record locations.
+// Lists what a checkpoint holds and which rank writes it: the packed form of DCP's metadata, without record locations.
 //
-// Keys in the order in which ranks, from 0 on, first name them; the chunks of a key in the order of their offsets.
+// Keys are in the order in which ranks, from 0 on, first name them. The chunks of a key are in the order of offsets.
 #pragma once
 
 #include <cstdint>
@@ -16,20 +16,20 @@ namespace vescale_ckpt::metadata {
 
 struct Catalog {
   struct Key {
-    uint64_t name;  // where it starts in names
+    uint64_t name;  // start in `names`
     uint32_t name_bytes;
     state::ItemKind kind;
     uint8_t dtype;
     uint16_t flags;
     uint32_t ndim;
-    uint64_t shape;        // where it starts in dims
-    uint64_t first_chunk;  // its chunks: first_chunk .. first_chunk + chunks (an object has one, without a box)
+    uint64_t shape;        // start in `dims`
+    uint64_t first_chunk;  // its chunks are first_chunk .. first_chunk + chunks (an object has one, without a box)
     uint64_t chunks;
   };
   struct Chunk {
-    uint64_t box;     // where offset[ndim], size[ndim] start in dims
+    uint64_t box;     // start of offset[ndim], size[ndim] in `dims`
     uint32_t writer;  // rank
-    uint32_t row;     // position among what that rank writes
+    uint32_t row;     // index in the local plan of that rank
   };
 
   std::string names;

@@ -22,7 +22,7 @@ std::optional<uint8_t> code_of(std::string_view name) {
   return static_cast<uint8_t>(found - known.begin());
 }
 
-// Whether first .. first + count are among so many.
+// Whether first .. first + count lie within the size.
 bool within(uint64_t first, uint64_t count, uint64_t all) {
   return first <= all && count <= all - first;
 }

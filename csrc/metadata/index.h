@@ -1,7 +1,7 @@
-// What a checkpoint holds and where, looked up by name and box without reading the rest.
+// Looks up what a checkpoint holds, and where, by name and box, without reading the rest.
 //
-// The content of an index is not trusted: every offset and number is checked against its bounds before it is used, else
-// Error (corrupt) is thrown. Thread-safe.
+// The content of an index is untrusted: every offset and number is checked against its bounds before it is used. A
+// failed check throws Error (corrupt). Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -22,17 +22,17 @@ namespace vescale_ckpt::metadata {
 
 class Index {
  public:
-  // A file beside `.metadata`. Throws Error: io (with the errno), corrupt.
+  // Opens a file beside `.metadata`. Throws Error: io (with the errno), corrupt.
   explicit Index(const std::string& path);
-  // The same bytes in memory (metadata/index_image.h), all of which are checked; `path` is for messages. Throws Error
-  // (corrupt).
+  // Takes the same bytes from memory (metadata/index_image.h), and checks all of them. `path` is for messages. Throws
+  // Error (corrupt).
   explicit Index(std::vector<std::byte> image, std::string path = {});
 
   struct Key {
     std::string_view name;
     state::ItemKind kind;
     std::string_view dtype;             // empty for objects
-    std::optional<uint8_t> dtype_code;  // ours; none for a dtype that we do not know
+    std::optional<uint8_t> dtype_code;  // the engine's code; none for an unknown dtype
     uint16_t flags;
     std::span<const int64_t> shape;
     uint64_t chunks;  // an object has one
@@ -40,7 +40,7 @@ class Index {
   };
 
   std::string_view save_id() const { return save_id_; }
-  // Whether it belongs to the `.metadata` of `metadata_bytes` bytes, trailer included, that ends in `trailer`.
+  // Whether the index belongs to the `.metadata` of `metadata_bytes` bytes, trailer included, that ends in `trailer`.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
 
   // Reads the whole file and checks every checksum. Throws Error (io, corrupt).
@@ -50,13 +50,13 @@ class Index {
   Key key(uint64_t number) const;
   std::optional<Key> find(std::string_view name) const;
 
-  // Calls `found(chunk, box)` with each chunk of a tensor that overlaps: box is offset[ndim], size[ndim].
+  // Calls `found(chunk, box)` with each chunk of a tensor that overlaps. `box` is offset[ndim], size[ndim].
   void overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                 const std::function<void(uint64_t chunk, const int64_t* box)>& found) const;
   RecordLocation location(const Key& key, uint64_t chunk) const;
 
   uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
-  // Of each file, how long it is at least: where the last record that lies in it ends. Looks at every key.
+  // Returns the end of the last record in each file, which is the file's least length. Reads every key.
   std::vector<uint64_t> file_ends() const;
   std::string_view file(uint32_t number) const { return string(1 + header_.dtypes + uint64_t{number}); }
 
@@ -66,7 +66,7 @@ class Index {
   void expect(bool true_of_sound_ones, const char* what) const {
     if (!true_of_sound_ones) corrupt(what);
   }
-  // Elements first .. first + count of a table, which has them.
+  // Returns elements first .. first + count of a table, which must have them.
   template <typename Element>
   const Element* elements(IndexHeader::Section section, uint64_t first, uint64_t count) const;
   std::string_view text(uint64_t begin, uint64_t bytes) const;

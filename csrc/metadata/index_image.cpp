@@ -62,7 +62,7 @@ IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations,
 
 void IndexImage::write(std::byte* out) const {
   std::memset(out, 0, kPiece);
-  for (size_t section = 0; section < IndexHeader::kSections; ++section) {  // what lies between tables
+  for (size_t section = 0; section < IndexHeader::kSections; ++section) {  // fills the gaps between tables with zeros
     const IndexHeader::Table& of = header_.tables[section];
     const uint64_t end = of.at + of.count * kIndexElement[section];
     const uint64_t next = section + 1 < IndexHeader::kSections ? header_.tables[section + 1].at : header_.checksums;
@@ -155,7 +155,7 @@ void check_row(const state::Item& row, const state::Item& first) {
   if (row.dtype != first.dtype || !std::ranges::equal(row.shape, first.shape)) {
     contradictory(row.name, "several shapes or dtypes");
   }
-  format::tensor_bytes(format::dtypes()[row.dtype], row.shape);  // that it can be
+  format::tensor_bytes(format::dtypes()[row.dtype], row.shape);  // throws for an impossible shape
   for (size_t dim = 0; dim < row.shape.size(); ++dim) {
     if (row.offset[dim] < 0 || row.offset[dim] > row.shape[dim] || row.size[dim] < 0 ||
         row.size[dim] > row.shape[dim] - row.offset[dim]) {
@@ -164,7 +164,7 @@ void check_row(const state::Item& row, const state::Item& first) {
   }
 }
 
-// The chunks' writer is 0, their row that of `rows`.
+// In the result the writer of all chunks is 0, and the row of a chunk is its row in `rows`.
 Catalog catalog_of(const state::Inventory& rows) {
   Catalog catalog;
   catalog.ranks = 1;

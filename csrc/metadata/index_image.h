@@ -1,4 +1,4 @@
-// An index as bytes, from packed tables: what is written beside `.metadata`, or made from any checkpoint's metadata.
+// Makes the bytes of an index from packed tables, for the file beside `.metadata` or for any checkpoint's metadata.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@
 
 namespace vescale_ckpt::metadata {
 
-// A view of what it is made from. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that it belongs to.
+// A view of its arguments. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index belongs to.
 class IndexImage {
  public:
   IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id, uint64_t pickle_bytes,
              uint32_t pickle_crc);
 
   uint64_t bytes() const { return header_.file_bytes; }
-  // Writes the file's content to `out`. Throws Error (invalid) where the locations make no sense.
+  // Writes the file's content to `out`. Throws Error (invalid) if a location is invalid.
   void write(std::byte* out) const;
 
  private:
@@ -32,13 +32,13 @@ class IndexImage {
   const Catalog& catalog_;
   const RecordLocations& locations_;
   std::string_view save_id_;
-  std::vector<uint32_t> dtype_index_;  // by our code
-  std::vector<uint8_t> dtypes_;        // codes of those in use
+  std::vector<uint32_t> dtype_index_;  // index in dtypes_ of each dtype code
+  std::vector<uint8_t> dtypes_;        // codes of the dtypes in use
   IndexHeader header_{};
 };
 
-// An index of rows that say what a checkpoint holds: chunks of tensors and objects, in any order, with their locations
-// as RecordLocations has them, one for each row. Throws Error (invalid) if rows of one name contradict each other.
+// Makes an index of rows: chunks of tensors and objects, in any order. Each row has a location in the form of
+// RecordLocations. Throws Error (invalid) if rows of one name contradict each other.
 std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> locations,
                                      const std::vector<std::string>& files, std::string_view save_id = {});
 

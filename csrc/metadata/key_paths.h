@@ -1,6 +1,6 @@
-// The path of each flattened name in the nested state (DCP's planner_data), packed.
+// Packs the path of each flattened name in the nested state (DCP's planner_data).
 //
-// A rank packs its names; the coordinator merges the ranks' blocks, of which most are equal.
+// A rank packs its names; the coordinator merges the ranks' blocks. Most blocks are equal.
 //
 //   u64 names, then for each: u32 bytes of the name, u32 elements, the name, the elements
 //   an element: u32 bytes and text, or u32 0xFFFFFFFF and an i64
@@ -21,7 +21,7 @@ namespace vescale_ckpt::metadata {
 
 class KeyPathsBuilder {
  public:
-  // The path's elements follow, as many as said.
+  // Begins a path of `elements` elements, which must follow.
   void name(std::string_view name, uint32_t elements);
   void text(std::string_view element);
   void number(int64_t element);
@@ -36,14 +36,14 @@ class KeyPathsBuilder {
   std::string packed_;
 };
 
-// A view of the blocks: they must outlive it. Of a name in several the first counts. An empty block is that of a rank
-// whose state was not flattened.
+// A view of the blocks, which must outlive it. If several blocks have a name, the first counts. An empty block comes
+// from a rank whose state was not flattened.
 class KeyPaths {
  public:
   struct Path {
     std::string_view name;
     uint32_t elements;
-    std::string_view packed;  // of the elements
+    std::string_view packed;  // the packed elements
   };
 
   // Checks every length. Throws Error (invalid).
@@ -51,9 +51,9 @@ class KeyPaths {
 
   // Whether any rank flattened its state.
   bool any() const { return any_; }
-  // In the order in which they were first named.
+  // Paths are in the order in which they were first named.
   const std::vector<Path>& paths() const { return paths_; }
-  // Index into paths().
+  // Returns an index into paths().
   std::optional<uint32_t> find(std::string_view name) const { return names_.find(name); }
 
   // Calls `text(view)` or `number(value)` for each element.
@@ -64,13 +64,13 @@ class KeyPaths {
   void merge(std::string_view block);
   bool any_ = false;
   std::vector<Path> paths_;
-  NumberedStrings names_;  // of paths_
+  NumberedStrings names_;  // names of paths_
 };
 
 namespace detail {
-constexpr uint32_t kNumber = UINT32_MAX;  // instead of a text's length
+constexpr uint32_t kNumber = UINT32_MAX;  // it replaces a text's length
 
-// Takes a number off the front of `rest`, which must have it.
+// Removes a number from the front of `rest`, which must have it.
 template <typename Value>
 Value take(std::string_view& rest) {
   Value value;

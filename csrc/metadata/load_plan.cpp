@@ -13,7 +13,7 @@
 namespace vescale_ckpt::metadata {
 namespace {
 
-constexpr size_t kObjectWords = 5, kReadWords = 7;  // without the four lists of ndim numbers
+constexpr size_t kObjectWords = 5, kReadWords = 7;  // kReadWords leaves out the four lists of ndim numbers
 
 std::string shape_text(std::span<const int64_t> shape) {
   std::string text = "shape (";
@@ -25,10 +25,10 @@ std::string dtype_text(std::string_view name) {
   return std::string("dtype torch.").append(name);
 }
 
-// Elements of the wanted box; checks it.
-uint64_t wanted_elements(const state::Item& item, size_t number) {
+// Returns the number of elements of a target's box, and checks the box.
+uint64_t target_elements(const state::Item& item, size_t index) {
   const auto refuse = [&] {
-    throw Error::invalid(std::string(item.name) + ": what is wanted leaves the tensor", static_cast<int64_t>(number));
+    throw Error::invalid(std::string(item.name) + ": its box leaves the tensor", static_cast<int64_t>(index));
   };
   uint64_t elements = 1;
   bool empty = false;
@@ -44,11 +44,11 @@ uint64_t wanted_elements(const state::Item& item, size_t number) {
 
 class Planner {
  public:
-  Planner(const Index& index, const state::Inventory& wanted, bool allow_cast)
-      : index_(index), wanted_(wanted), allow_cast_(allow_cast) {}
+  Planner(const Index& index, const state::Inventory& targets, bool allow_cast)
+      : index_(index), targets_(targets), allow_cast_(allow_cast) {}
 
   LoadPlan run() {
-    for (size_t i = 0; i < wanted_.size(); ++i) add(i, wanted_[i]);
+    for (size_t i = 0; i < targets_.size(); ++i) add(i, targets_[i]);
     order_files();
     plan_.objects = ordered(objects_, object_rows_);
     plan_.reads = ordered(reads_, read_rows_);
@@ -58,8 +58,8 @@ class Planner {
  private:
   struct Row {
     uint32_t file;
-    uint64_t offset;  // of the record
-    uint64_t at;      // where the row starts in the words
+    uint64_t offset;  // offset of the record
+    uint64_t at;      // start of the row in the words
     uint64_t words;
   };
 
@@ -70,12 +70,12 @@ class Planner {
   std::vector<int64_t> ordered(std::vector<int64_t>& words, std::vector<Row>& rows) const;
 
   const Index& index_;
-  const state::Inventory& wanted_;
+  const state::Inventory& targets_;
   const bool allow_cast_;
   LoadPlan plan_;
-  std::vector<int64_t> reads_, objects_;  // as in the plan, but with the index's numbers of files
+  std::vector<int64_t> reads_, objects_;  // the plan's rows with file numbers of the index
   std::vector<Row> read_rows_, object_rows_;
-  std::vector<uint32_t> files_;  // numbers in the index of those that are read, rising
+  std::vector<uint32_t> files_;  // file numbers in the index of the files that are read, ascending
 };
 
 void Planner::add(size_t number, const state::Item& item) {
@@ -114,7 +114,7 @@ std::optional<LoadPlan::Mismatch> Planner::mismatch(const state::Item& item, con
 }
 
 void Planner::add_tensor(size_t number, const state::Item& item, const Index::Key& key) {
-  uint64_t missing = wanted_elements(item, number);
+  uint64_t missing = target_elements(item, number);
   if (missing == 0) return;
   const size_t ndim = item.shape.size();
   bool twice = false;
@@ -158,7 +158,7 @@ std::vector<int64_t> Planner::ordered(std::vector<int64_t>& words, std::vector<R
   std::ranges::stable_sort(rows, {}, [](const Row& row) { return std::pair(row.file, row.offset); });
   std::vector<int64_t> result;
   result.reserve(words.size());
-  int64_t number = 0;  // of the row's file among those that are read
+  int64_t number = 0;  // number of the row's file among the files that are read
   for (const Row& row : rows) {
     while (files_[static_cast<size_t>(number)] != row.file) ++number;
     const auto begin = words.begin() + static_cast<ptrdiff_t>(row.at);
@@ -170,8 +170,8 @@ std::vector<int64_t> Planner::ordered(std::vector<int64_t>& words, std::vector<R
 
 }  // namespace
 
-LoadPlan plan_load(const Index& index, const state::Inventory& wanted, bool allow_cast) {
-  return Planner(index, wanted, allow_cast).run();
+LoadPlan plan_load(const Index& index, const state::Inventory& targets, bool allow_cast) {
+  return Planner(index, targets, allow_cast).run();
 }
 
 }  // namespace vescale_ckpt::metadata

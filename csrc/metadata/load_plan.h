@@ -1,4 +1,4 @@
-// Plans a load of one rank: which parts of which records it reads, and where they go in its targets.
+// Plans a load of one rank: which parts of which records it reads, and where in its targets it puts them.
 #pragma once
 
 #include <cstdint>
@@ -13,24 +13,24 @@ namespace vescale_ckpt::metadata {
 struct LoadPlan {
   struct Mismatch {
     int64_t item;
-    std::string wanted, stored;  // "a tensor", "an object", "shape (2, 3)", "dtype torch.float32"
+    std::string expected, stored;  // "a tensor", "an object", "shape (2, 3)", "dtype torch.float32"
   };
 
-  // Rows: item, file, record offset, record length, crc or -1, dtype (our code), ndim, then of ndim numbers each: the
-  // chunk's size, where the overlap starts in the chunk, its size, where it starts in the wanted box. In the order of
-  // files and offsets.
+  // Each row has: item, file, record offset, record length, crc or -1, dtype code, ndim, then four lists of ndim
+  // numbers: the chunk's size, the start of the overlap in the chunk, its size, its start in the item's box. Rows are
+  // in the order of files and offsets.
   std::vector<int64_t> reads;
-  // Rows: item, file, record offset, record length, crc or -1. In the same order.
+  // Each row has: item, file, record offset, record length, crc or -1. Rows are in the same order.
   std::vector<int64_t> objects;
-  std::vector<std::string> files;  // names of those that are read
+  std::vector<std::string> files;  // names of the files that are read
 
   std::vector<int64_t> missing;  // items whose name is not in the checkpoint
   std::vector<Mismatch> mismatched;
-  std::vector<int64_t> uncovered;  // items with elements that no chunk holds, or more than one
+  std::vector<int64_t> uncovered;  // items with elements that are in no chunk, or in more than one
 };
 
-// Item i is row i of `wanted`. With `allow_cast` a stored dtype may be another than the wanted one.
-// Throws Error: invalid (wanted boxes that leave their tensors), corrupt, io.
-LoadPlan plan_load(const Index& index, const state::Inventory& wanted, bool allow_cast);
+// `targets` are the items to fill. With `allow_cast` the stored dtype may differ from the target's.
+// Throws Error: invalid (a target's box leaves its tensor), corrupt, io.
+LoadPlan plan_load(const Index& index, const state::Inventory& targets, bool allow_cast);
 
 }  // namespace vescale_ckpt::metadata

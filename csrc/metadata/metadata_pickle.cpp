@@ -15,8 +15,8 @@
 namespace vescale_ckpt::metadata {
 namespace {
 
-constexpr uint64_t kBatch = 1000;                // elements in one APPENDS or SETITEMS, as CPython has it
-constexpr size_t kMostShapes = size_t{1} << 22;  // remembered; what comes later is written in full
+constexpr uint64_t kBatch = 1000;                // elements in one APPENDS or SETITEMS, as in CPython
+constexpr size_t kMostShapes = size_t{1} << 22;  // so many are remembered; later ones are written in full
 
 constexpr uint32_t kNoMemo = UINT32_MAX;
 
@@ -53,12 +53,12 @@ std::string_view bytes_of(std::span<const int64_t> dims) {
   return {reinterpret_cast<const char*>(dims.data()), dims.size_bytes()};
 }
 
-// Memos of values that are told apart by their bytes.
+// Memos of values that differ in their bytes.
 struct Memos {
   NumberedStrings values;
   std::vector<uint32_t> memos;
 
-  // kNoMemo for a new value. Valid until the next call.
+  // Returns kNoMemo for a new value. The reference is valid until the next call.
   uint32_t& operator[](std::string_view value) {
     const auto [number, is_new] = values.add(value);
     if (is_new) memos.push_back(kNoMemo);
@@ -77,7 +77,7 @@ class Writer {
   uint64_t run();
 
  private:
-  // A value that is made once and recalled afterwards. `write` writes it.
+  // Writes a value with `write` the first time, and recalls it afterwards.
   template <typename Write>
   void once(uint32_t& memo, const Write& write) {
     if (memo != kNoMemo && !overdrawn()) {
@@ -88,9 +88,9 @@ class Writer {
     if (memo == kNoMemo) memo = pickle_.memoize();
   }
 
-  // Our own check of pickles (format/pickle_check.h) lets a pickle cause work in proportion to its length only: a long
-  // name that is recalled for each of many chunks would be refused. So what has been caused is counted, with its rules,
-  // and while it is too much values are written again instead of recalled.
+  // The check of pickles (format/pickle_check.h) limits the work that a pickle causes in proportion to its length: it
+  // would refuse a long name that is recalled for each of many chunks. So the work is counted by the rules of the
+  // check. While it is too much, values are written again instead of recalled.
   bool overdrawn() const { return work_ > 8 * pickle_.written(); }
 
   void global(Global name) {
@@ -237,7 +237,7 @@ void Writer::planner_data() {
   }
   for (size_t at = 0; at < paths.size(); ++at) {
     if (written[at]) continue;
-    pickle_.text(paths[at].name);  // of a key that no rank holds anything of
+    pickle_.text(paths[at].name);  // no rank holds anything of this key
     path_of(paths[at]);
     pickle_.border();
   }
@@ -326,7 +326,7 @@ uint64_t Writer::run() {
 }  // namespace
 
 uint64_t most_metadata_bytes(const MetadataContent& content) {
-  // Every value written in full, every number at its longest, every global recalled.
+  // The bound counts every value in full, every number at its longest, and every global as a recall.
   constexpr uint64_t kFixed = 4096, kKey = 512, kChunk = 160, kPath = 32, kDim = PickleOut::kMostNumber;
   uint64_t longest_file = 0;
   for (const std::string& file : content.locations.files())

@@ -1,4 +1,4 @@
-// Writes a pickle of protocol 4 opcode by opcode into memory of the caller. Does not check that there is room.
+// Writes a pickle of protocol 4 opcode by opcode into the caller's memory. Does not check that there is room.
 #pragma once
 
 #include <cstddef>
@@ -58,7 +58,7 @@ class PickleOut {
     append(name.data(), name.size());
   }
 
-  // The number by which what was written last can be recalled.
+  // Returns the number that recalls the value written last.
   uint32_t memoize() {
     if (memos_ == UINT32_MAX) throw Error::invalid("the checkpoint's metadata is too large");
     op('\x94');
@@ -70,14 +70,14 @@ class PickleOut {
     append(&memo, memo <= 0xFF ? 1 : 4);
   }
 
-  // Between two opcodes: unpicklers read a frame at once, and every value without one by itself.
+  // Call it between two opcodes. It may begin a new frame: unpicklers read a whole frame at once.
   void border() {
     if (at_ - frame_ < kFrame) return;
     close_frame();
     open_frame();
   }
 
-  // Ends it; its length.
+  // Ends the pickle and returns its length.
   uint64_t finish() {
     op('.');
     close_frame();

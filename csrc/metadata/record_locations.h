@@ -1,5 +1,5 @@
-// Where each record that the ranks wrote lies: file, offset, length and checksum. A catalog has no locations; with
-// these it has all that a checkpoint's metadata says.
+// Gives the place of each record that the ranks wrote: file, offset, length and checksum. Catalog and locations
+// together are the content of a checkpoint's metadata.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ struct RecordLocation {
   int64_t crc;  // CRC-32, -1 for none
 };
 
-constexpr uint64_t kFarthest = uint64_t{1} << 62;  // no offset, length or size reaches it
+constexpr uint64_t kFarthest = uint64_t{1} << 62;  // every offset, length and size is less
 
-// A view of the tables: they must outlive it. Immutable; thread-safe.
+// A view of the tables, which must outlive it. Immutable; thread-safe.
 class RecordLocations {
  public:
   static constexpr size_t kWords = 4;
@@ -28,15 +28,15 @@ class RecordLocations {
   // crc. Throws Error (invalid).
   RecordLocations(std::vector<std::span<const int64_t>> tables, const std::vector<std::vector<std::string>>& files);
 
-  // Throws Error (invalid) if the rank has no such row, or one whose numbers are out of bounds.
+  // Throws Error (invalid) if the rank has no such row, or if a number in the row is out of bounds.
   RecordLocation operator[](const Catalog::Chunk& chunk) const;
-  // Names of the files of all ranks, in the order of ranks, each once.
+  // Returns the names of the files of all ranks, in the order of ranks, each once.
   const std::vector<std::string>& files() const { return files_; }
 
  private:
   std::vector<std::span<const int64_t>> tables_;
-  std::vector<size_t> first_file_;      // in file_numbers_, of each rank, and one more
-  std::vector<uint32_t> file_numbers_;  // of the files of all ranks, rank after rank
+  std::vector<size_t> first_file_;      // start of each rank's files in file_numbers_, and the end
+  std::vector<uint32_t> file_numbers_;  // index in files_ of the files of all ranks, rank after rank
   std::vector<std::string> files_;
 };
 

@@ -18,7 +18,7 @@ constexpr uint64_t kMostBytes = uint64_t{1} << 36;  // a hundred times what ten 
 }  // namespace
 
 VerifiedFile::VerifiedFile(std::string path) : path_(std::move(path)) {
-  fd_ = system::open_to_read(path_.c_str(), O_RDONLY | O_NONBLOCK);  // not blocking: it may be a FIFO
+  fd_ = system::open_to_read(path_.c_str(), O_RDONLY | O_NONBLOCK);  // without O_NONBLOCK, opening a FIFO would wait
   if (fd_ < 0) throw Error::system("open", path_, 0, -fd_);
   try {
     const int64_t size = system::file_size(fd_);
@@ -26,7 +26,7 @@ VerifiedFile::VerifiedFile(std::string path) : path_(std::move(path)) {
     if (size < 0) throw Error::system("ask for the size of", path_, 0, static_cast<int>(-size));
     size_ = static_cast<uint64_t>(size);
     if (size_ < kPiece || size_ > kMostBytes) corrupt("has an absurd length", 0);
-    ::posix_fadvise(fd_, 0, 0, POSIX_FADV_WILLNEED);  // pieces are small: a cold disk had better see them coming
+    ::posix_fadvise(fd_, 0, 0, POSIX_FADV_WILLNEED);  // reads ahead, because pieces are small
     void* map = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) throw Error::system("make room for", path_, 0, errno);
     data_ = static_cast<std::byte*>(map);

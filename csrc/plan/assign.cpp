@@ -10,7 +10,7 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr uint64_t kMostBytes = uint64_t{1} << 61;  // in all: sums of loads stay far from overflow
+constexpr uint64_t kMostBytes = uint64_t{1} << 61;  // a limit for all bytes, so that sums of loads cannot overflow
 
 void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
   const auto before = [&](const Holder& a, const Holder& b) {
@@ -24,7 +24,7 @@ void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
   }
 }
 
-// Two balances: of bytes, and of the number of what has none as far as anybody knows (an object never saved, an empty
+// Balances bytes, and separately the number of items without known bytes (an object that was never saved, an empty
 // tensor).
 class Assigner {
  public:
@@ -39,9 +39,9 @@ class Assigner {
   }
 
  private:
-  // Of one class.
+  // A box of one class.
   struct Shared {
-    uint32_t set;     // of ranks
+    uint32_t set;     // set of ranks
     uint64_t weight;  // bytes
   };
 
@@ -58,8 +58,8 @@ class Assigner {
   std::span<const uint32_t> nodes_;
   const PlanOptions& options_;
   HolderSets sets_;
-  std::vector<int64_t> bytes_, numbers_;  // that each rank writes in any case
-  std::vector<Shared> shared_;            // as shared_boxes
+  std::vector<int64_t> bytes_, numbers_;  // what each rank alone can write
+  std::vector<Shared> shared_;            // in the order of shared_boxes
   Assignment result_;
 };
 

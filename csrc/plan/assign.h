@@ -20,41 +20,41 @@ enum class Placement : uint8_t {
 
 struct PlanOptions {
   Placement placement = Placement::balanced;
-  uint64_t least_piece_bytes = uint64_t{1} << 20;  // no box is split into pieces smaller than this
-  std::vector<std::string> whole = {};             // keys whose boxes are not split
+  uint64_t least_piece_bytes = uint64_t{1} << 20;  // pieces of a split box have at least so many bytes
+  std::vector<std::string> whole = {};             // boxes of these keys are not split
 };
 
 // A whole box or a piece of it.
 struct AssignedPiece {
   uint32_t writer;  // rank
-  uint32_t split;   // 0: the whole box, else splits[split - 1]
+  uint32_t split;   // 0: the whole box; otherwise splits[split - 1]
 };
 
 struct Assignment {
   struct Split {
     int64_t start, length;
-    int32_t dim;  // one for all pieces of a box
+    int32_t dim;  // all pieces of a box have the same
   };
 
-  // Holders of a box of whom one is to write it, or several a piece each: all, or those of one node.
+  // Holders of a box, one of whom writes it, or several of whom write a piece each: all holders, or those of one node.
   struct Group {
     static constexpr uint32_t kByKey = UINT32_MAX;
 
-    uint32_t writer;  // of the box under each key of the class; kByKey: each key has pieces of its own
-    uint32_t shared;  // if by key: number among such groups of the class
+    uint32_t writer;  // rank that writes the box under each key of the class; kByKey: keys have different pieces
+    uint32_t shared;  // with kByKey: index among such groups of the class
   };
   static constexpr uint32_t kNoGroup = UINT32_MAX;
 
-  LargeVector<Group> groups;               // of class after class, box after box, node after node
-  LargeVector<uint32_t> first_group;       // of each box; one more at the end
-  std::vector<uint32_t> shared_boxes;      // the box of each group by key, class after class
-  std::vector<uint32_t> first_shared_box;  // of each class; one more at the end
-  LargeVector<uint32_t> group_of;          // of what a rank holds, by its slots, rank after rank: or kNoGroup
-  std::vector<uint64_t> first_slot;        // of each rank, in group_of
+  LargeVector<Group> groups;               // class after class, box after box, node after node
+  LargeVector<uint32_t> first_group;       // first group of each box, and the end
+  std::vector<uint32_t> shared_boxes;      // box of each kByKey group, class after class
+  std::vector<uint32_t> first_shared_box;  // start of each class in shared_boxes, and the end
+  LargeVector<uint32_t> group_of;          // group of each slot, rank after rank; or kNoGroup
+  std::vector<uint64_t> first_slot;        // start of each rank in group_of
 
-  LargeVector<AssignedPiece> pieces;   // of groups by key: key after key, group after group, in the order of starts
-  LargeVector<uint64_t> first_piece;   // of each of these groups; one more at the end
-  std::vector<uint64_t> first_shared;  // of each key, among these groups
+  LargeVector<AssignedPiece> pieces;   // pieces of kByKey groups: key after key, group after group, by rising start
+  LargeVector<uint64_t> first_piece;   // first piece of each of these groups, and the end
+  std::vector<uint64_t> first_shared;  // first of these groups of each key
   std::vector<Split> splits;
 
   std::span<const Group> groups_of(const Layout::Class& of, size_t box) const {
@@ -67,8 +67,8 @@ struct Assignment {
   }
 };
 
-// `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders in `layout` are sorted by it. Throws Error
-// (invalid) if there are more bytes than can be counted.
+// `nodes[rank]` is the number of the rank's node. With Placement::local, sorts the holders in `layout` by it. Throws
+// Error (invalid) if there are more bytes than can be counted.
 Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options);
 
 }  // namespace vescale_ckpt::plan

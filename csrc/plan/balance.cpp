@@ -6,13 +6,13 @@
 #include <utility>
 
 #include "base/fill_level.h"
-#include "plan/pour.h"
+#include "plan/even_split.h"
 
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr int64_t kSlack = 200;     // whole boxes may rise above the level by this part of it
-constexpr int64_t kMostRuns = 256;  // of memory, in the least piece
+constexpr int64_t kSlack = 200;     // whole boxes may exceed the level by 1/200 of it
+constexpr int64_t kMostRuns = 256;  // the smallest piece has at most so many runs of memory
 
 int64_t rounded_up(int64_t a, int64_t b) {
   return a / b + (a % b != 0);
@@ -24,7 +24,7 @@ size_t member_of(std::span<const uint32_t> ranks, uint32_t rank) {
 
 }  // namespace
 
-// The room of each member of a set, and who has the most.
+// Tracks the room of each member of a set, and which member has the most.
 class Balance::MostRoom {
  public:
   explicit MostRoom(std::vector<int64_t> room) : room_(std::move(room)) {
@@ -39,7 +39,7 @@ class Balance::MostRoom {
     for (;;) {
       const auto member = static_cast<size_t>(-heap_.front().second);
       if (heap_.front().first == room_[member]) return member;
-      std::pop_heap(heap_.begin(), heap_.end());  // its room has changed since
+      std::pop_heap(heap_.begin(), heap_.end());  // its room has changed since it was pushed
       heap_.pop_back();
     }
   }
@@ -51,7 +51,7 @@ class Balance::MostRoom {
   }
 
  private:
-  // The lowest member is on top among equals.
+  // Of equal members the lowest is on top.
   std::pair<int64_t, int64_t> entry(size_t member) const { return {room_[member], -static_cast<int64_t>(member)}; }
 
   std::vector<int64_t> room_;
@@ -65,7 +65,7 @@ Balance::Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t le
 
 Balance::Cut Balance::cut_along(const SharedPiece& box, int32_t dim) const {
   if (dim < 0) return {-1, 1, box.bytes, 1};
-  int64_t runs = 1;  // that a piece lies in
+  int64_t runs = 1;  // a piece lies in so many runs
   for (const int64_t length : box.size.first(static_cast<size_t>(dim))) runs *= length;
   const int64_t rows = box.size[static_cast<size_t>(dim)], row_bytes = box.bytes / rows;
   const int64_t least =
@@ -73,7 +73,7 @@ Balance::Cut Balance::cut_along(const SharedPiece& box, int32_t dim) const {
   return {dim, rows, row_bytes, least};
 }
 
-// Those that give at least two pieces, from large rows in few runs of memory to small rows in many.
+// Returns the cuts with at least two pieces, from large rows in few runs of memory to small rows in many.
 std::vector<Balance::Cut> Balance::cuts_of(const SharedPiece& box) const {
   std::vector<Cut> cuts;
   int64_t longest = 1;
@@ -94,7 +94,7 @@ void Balance::place(std::span<const SharedPiece> boxes) {
     if (boxes[a].set != boxes[b].set) return boxes[a].set < boxes[b].set;
     return boxes[a].bytes != boxes[b].bytes ? boxes[a].bytes > boxes[b].bytes : a < b;
   });
-  std::vector<size_t> begins(sets_.size() + 1);  // of each set's boxes in `sorted`
+  std::vector<size_t> begins(sets_.size() + 1);  // start of each set's boxes in `sorted`
   for (const SharedPiece& box : boxes) {
     bytes[box.set] += box.bytes;
     ++begins[box.set + 1];
@@ -102,20 +102,20 @@ void Balance::place(std::span<const SharedPiece> boxes) {
   std::partial_sum(begins.begin(), begins.end(), begins.begin());
   places_.resize(boxes.size());
 
-  // Ranks that can share the least come first: the larger sets then fill the gaps that they leave.
+  // The smallest sets come first, because they have the least choice. The larger sets then fill the remaining room.
   std::vector<uint32_t> order(sets_.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return sets_[a].size() < sets_[b].size(); });
   const std::vector<int64_t> fixed = loads_;
-  const std::vector<int64_t> poured = pour(sets_, order, bytes, loads_);
+  const std::vector<int64_t> parts = split_evenly(sets_, order, bytes, loads_);
   movable_.resize(loads_.size());
   std::transform(loads_.begin(), loads_.end(), fixed.begin(), movable_.begin(), std::minus<>());
   for (const uint32_t set : order) {
     const std::span<const uint32_t> ranks = sets_[set];
     for (size_t i = 0; i < ranks.size(); ++i) {
-      loads_[ranks[i]] -= poured[sets_.begin(set) + i];
-      movable_[ranks[i]] -= poured[sets_.begin(set) + i];
+      loads_[ranks[i]] -= parts[sets_.begin(set) + i];
+      movable_[ranks[i]] -= parts[sets_.begin(set) + i];
     }
     place_set(set, bytes[set], boxes, std::span(sorted).subspan(begins[set], begins[set + 1] - begins[set]));
   }
@@ -134,7 +134,7 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece
     places_[i].count = static_cast<uint32_t>(shares_.size() - places_[i].begin);
     places_[i].dim = dim;
   };
-  std::vector<uint32_t> too_large;  // for any room; poured into what the others leave, like sand between stones
+  std::vector<uint32_t> too_large;  // these boxes exceed every room; they are split over the remaining room at the end
   for (const uint32_t i : sorted) {
     const SharedPiece& box = boxes[i];
     begin(i);
@@ -155,8 +155,8 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece
   for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] = level - room[i];
 }
 
-// Returns the dimension that it was split along. Later ones are worth their many runs of memory only if they lower the
-// highest rank by more than the slack, not counting what larger sets can put elsewhere.
+// Returns the dimension of the split. A later dimension is worth its many runs of memory only if it lowers the highest
+// rank by more than the slack, without the bytes that larger sets can move elsewhere.
 int32_t Balance::split(const SharedPiece& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
   int64_t least_excess = INT64_MAX;
   std::vector<Share> best;
@@ -184,10 +184,10 @@ int32_t Balance::split(const SharedPiece& box, std::span<const uint32_t> ranks, 
   return best_cut.dim;
 }
 
-// All rows, taken from the room of those who have the most.
+// Distributes all rows over the members with the most room.
 std::vector<Share> Balance::fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
   const int64_t row_bytes = cut.row_bytes, least = cut.least_rows;
-  // Large rows go where they fit best; with small ones a bit too much is less than a piece more.
+  // Large rows go to the rank where they fit best. With small rows, a small excess is better than one more piece.
   const int64_t rounding = row_bytes > slack ? row_bytes / 2 : row_bytes - 1;
   std::vector<Share> shares;
   for (int64_t start = 0; start < cut.rows;) {

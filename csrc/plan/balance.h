@@ -1,5 +1,5 @@
 // Distributes boxes that several ranks hold over these ranks so that each writes about the same number of bytes. Boxes
-// stay whole where that is even enough; others are split.
+// stay whole if that is even enough; otherwise they are split.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +18,26 @@ struct Share {
 
 // The shares that together are one box, in the order of its rows.
 struct Shares {
-  int32_t dim = -1;  // a row is one index of it; -1: the box is one row, of one share
+  int32_t dim = -1;  // a row is one index of this dimension; -1: the box is one row of one share
   std::span<const Share> list;
 };
 
 struct SharedPiece {
   uint32_t set;                   // the ranks that hold it
   int64_t bytes;                  // more than 0
-  std::span<const int64_t> size;  // it may be split along these dimensions; empty if it cannot be
+  std::span<const int64_t> size;  // it may be split along these dimensions; empty: it must stay whole
 };
 
 class Balance {
  public:
-  // `loads`: bytes that each rank writes in any case. `sets` must outlive this. Not thread-safe.
+  // `loads`: bytes that each rank alone can write. `sets` must outlive this. Not thread-safe.
   Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t least_piece_bytes);
 
-  // Takes the largest box first and gives it to the rank with the most room below the even level (plan/pour.h). A box
-  // that would lift that rank above the level by more than 1/200 of the level is split over the room that the ranks of
-  // its set have left. Ties go to the box that comes first and to the lowest rank. A box is split along its first
-  // dimension longer than one, where each piece is one run of memory; if the rows of that dimension are too large for
-  // an even split, along a later, longer one.
+  // Gives each box, the largest first, to the rank with the most room below the even level (plan/even_split.h). If a
+  // box would lift that rank above the level by more than 1/200 of the level, it is split over the remaining room of
+  // the ranks of its set. Of equal boxes the first one comes first; of equal ranks the lowest. A box is split along its
+  // first dimension longer than one, so that each piece is one run of memory. If the rows of that dimension are too
+  // large for an even split, it is split along a later, longer dimension.
   void place(std::span<const SharedPiece> boxes);
 
   Shares shares(size_t box) const {
@@ -49,7 +49,7 @@ class Balance {
   struct Cut {
     int32_t dim;
     int64_t rows, row_bytes;
-    int64_t least_rows;  // of a piece
+    int64_t least_rows;  // a piece has at least so many
   };
   struct Place {
     uint64_t begin;
@@ -66,7 +66,8 @@ class Balance {
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;
-  std::vector<int64_t> movable_;  // part of the loads: bytes of sets that are not placed yet, as pour() split them
+  std::vector<int64_t>
+      movable_;  // the part of the loads from sets that are not placed yet, as split_evenly() split them
   int64_t least_piece_bytes_;
   std::vector<Place> places_;
   std::vector<Share> shares_;

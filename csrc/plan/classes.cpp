@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
 
-// Two 64-bit numbers, as the key of a map.
+// The key of a map: two 64-bit numbers.
 using Pair = std::array<uint64_t, 2>;
 
 struct PairHash {
@@ -28,7 +28,7 @@ struct FirstItem {
   uint32_t rank, item;
 };
 
-// The first item of each key: what a class is like is told by its first key's.
+// Returns the first item of each key. The first key of a class gives the traits of the class.
 using FirstItems = std::vector<FirstItem>;
 
 FirstItems number_keys(std::span<const state::Inventory> ranks, std::span<const uint32_t> names,
@@ -55,15 +55,15 @@ FirstItems number_keys(std::span<const state::Inventory> ranks, std::span<const 
   return first_items;
 }
 
-// Keys are of one class if they have equal row numbers in the same blocks. Each block parts classes of the blocks
-// before.
+// Keys belong to one class if they have equal row numbers in the same blocks. Each block splits the classes of the
+// blocks before it.
 void part_keys(std::span<const state::Inventory> ranks, Layout& layout) {
   std::vector<uint32_t>& class_of = layout.class_of;
   class_of.assign(layout.names.size(), 0);
   uint32_t next = 1, block = 0;
   Numbers parted;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (layout.block_of[rank] != block) continue;  // not the first rank of a block
+    if (layout.block_of[rank] != block) continue;  // only the first rank of a block counts
     ++block;
     const std::vector<uint32_t>& keys = layout.keys(layout.block(rank));
     const std::span<const uint32_t> numbers = ranks[rank].numbers();
@@ -101,7 +101,7 @@ void describe_classes(std::span<const state::Inventory> ranks, const FirstItems&
   }
 }
 
-// Slots stand class after class in the order of the items of their first keys, several of one class in that of items.
+// Orders slots class after class, by the items of their first keys; several slots of one class by their items.
 void number_slots(Layout& layout) {
   std::vector<uint32_t> count(layout.classes.size()), first_slot(layout.classes.size()), seen(layout.class_of.size());
   for (Layout::Block& block : layout.blocks) {
@@ -111,7 +111,7 @@ void number_slots(Layout& layout) {
     uint32_t slots = 0;
     for (const uint32_t key : keys) {
       const uint32_t of = layout.class_of[key];
-      if (count[of] == 0) continue;  // has its slots
+      if (count[of] == 0) continue;  // its slots are known
       first_slot[of] = slots;
       slots += count[of];
       count[of] = 0;

@@ -8,12 +8,12 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-using List = std::vector<uint32_t>;  // numbers of boxes
+using List = std::vector<uint32_t>;  // indices of boxes
 
-constexpr size_t kFewPairs = 256;  // compared one by one
+constexpr size_t kFewPairs = 256;  // fewer pairs are compared one by one
 
-// Two intervals meet if the start of one lies in the other. So, dimension by dimension: which `outer` hold the start of
-// which `inner`? (Zomorodian and Edelsbrunner, "Fast software for box intersections", 2000.)
+// Two intervals overlap if the start of one lies in the other. So for each dimension the search finds which `outer`
+// contain the start of which `inner` (Zomorodian and Edelsbrunner, "Fast software for box intersections", 2000).
 class Search {
  public:
   Search(const Boxes& boxes, List all) : boxes_(boxes) {
@@ -59,7 +59,7 @@ class Search {
     const auto by_start = [&](uint32_t a, uint32_t b) { return low(a, dim) < low(b, dim); };
     if (depth + 1 == dims_.size()) {
       std::sort(inner.begin(), inner.end(), by_start);
-      for (const uint32_t a : outer) {  // stops at the second start in `a`: its own is the only one it may hold
+      for (const uint32_t a : outer) {  // stops at the second start in `a`, which may contain only its own
         auto at = std::lower_bound(inner.begin(), inner.end(), low(a, dim),
                                    [&](uint32_t box, int64_t value) { return low(box, dim) < value; });
         for (; !found_ && at != inner.end() && low(*at, dim) < high(a, dim); ++at) compare(a, *at);
@@ -69,7 +69,7 @@ class Search {
 
     const auto [first, last] = std::minmax_element(inner.begin(), inner.end(), by_start);
     const int64_t least = low(*first, dim), most = low(*last, dim);
-    List around, crossing;  // hold all the starts, or some
+    List around, crossing;  // intervals that contain all starts, or some
     for (const uint32_t box : outer) {
       if (low(box, dim) <= least && high(box, dim) > most) {
         around.push_back(box);
@@ -101,7 +101,7 @@ class Search {
   }
 
   const Boxes& boxes_;
-  std::vector<uint32_t> dims_;  // those in which the boxes differ
+  std::vector<uint32_t> dims_;  // dimensions in which the boxes differ
   std::optional<std::pair<size_t, size_t>> found_;
 };
 

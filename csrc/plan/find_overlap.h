@@ -9,7 +9,7 @@
 
 namespace vescale_ckpt::plan {
 
-// Boxes of one tensor: offset[ndim], size[ndim] of one after another.
+// Boxes of one tensor: offset[ndim], size[ndim] of each box.
 struct Boxes {
   const int64_t* words;
   uint32_t ndim;
@@ -18,8 +18,8 @@ struct Boxes {
   const int64_t* size(size_t box) const { return offset(box) + ndim; }
 };
 
-// Two of the boxes begin .. end that overlap, if any do; the same two on every run. None of them may be empty. Takes
-// n (log n)^d for n boxes that differ in d dimensions.
+// Returns two of the boxes begin .. end that overlap, if any do; the same two on every run. No box may be empty. Takes
+// n (log n)^d steps for n boxes that differ in d dimensions.
 std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t begin, size_t end);
 
 }  // namespace vescale_ckpt::plan

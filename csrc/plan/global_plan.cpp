@@ -13,7 +13,7 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr size_t kBytesOfAThread = size_t{1} << 20;  // less is not worth one
+constexpr size_t kBytesOfAThread = size_t{1} << 20;  // fewer bytes are not worth a thread
 constexpr size_t kMostThreads = 8;
 
 unsigned thread_count(std::span<const state::InventoryParts> inventories) {

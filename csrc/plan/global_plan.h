@@ -19,35 +19,35 @@ namespace vescale_ckpt::plan {
 
 class GlobalPlan {
  public:
-  // `inventories`: each rank's, packed and 8-aligned; not used after construction. Parts that ranks have in common may
-  // be the same memory: they are then hashed once. The same inventories and options
-  // give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not fit together:
-  // see merge().
-  // `hashes`: what Replicas takes. Boxes of keys whose replicas differ are not split.
+  // `inventories`: one of each rank, packed and 8-aligned; not used after construction. Equal parts may be the same
+  // memory; then they are hashed once. The same inventories and options give the same plan. Throws Error (invalid) with
+  // keys and ranks if the inventories do not fit together: see merge().
+  // `hashes`: see Replicas. Boxes of keys whose replicas differ are not split.
   GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options,
              std::span<const std::span<const uint64_t>> hashes = {});
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
-  uint64_t rows() const { return local_plans_.rows(); }  // of all local plans
+  uint64_t rows() const { return local_plans_.rows(); }  // sum over all local plans
 
-  // What `rank` writes: rows of item, dim (-1: the whole box), start, length. Made anew by each call.
+  // Returns the local plan of `rank`: rows of item, dim (-1: the whole box), start, length. Each call computes it.
   std::vector<int64_t> local_plan(uint32_t rank) const;
   uint64_t local_plan_words(uint32_t rank) const;
-  void local_plan(uint32_t rank, std::span<int64_t> words) const;  // into memory for so many
+  void local_plan(uint32_t rank, std::span<int64_t> words) const;  // fills `words`, of local_plan_words
   std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes(); }
 
-  // For the ranks to compare replicas at later saves: see Replicas. Made anew by each call.
+  // Returns what the rank needs to compare replicas at later saves: see Replicas. Each call computes it.
   std::vector<std::byte> holders(uint32_t rank) const;
   std::span<const Difference> differences() const { return replicas_.differences(); }
   std::string_view key(uint32_t number) const { return layout_.names[number]; }
 
-  // Made anew by each call. With Placement::local as `node` sees it, nodes being numbered in the order of their ids:
-  // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
+  // Returns the catalog of the checkpoint. Each call computes it. With Placement::local it names the copies of `node`,
+  // and for boxes that this node does not hold, the copies of the lowest node that does. Nodes are numbered in the
+  // order of their ids.
   metadata::Catalog catalog(uint32_t node = 0) const;
 
  private:
   PlanOptions options_;
-  std::vector<uint32_t> nodes_;  // of each rank
+  std::vector<uint32_t> nodes_;  // node of each rank
   uint32_t node_count_ = 0;
   unsigned threads_ = 1;
   Layout layout_;  // without the holders

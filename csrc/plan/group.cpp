@@ -55,12 +55,12 @@ uint32_t Grouping::group(uint32_t number, std::string& fault) {
            tuple_text(size);
   };
   const bool empty = places[0] == kEmptyBox;
-  if (!empty) {  // drop the empty ones
+  if (!empty) {  // drops the empty boxes
     while (places[rows - 1] == kEmptyBox) --rows;
   }
 
   uint32_t count = 0;
-  size_t kept = 0;  // holders
+  size_t kept = 0;  // number of holders that are kept
   for (size_t row = 0; row < rows; ++row) {
     const int64_t* box = dims + row * words;
     if (row > 0 && places[row] == places[row - 1]) {

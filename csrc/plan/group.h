@@ -1,4 +1,4 @@
-// Makes boxes of the rows of one class of keys: equal rows of several ranks are one box with several holders.
+// Makes boxes from the rows of one class of keys: equal rows of several ranks become one box with several holders.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@ namespace vescale_ckpt::plan {
 
 // One inventory row of each slot of all ranks, sorted by class; rows of one class are in the order of their ranks.
 struct Rows {
-  std::vector<uint64_t> begin;  // of each class's rows; one more at the end
+  std::vector<uint64_t> begin;  // start of each class's rows, and the end
   LargeVector<uint64_t> places;
   LargeVector<Holder> holders;
-  std::vector<uint64_t> dims_begin;      // of each class's words in dims
+  std::vector<uint64_t> dims_begin;      // start of each class's words in dims
   LargeVector<int64_t> dims;             // offset[ndim], size[ndim] of row after row
-  LargeVector<uint32_t> holders_of_box;  // after grouping: how many each box has; one more at the end
+  LargeVector<uint32_t> holders_of_box;  // after grouping: the number of holders of each box, and one more
 };
 
 // One thread uses one Grouping for many classes. Several Groupings may work on different classes of the same rows at a
@@ -27,7 +27,7 @@ class Grouping {
  public:
   Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
 
-  // Returns the number of boxes of the class. If the rows do not fit together, writes why to `fault`.
+  // Returns the number of boxes of the class. If the rows do not fit together, writes the reason to `fault`.
   uint32_t group(uint32_t number, std::string& fault);
 
  private:

@@ -1,5 +1,5 @@
-// A 128-bit fingerprint of bytes: MurmurHash3 x64 128. Equal on every machine of one byte order; no defence against
-// forgery.
+// Computes a 128-bit fingerprint of bytes: MurmurHash3 x64 128. Machines of one byte order get equal results. It gives
+// no protection against forgery.
 #pragma once
 
 #include <array>

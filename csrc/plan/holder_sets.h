@@ -1,4 +1,4 @@
-// Sets of ranks, each kept once: a mesh has few, however many boxes its ranks share.
+// Keeps each set of ranks once: a mesh has few sets, however many boxes its ranks share.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,17 @@ class HolderSets {
   std::span<const uint32_t> operator[](size_t set) const {
     return {ranks_.data() + begins_[set], begins_[set + 1] - begins_[set]};
   }
-  uint64_t begin(size_t set) const { return begins_[set]; }  // among the members of all sets
-  size_t members() const { return ranks_.size(); }           // of all sets together
+  uint64_t begin(size_t set) const { return begins_[set]; }  // index among the members of all sets
+  size_t members() const { return ranks_.size(); }           // sum over all sets
 
-  // The number of the set of these ranks; sets are numbered in order of first appearance.
+  // Returns the number of the set of these ranks. Sets are numbered in the order of first appearance.
   uint32_t add(std::span<const Holder> holders);
 
  private:
   std::vector<uint32_t> ranks_;
   std::vector<uint64_t> begins_ = {0};
-  NumberedStrings numbers_;       // of the sets, by the bytes of their ranks
-  std::vector<uint32_t> wanted_;  // the ranks at hand
+  NumberedStrings numbers_;          // numbers of the sets, by the bytes of their ranks
+  std::vector<uint32_t> new_ranks_;  // the ranks of the present call of add
 };
 
 }  // namespace vescale_ckpt::plan

@@ -1,7 +1,6 @@
-// What all ranks together hold: every key once, every distinct box once, and for each box the ranks that hold it.
+// Lists what all ranks together hold: every key once, every distinct box once, and the ranks that hold each box.
 //
-// Layers repeat: keys of which every rank has equal rows are one class, and what follows from rows is kept once a
-// class.
+// Layers repeat: if every rank has equal rows for several keys, these keys are one class, and their rows are kept once.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@ namespace vescale_ckpt::plan {
 
 struct Holder {
   uint32_t rank;
-  uint32_t slot;  // of that rank's block
+  uint32_t slot;  // slot of that rank's block
 };
 
 struct Layout {
@@ -26,39 +25,39 @@ struct Layout {
     uint16_t flags;
     uint32_t ndim;
     uint32_t first_key;
-    uint32_t keys;       // how many
-    uint32_t boxes;      // how many; an object has one, without dims
-    uint64_t first_box;  // among all boxes
-    uint64_t shape;      // where it starts in shapes
-    uint64_t dims;       // where offset[ndim], size[ndim] of its first box start in dims; the others follow
-    uint64_t bytes;      // of one element; of an object the whole
+    uint32_t keys;       // number of keys
+    uint32_t boxes;      // number of boxes; an object has one, without dims
+    uint64_t first_box;  // index among all boxes
+    uint64_t shape;      // start in `shapes`
+    uint64_t dims;       // start of offset[ndim], size[ndim] of its first box in `dims`; the others follow
+    uint64_t bytes;      // bytes of one element, or of the whole object
   };
 
-  // Ranks of the same keys in the same order, with the same keys among them of equal rows: as a mesh has many.
-  // A slot is an item under each key of a class; if ranks hold several boxes of a key, the class has several slots.
+  // Ranks with the same keys in the same order, and with equal rows for the same keys, as the ranks of a mesh.
+  // A slot is one item under each key of a class. If ranks hold several boxes of a key, the class has several slots.
   struct Block {
-    uint32_t names;                         // which of key_lists
-    uint32_t ranks = 0;                     // how many
-    std::vector<uint32_t> slots = {};       // of each item
-    std::vector<uint32_t> slot_items = {};  // of each slot: its item under the first key of its class
+    uint32_t names;                         // index into key_lists
+    uint32_t ranks = 0;                     // number of ranks
+    std::vector<uint32_t> slots = {};       // slot of each item
+    std::vector<uint32_t> slot_items = {};  // item of each slot under the first key of its class
   };
 
-  NumberedStrings names;                         // of keys
-  std::vector<uint32_t> class_of;                // of each key
-  std::vector<Class> classes;                    // in the order of their first keys
-  std::vector<std::vector<uint32_t>> key_lists;  // the key of each item, once for all ranks of equal names
+  NumberedStrings names;                         // names of keys
+  std::vector<uint32_t> class_of;                // class of each key
+  std::vector<Class> classes;                    // sorted by their first keys
+  std::vector<std::vector<uint32_t>> key_lists;  // the key of each item, once for all ranks with equal names
   std::vector<Block> blocks;
-  std::vector<uint32_t> block_of;  // of each rank
+  std::vector<uint32_t> block_of;  // block of each rank
   std::vector<int64_t> shapes;
   LargeVector<int64_t> dims;
-  LargeVector<Holder> holders;         // of box after box, ranks ascending
-  LargeVector<uint32_t> first_holder;  // of each box; one more at the end
+  LargeVector<Holder> holders;         // holders of box after box, ranks ascending
+  LargeVector<uint32_t> first_holder;  // first holder of each box, and the end
 
   const Block& block(size_t rank) const { return blocks[block_of[rank]]; }
   const std::vector<uint32_t>& keys(const Block& block) const { return key_lists[block.names]; }
 
   std::span<const int64_t> shape(const Class& of) const { return {shapes.data() + of.shape, of.ndim}; }
-  // In all of these `box` counts from the class's first.
+  // In all of these, `box` counts from the class's first box.
   std::span<const int64_t> offset(const Class& of, size_t box) const {
     return {dims.data() + of.dims + box * 2 * of.ndim, of.ndim};
   }

@@ -1,4 +1,4 @@
-// The local plan of each rank: the pieces that it writes, in the order in which it writes them.
+// Computes the local plan of each rank: the pieces that it writes, in the order of writing.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,27 @@
 
 namespace vescale_ckpt::plan {
 
-// Holds how much each rank writes. What it writes is computed from the layout and the assignment, which must outlive
-// this, when asked for: tables of all ranks' rows would be larger than all else that a plan holds.
+// Holds the sizes of all local plans. The rows are computed on demand from the layout and the assignment, which must
+// outlive this: tables of all ranks' rows would be the largest part of a plan.
 class LocalPlans {
  public:
   static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
 
-  LocalPlans() = default;  // of no ranks
+  LocalPlans() = default;  // without ranks
   LocalPlans(const Layout& layout, const Assignment& assignment, uint32_t ranks);
 
-  uint64_t rows() const { return all_rows_; }  // of all ranks
+  uint64_t rows() const { return all_rows_; }  // sum over all ranks
   uint64_t rows(uint32_t rank) const { return tensors_[rank] + objects_[rank]; }
   uint64_t tensors(uint32_t rank) const { return tensors_[rank]; }
-  std::span<const uint64_t> bytes() const { return bytes_; }  // of each rank
+  std::span<const uint64_t> bytes() const { return bytes_; }  // bytes of each rank
 
  private:
   std::vector<uint64_t> tensors_, objects_, bytes_;
   uint64_t all_rows_ = 0;
 };
 
-// Calls body(item, key, group's number, split or null) for each row of the rank's local plan, in its order: tensors
-// before objects, each in the order of the rank's items, pieces of a box in that of their starts.
+// Calls body(item, key, group's index, split or null) for each row of the rank's local plan, in order: tensors before
+// objects, both in the order of the rank's items, and pieces of a box by rising start.
 template <typename Body>
 void for_each_row(const Layout& layout, const Assignment& assignment, uint32_t rank, const Body& body) {
   const Layout::Block& block = layout.block(rank);

@@ -9,7 +9,7 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-// The position of each piece among what its writer writes, asked for key after key, box after box, node after node.
+// Gives the row of each piece in its writer's local plan, for queries key after key, box after box, node after node.
 class RowNumbers {
  public:
   RowNumbers(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, unsigned threads) {
@@ -18,7 +18,7 @@ class RowNumbers {
     std::vector<uint8_t> is_sorted;
     for (const Layout::Block& block : layout.blocks) {
       const std::vector<uint32_t>& keys = layout.keys(block);
-      is_sorted.push_back(std::ranges::is_sorted(keys, std::less_equal<>()));  // and no key is there twice
+      is_sorted.push_back(std::ranges::is_sorted(keys, std::less_equal<>()));  // and no key occurs twice
     }
     const auto sorted = [&](size_t rank) { return is_sorted[layout.block_of[rank]] != 0; };
     for (uint32_t rank = 0; rank < ranks; ++rank) next_[rank] = {0, static_cast<uint32_t>(plans.tensors(rank))};
@@ -37,7 +37,7 @@ class RowNumbers {
   }
 
  private:
-  // The rows of a rank in the order in which they are asked for.
+  // Returns the rows of a rank in the order of the queries.
   static std::vector<uint32_t> asked(const Layout& layout, const Assignment& assignment, uint32_t rank) {
     std::vector<std::tuple<uint32_t, uint32_t, uint32_t>> rows;  // key, group, row
     for_each_row(layout, assignment, rank, [&](uint32_t, uint32_t key, uint32_t group, const Assignment::Split*) {
@@ -50,8 +50,8 @@ class RowNumbers {
     return numbers;
   }
 
-  std::vector<std::array<uint32_t, 2>> next_;    // of each rank: of its tensors, of its objects
-  std::vector<std::vector<uint32_t>> in_order_;  // of ranks whose items are not in the order of the keys
+  std::vector<std::array<uint32_t, 2>> next_;    // next row of each rank's tensors and objects
+  std::vector<std::vector<uint32_t>> in_order_;  // rows of ranks whose items are not in the order of keys
 };
 
 class Maker {
@@ -70,7 +70,7 @@ class Maker {
     catalog.chunks.reserve(plans.rows());
     catalog.dims.reserve(layout.shapes.size() + layout.dims.size());
     catalog.dims.assign(layout.shapes.begin(), layout.shapes.end());
-    catalog.dims.insert(catalog.dims.end(), layout.dims.begin(), layout.dims.end());  // keys of a class share them
+    catalog.dims.insert(catalog.dims.end(), layout.dims.begin(), layout.dims.end());  // all keys of a class share them
     for (uint32_t key = 0; key < layout.class_of.size(); ++key) add(key);
   }
 
@@ -78,7 +78,7 @@ class Maker {
 
  private:
   void add(uint32_t key);
-  // The one of the groups of a box that the catalog names.
+  // Returns the group of a box that the catalog names.
   const Assignment::Group& seen_of(std::span<const Assignment::Group> groups, uint32_t key) const;
   uint32_t node_of(const Assignment::Group& group, uint32_t key) const {
     const bool by_key = group.writer == Assignment::Group::kByKey;
@@ -94,7 +94,7 @@ class Maker {
 };
 
 const Assignment::Group& Maker::seen_of(std::span<const Assignment::Group> groups, uint32_t key) const {
-  if (!copies_) return groups[0];  // there is no other
+  if (!copies_) return groups[0];  // there is only one
   const auto is_here = [&](const Assignment::Group& group) { return node_of(group, key) == node_; };
   const auto found = std::ranges::find_if(groups, is_here);
   return found == groups.end() ? groups[0] : *found;
@@ -134,7 +134,7 @@ void Maker::add(uint32_t key) {
       }
     }
   }
-  if (split) {  // pieces of boxes that stand side by side alternate
+  if (split) {  // sorts pieces, because those of boxes that lie side by side alternate
     std::sort(catalog.chunks.begin() + static_cast<ptrdiff_t>(first), catalog.chunks.end(),
               [&](const metadata::Catalog::Chunk& a, const metadata::Catalog::Chunk& b) {
                 const int64_t* of_a = catalog.dims.data() + a.box;

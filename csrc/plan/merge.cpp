@@ -13,8 +13,8 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-// What is wrong with the first class that has something wrong, whichever thread saw it. Classes stand in the order of
-// their first keys: that is the first key that has something wrong.
+// Keeps the error of the first wrong class, whichever thread finds it. Classes are sorted by their first keys, so this
+// is the error of the first wrong key.
 class Faults {
  public:
   explicit Faults(const Layout& layout) : layout_(layout) {}
@@ -92,8 +92,8 @@ void Merge::make_room() {
   rows_.holders_of_box.resize(rows + 1);
 }
 
-// Rank after rank, so that memory is read in its order; each thread has some ranks, and knows where in each class's
-// rows theirs start.
+// Collects rows rank after rank, so that memory is read in order. Each thread has some ranks, and knows where their
+// rows start in each class.
 void Merge::gather() {
   const size_t classes = layout.classes.size();
   const size_t slices = std::max<size_t>(1, std::min<size_t>(threads_, ranks_.size()));
@@ -180,7 +180,7 @@ void Merge::group() {
   faults.raise();
 }
 
-// Closes the gaps behind each class's boxes and holders, where they are: what was one row a rank becomes one a box.
+// Closes the gaps behind each class's boxes and holders, in place: a class has fewer boxes than rows.
 void Merge::pack() {
   uint64_t boxes = 0, holders = 0, words = 0;
   for (size_t i = 0; i < layout.classes.size(); ++i) {

@@ -8,10 +8,9 @@
 
 namespace vescale_ckpt::plan {
 
-// Throws Error (invalid), naming the key and the ranks, unless under each key all ranks have the same kind, dtype and
-// shape; boxes lie within the shape, are equal or disjoint, and cover it. If the
-// job has one rank, it may hold any part of it. The error tells the disagreement about the first key. Empty boxes are
-// left out, except where a tensor has no other.
+// Throws Error (invalid) with the key and the ranks unless all ranks have the same kind, dtype and shape under each
+// key, and boxes lie within the shape, are equal or disjoint, and cover it. The only rank of a job may hold any part of
+// the shape. The error is about the first wrong key. Leaves out empty boxes, unless a tensor has no other.
 Layout merge(std::span<const state::Inventory> ranks, unsigned threads);
 
 }  // namespace vescale_ckpt::plan

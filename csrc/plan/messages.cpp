@@ -3,7 +3,7 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr size_t kMostParts = 8;  // of a list; a message is to be read
+constexpr size_t kMostParts = 8;  // a message lists at most so many
 
 }  // namespace
 

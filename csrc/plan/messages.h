@@ -1,4 +1,4 @@
-// Boxes and ranks as text, for errors.
+// Writes boxes and ranks as text for errors.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace vescale_ckpt::plan {
 
-// "(4, 8)"
+// Returns "(4, 8)".
 std::string tuple_text(std::span<const int64_t> values);
 
-// "rank 3", "ranks 0, 5-7, ... (1200 in all)": `ranks` ascending.
+// Returns "rank 3" or "ranks 0, 5-7, ... (1200 in all)". `ranks` are ascending.
 std::string ranks_text(std::span<const uint32_t> ranks);
 
-// "rank 0 has shape (4, 8), ranks 3, 5-7 have (4, 16)": who has which of several values, each with its ranks ascending.
+// Returns "rank 0 has shape (4, 8), ranks 3, 5-7 have (4, 16)". `values`: each value with its ranks, ascending.
 std::string disagreement_text(std::string_view property,
                               std::span<const std::pair<std::string, std::vector<uint32_t>>> values);
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t kNotShared = UINT32_MAX;
 
-// g of the header, for a box.
+// Computes g of the header for a box.
 uint64_t random_at(uint64_t box, uint32_t position, uint32_t holders) {
   if (position == 0 || position == holders) return 0;
   uint64_t mixed = box + position * 0x9E3779B97F4A7C15;  // splitmix64
@@ -21,7 +21,7 @@ uint64_t random_at(uint64_t box, uint32_t position, uint32_t holders) {
   return mixed ^ mixed >> 31;
 }
 
-// Of the number of one of so many places.
+// Returns the bytes of an index of so many places.
 size_t place_bytes(uint64_t places) {
   return places <= UINT8_MAX + 1 ? 1 : 2;
 }
@@ -50,7 +50,7 @@ Replicas::Replicas(const Layout& layout, std::span<const std::span<const uint64_
     slots += layout.block(rank).slot_items.size();
   }
   places_.resize(slots);
-  std::vector<uint32_t> shared_box(slots, kNotShared);  // its number among those of several holders of its class
+  std::vector<uint32_t> shared_box(slots, kNotShared);  // index among the class's boxes with several holders
   for (const Layout::Class& of : layout.classes) {
     uint32_t shared = 0;
     for (size_t box = 0; box < of.boxes; ++box) {
@@ -87,7 +87,7 @@ void Replicas::find_differences(const Layout& layout, std::span<const std::span<
       boxes = std::max(boxes, number + 1);
     }
   }
-  std::vector<uint64_t> first_seen;  // of each key
+  std::vector<uint64_t> first_seen;  // first index of each key in `seen`
   uint64_t all = 0;
   for (const uint32_t of : layout.class_of) {
     first_seen.push_back(all);

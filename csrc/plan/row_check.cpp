@@ -8,7 +8,7 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-// Which ranks have which value, if there is more than one.
+// Returns which ranks have which value, if there is more than one value.
 template <typename Text>
 std::string difference(const char* property, const std::vector<RankRow>& rows, const Text& text_of) {
   std::vector<std::pair<std::string, std::vector<uint32_t>>> values;

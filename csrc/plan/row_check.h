@@ -1,4 +1,4 @@
-// Checks one inventory row of a rank against what is known of its key's class, and explains rows that do not fit.
+// Checks one inventory row of a rank against its key's class, and explains rows that do not fit.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace vescale_ckpt::plan {
 
-// The bytes of a whole tensor; none if the shape is negative or too large to be one.
+// Returns the bytes of a whole tensor; none if the shape is negative or impossibly large.
 std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes);
 
 // A place is an element's position in row-major order. Boxes sorted by the places of their first elements are sorted by
 // their offsets.
 constexpr uint64_t kEmptyBox = UINT64_MAX;  // the place of a box without elements
 
-// The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the
-// class's and has passed shape_bytes.
+// Returns the place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is
+// the shape of the class and has passed shape_bytes.
 inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::Class& of,
                                         std::span<const int64_t> shape) {
   if (of.kind == state::ItemKind::object || item.kind == state::ItemKind::object) {
@@ -47,7 +47,8 @@ struct RankRow {
   state::Item item;
 };
 
-// Says why rows of one key do not fit together. `rows` are in the order of their ranks; one of them has no place.
+// Returns a text that says why rows of one key do not fit together. `rows` are in the order of their ranks; one of them
+// has no place.
 std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Class& of,
                            std::span<const int64_t> shape);
 

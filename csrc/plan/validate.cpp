@@ -10,7 +10,7 @@ class Check {
   // Boxes begin .. end are equal in the dimensions before `dim`.
   void slabs(size_t begin, size_t end, uint32_t dim) {
     if (dim == shape_.size()) return;
-    int64_t covered = 0;  // of this dimension
+    int64_t covered = 0;  // so many indices of this dimension
     for (size_t slab = begin, next = begin; slab < end; slab = next) {
       const int64_t start = boxes_.offset(slab)[dim], length = boxes_.size(slab)[dim];
       for (next = slab + 1; next < end && boxes_.offset(next)[dim] == start; ++next) {
@@ -34,7 +34,7 @@ class Check {
  private:
   void tangled(size_t begin, size_t end) { result.overlap = find_overlap(boxes_, begin, end); }
 
-  // Elements `from` .. `to` of `dim`, in the slab of `box`, are in no box.
+  // Notes that indices `from` .. `to` of `dim`, in the slab of `box`, are in no box.
   void hole(size_t box, uint32_t dim, int64_t from, int64_t to) {
     if (from == to || !result.hole_size.empty()) return;
     result.hole_offset.assign(boxes_.offset(box), boxes_.offset(box) + dim);

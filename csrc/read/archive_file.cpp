@@ -17,9 +17,9 @@ namespace vescale_ckpt::read {
 namespace {
 
 constexpr uint64_t kPiece = 1 << 20;
-constexpr uint64_t kTail = 2048;       // has the end records
-constexpr uint64_t kLocalHeader = 30;  // without the name
-constexpr uint64_t kDescriptor = 24;   // with sizes of 64 bits
+constexpr uint64_t kTail = 2048;       // the last bytes, which have the end records
+constexpr uint64_t kLocalHeader = 30;  // length without the name
+constexpr uint64_t kDescriptor = 24;   // length with sizes of 64 bits
 constexpr uint16_t kHasDescriptor = 0x0008;
 
 template <typename Integer>
@@ -46,7 +46,7 @@ struct Contents {
   std::vector<format::ArchiveEntry> entries;
 };
 
-// nullopt if the directory is damaged, or has more than `most` bytes.
+// Returns nullopt if the directory is damaged, or has more than `most` bytes.
 std::optional<Contents> contents_of(io::File& file, uint64_t offset, uint64_t length, uint64_t most) {
   std::vector<std::byte> tail(std::min(kTail, length));
   io::read_exactly(file, offset + length - tail.size(), tail);
@@ -118,7 +118,7 @@ class Checker {
         return false;
       }
     }
-    if (entry.crc == 0) {  // an empty body's is 0, too
+    if (entry.crc == 0) {  // an empty body also has 0
       const bool sure = entry.size == 0 || crc_of(file_, offset_ + body, entry.size) == 0;
       if (!sure) found_.unverified_bytes += entry.size;
       return true;
@@ -128,7 +128,7 @@ class Checker {
     return false;
   }
 
-  // What an entry's header leaves open stands behind its body once more. Readers go by the directory.
+  // Checks the descriptor behind a body, which repeats fields of the directory. Readers use the directory.
   void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
     std::array<std::byte, kLocalHeader> header;
     io::read_exactly(file_, offset_ + entry.header_offset, header);
@@ -171,7 +171,8 @@ std::optional<TensorBody> find_tensor(io::File& file, uint64_t offset, uint64_t 
   constexpr uint64_t kMostDirectory = 1 << 20, kMostEntry = 4096;
   const auto contents = contents_of(file, offset, length, kMostDirectory);
   if (!contents) return std::nullopt;
-  // In the file; 0 if the local header is not where the directory says or the body would leave the archive.
+  // Returns the offset in the file; 0 if the local header is not where the directory says, or the body leaves the
+  // archive.
   const auto body_of = [&](const format::ArchiveEntry& entry) -> uint64_t {
     std::array<std::byte, kLocalHeader> header;
     if (entry.header_offset + header.size() > length) return 0;

@@ -1,5 +1,5 @@
-// Checks archives of torch.save, or finds a tensor in them, where they lie in a data file. Of an archive of any size no
-// more is in memory than its directory, a pickle and one piece.
+// Checks archives of torch.save in a data file, or finds a tensor in them. Only the directory, a pickle and one piece
+// of an archive are in memory at a time.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,24 @@
 namespace vescale_ckpt::read {
 
 struct ArchiveCheck {
-  std::string wrong;              // empty: it is sound
-  uint64_t offset = 0;            // of what is wrong, in the file
-  uint64_t unverified_bytes = 0;  // of entries that were written without checksums
-  std::string harmless;           // damage where no reader looks; empty: none
+  std::string wrong;              // what is wrong; empty: the archive is sound
+  uint64_t offset = 0;            // place of the damage in the file
+  uint64_t unverified_bytes = 0;  // bytes of entries without checksums
+  std::string harmless;           // damage that no reader notices; empty: none
 };
 
-// Checks the archive of `length` bytes at `offset`. If `crc` is at least 0 the whole archive must have that CRC-32. An
-// I/O error is reported in `wrong` as well. Throws only std::bad_alloc.
+// Checks the archive of `length` bytes at `offset`. If `crc` is at least 0, the whole archive must have that CRC-32.
+// Also reports an I/O error in `wrong`. Throws only std::bad_alloc.
 ArchiveCheck check_archive_in(io::File& file, uint64_t offset, uint64_t length, int64_t crc);
 
 struct TensorBody {
-  uint64_t offset;  // in the file
-  uint32_t crc;     // as the archive has it
+  uint64_t offset;  // offset in the file
+  uint32_t crc;     // CRC-32 in the archive
 };
 
-// The bytes of the tensor in the archive of `length` bytes at `offset`, if its pickle is that of `framing` and its
-// layout that of another version of torch. nullopt for any other archive, or a damaged one. Throws Error (io).
+// Finds the bytes of the tensor in the archive of `length` bytes at `offset`, if its pickle equals that of `framing`
+// and its layout is that of another version of torch. nullopt for any other archive or a damaged one. Throws Error
+// (io).
 std::optional<TensorBody> find_tensor(io::File& file, uint64_t offset, uint64_t length,
                                       const format::TensorRecord& framing);
 

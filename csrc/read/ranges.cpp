@@ -20,7 +20,7 @@ void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> 
   const auto key = [&](uint32_t row) { return std::tuple(ranges[row].file, ranges[row].offset); };
   std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return key(a) < key(b); });
 
-  // Objects are small and lie together: runs of neighbours in one blocking read each.
+  // Objects are small and lie together, so neighbours are read in one blocking read.
   std::unique_ptr<io::File> file;
   uint32_t opened = 0;
   std::vector<std::byte> buffer;

@@ -1,4 +1,4 @@
-// Reads byte ranges of files as they are: objects, and records that the caller takes apart itself.
+// Reads byte ranges of files: objects, and records that the caller parses itself.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ struct ByteRange {
   uint64_t length;
 };
 
-// Ranges that lie close together are read as one, on the calling thread. `targets[i]` has room for ranges[i]. Nothing
-// is verified. Throws Error (corrupt: a file is too short; io) with the range as item.
+// Reads the ranges on the calling thread; ranges that lie close together become one read. `targets[i]` has room for
+// ranges[i]. Verifies nothing. Throws Error (corrupt: a file is too short; io) with the range as item.
 void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> ranges,
                  std::span<std::byte* const> targets, const io::EngineOptions& options);
 

@@ -10,12 +10,12 @@
 namespace vescale_ckpt::read {
 namespace {
 
-// Smaller tensors are read with their neighbours through a slot.
+// Smaller tensors are read through a slot together with their neighbours.
 constexpr uint64_t kInPlaceBytes = 1 << 20;
-// From the page cache: pieces small enough that their checksum, or their copy out of a slot, finds them in the
-// processor's cache.
+// Pieces from the page cache are small enough to be in the processor's cache when they are checksummed, or copied out
+// of a slot.
 constexpr uint64_t kCachedPiece = 512 << 10;
-static_assert(kCachedPiece >= 2 * format::kChecksumBlock);  // one that starts anywhere holds a whole cell
+static_assert(kCachedPiece >= 2 * format::kChecksumBlock);  // a piece with any start contains a whole cell
 
 }  // namespace
 
@@ -84,10 +84,10 @@ DataFile& ReadPlan::opened(uint32_t index, uint32_t row) {
   return data;
 }
 
-void ReadPlan::group_items(std::span<const uint32_t> rows) {  // in the order of their records
+void ReadPlan::group_items(std::span<const uint32_t> rows) {  // rows are in the order of their records
   const auto key = [this](uint32_t row) { return std::tuple(items_[row].file, items_[row].record_offset); };
   for (const uint32_t row : rows) {
-    if (items_[row].bare && items_[row].record_length == 0) continue;  // it is where the next one is
+    if (items_[row].bare && items_[row].record_length == 0) continue;  // the next record starts at the same place
     if (records.empty() || key(row) != key(records.back().items[0])) records.emplace_back();
     records.back().items.push_back(row);
   }
@@ -134,7 +134,7 @@ void ReadPlan::plan_record(uint32_t index) {
   choose_extents(index, record, data);
 }
 
-// Where the bytes are and how they will be checked. False if the record has to be left to the caller.
+// Finds the body, and how it will be checked. Returns false if the record is left to the caller.
 bool ReadPlan::locate_body(Record& record, DataFile& data, bool whole) {
   if (items_[record.items[0]].bare) {
     locate_bare(record, whole);
@@ -146,7 +146,7 @@ bool ReadPlan::locate_body(Record& record, DataFile& data, bool whole) {
     if (!body) return false;
     record.body_offset = body->offset;
     record.crc = body->crc;
-    // The checksum was found with the bytes; parts of such records are not verifiable but by reading all.
+    // The checksum was found with the bytes. Parts of such records can only be verified by reading the whole.
     record.check = verify_ ? Record::Check::crc : Record::Check::none;
     return true;
   }
@@ -157,12 +157,12 @@ bool ReadPlan::locate_body(Record& record, DataFile& data, bool whole) {
       }
       record.check = verify_ ? Record::Check::blocks : Record::Check::none;
       record.blocks = data.blocks(*row);
-      record.check_prologue = true;  // equal sizes do not make equal dtypes
+      record.check_prologue = true;  // dtypes may differ although sizes are equal
       return true;
     }
     if (!verify_) {
       record.check = Record::Check::none;
-      record.check_prologue = true;  // equal lengths do not make equal strides
+      record.check_prologue = true;  // strides may differ although lengths are equal
       return true;
     }
   }
@@ -196,8 +196,8 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
     case Record::Check::blocks:
     case Record::Check::none: {
       if (record.check_prologue) add_range(index, begin, record.body_offset, data, 0, 0);
-      // What the boxes need, cells rounded up where they are checked, merged over all items.
-      std::vector<std::pair<uint64_t, uint64_t>> wanted;
+      // Collects the ranges that the boxes need, merged over all items. Ranges with checks grow to whole cells.
+      std::vector<std::pair<uint64_t, uint64_t>> ranges;
       const bool cells_only = record.check == Record::Check::blocks;
       for (const uint32_t item : record.items) {
         items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap,
@@ -208,13 +208,13 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
                                     from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
                                     to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
                                   }
-                                  wanted.emplace_back(from, to);
+                                  ranges.emplace_back(from, to);
                                 });
       }
-      std::sort(wanted.begin(), wanted.end());
-      for (size_t i = 0; i < wanted.size();) {
-        auto [from, to] = wanted[i];
-        for (++i; i < wanted.size() && wanted[i].first <= to; ++i) to = std::max(to, wanted[i].second);
+      std::sort(ranges.begin(), ranges.end());
+      for (size_t i = 0; i < ranges.size();) {
+        auto [from, to] = ranges[i];
+        for (++i; i < ranges.size() && ranges[i].first <= to; ++i) to = std::max(to, ranges[i].second);
         add_range(index, from, to, data, from, to);
       }
       break;
@@ -222,7 +222,7 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
   }
 }
 
-// Queues the file range [begin, end) of a record; what lies in [inner_begin, inner_end) may go in place.
+// Queues the file range [begin, end) of a record. The part in [inner_begin, inner_end) may be read in place.
 void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile& data, uint64_t inner_begin,
                          uint64_t inner_end) {
   Record& record = records[index];
@@ -247,7 +247,7 @@ void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile&
   if (to < end) extents_.push_back({index, to, end, nullptr});
 }
 
-// The most that one transfer reads. What goes on to accelerators is copied there in whole slots.
+// Returns the largest size of a transfer. Data for accelerators is copied there in whole slots.
 uint64_t ReadPlan::piece_bytes(const DataFile& data) const {
   const bool cached = data.file->access() == io::Access::buffered && data.file->remote() == nullptr;
   return cached && !to_devices_ ? std::min(kCachedPiece, options_.slot_bytes) : options_.slot_bytes;
@@ -258,28 +258,28 @@ uint64_t ReadPlan::end_of_piece(uint64_t at, const DataFile& data) const {
   return align_down(at, piece) + piece;
 }
 
-// Not if the target is strided, wanted more than once, or not congruent with the file.
+// Whether a record may be read in place: its target is contiguous, it has one item, and both alignments agree.
 bool ReadPlan::may_go_in_place(const Record& record, const DataFile& data) const {
   const ReadItem& item = items_[record.items[0]];
   if (check_only_ || record.items.size() != 1 || !item.box.dense() || item.device >= 0) return false;
-  if (data.file->remote() != nullptr) return false;  // one request brings several tensors and what lies between
+  if (data.file->remote() != nullptr) return false;  // one request reads several tensors and the gaps between them
   const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
   return data.file->access() != io::Access::direct || address % data.file->memory_alignment() == 0;
 }
 
-// The part of [begin, end) that can be read straight into the target of a record that may go in place.
+// Returns the part of [begin, end) that can be read into the target of a record that may be read in place.
 std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, const DataFile& data, uint64_t begin,
                                                        uint64_t end) const {
   const io::Box& box = items_[record.items[0]].box;
   begin = std::max(begin, record.body_offset + box.begin());
   end = std::min(end, record.body_offset + box.end());
   if (begin >= end) return {0, 0};
-  // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
+  // Cells that are checked one by one must arrive whole. A check of the whole body combines any parts.
   const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : data.block();
   return {align_up(begin, grain), align_down(end, grain)};
 }
 
-// Sorts the extents. Those that lie behind each other in the file and in memory are read in place together.
+// Sorts the extents. Extents that follow each other in the file and in memory are read in place together.
 void ReadPlan::join_extents() {
   std::stable_sort(extents_.begin(), extents_.end(), [this](const Extent& a, const Extent& b) {
     return std::tuple(records[a.record].file, a.begin) < std::tuple(records[b.record].file, b.begin);
@@ -319,7 +319,7 @@ void ReadPlan::add_run(std::span<const Extent> run) {
   }
 }
 
-// Neighbours share a slot, or what one transfer reads in place.
+// Packs neighbours into one slot or one transfer in place.
 void ReadPlan::pack_extents() {
   Segment packed;
   const auto flush = [&] {
@@ -339,8 +339,8 @@ void ReadPlan::pack_extents() {
       const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
       const uint64_t limit = align_down(start + most, kBlock);
-      // A record that fits a transfer is not cut, unless a request would be the smaller for it; one that does not is
-      // cut on cells.
+      // A record that fits into a transfer is not cut, unless the cut makes a request smaller. A larger record is cut
+      // on cells.
       const bool fits = extent.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
       const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= most;
       if (near && !fits && would_fit) {
@@ -355,14 +355,14 @@ void ReadPlan::pack_extents() {
         if (end <= at) continue;
       }
       packed.parts.push_back(part(extent.record, at, end));
-      packed.end = std::max(packed.end, end);  // rows may claim overlapping ranges
+      packed.end = std::max(packed.end, end);  // ranges of rows may overlap
       at = end;
     }
   }
   flush();
 }
 
-// Whether the last segment can read this extent, too.
+// Whether the last segment can also read this extent.
 bool ReadPlan::continues(const Extent& extent) const {
   if (segments.empty()) return false;
   const Segment& last = segments.back();

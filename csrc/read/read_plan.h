@@ -1,5 +1,5 @@
-// Plans a read: where the bytes of each wanted record lie, how they are checked, and which ranges of the files are read
-// where to.
+// Plans a read: the place of each record's bytes, how they are checked, and which ranges of the files are read into
+// which memory.
 #pragma once
 
 #include <atomic>
@@ -20,46 +20,47 @@ namespace vescale_ckpt::read {
 
 enum class Purpose { deliver, deliver_verified, check };
 
-// One stored record and all items that want something of it.
+// One stored record and all items that read from it.
 struct Record {
   std::vector<uint32_t> items;  // rows of the caller's table
   uint32_t file = 0;
   uint64_t offset = 0, length = 0;
-  std::shared_ptr<const format::TensorRecord> framing;  // none of a bare record
-  uint64_t body_offset = 0, body_bytes = 0;             // in the file
+  std::shared_ptr<const format::TensorRecord> framing;  // null for a bare record
+  uint64_t body_offset = 0, body_bytes = 0;             // place in the file
   enum class Check {
-    frame,   // whole: prologue, bytes and epilogue must fit each other
-    crc,     // whole, laid out in another way or bare: bytes against `crc`
-    blocks,  // parts: each block against `blocks`
+    frame,   // the whole record: prologue, bytes and epilogue must match
+    crc,     // the whole body of a bare record or another layout: compares it with `crc`
+    blocks,  // parts: compares each block with `blocks`
     none,
   } check = Check::frame;
   bool check_prologue = false;
-  uint32_t crc = 0;                    // as found in the file, for Check::crc
-  int64_t expected_crc = kUnknownCrc;  // as the caller knows it
+  uint32_t crc = 0;                    // CRC-32 found in the file, for Check::crc
+  int64_t expected_crc = kUnknownCrc;  // CRC-32 from the caller
   std::span<const uint32_t> blocks;
 
-  // While reading. Each part writes what is its own; who makes `pending` zero reads all.
+  // State of the read. Each part writes its own sum; the thread that makes `pending` zero reads all.
   std::atomic<uint64_t> pending{0};
   struct PartSum {
     uint32_t crc;
     uint64_t bytes;
   };
-  std::vector<PartSum> sums;                  // of body parts in rising order
-  std::vector<std::byte> prologue, epilogue;  // as found
+  std::vector<PartSum> sums;                  // of the body's parts, by ascending offset
+  std::vector<std::byte> prologue, epilogue;  // bytes found in the file
   bool unread = false;
-  bool concluded = false;  // nothing more is to be read of it
+  bool concluded = false;  // whether the rest need not be read
 
   uint64_t body_end() const { return body_offset + body_bytes; }
 };
 
-// A data file that is held open, and its checksum table, read when it is first asked for.
+// An open data file, and its checksum table, which is read at its first use.
 class DataFile {
  public:
   std::shared_ptr<io::File> file;
 
-  // What transfers are cut on, bytes.
+  // Transfers are cut at multiples of so many bytes.
   uint64_t block() const { return file->access() == io::Access::direct ? kBlock : 1; }
-  // Of the record, checksums of blocks; nullptr if the file has no table, or none that fits the record. Throws Error.
+  // Returns the row with the record's checksums of blocks; nullptr if the file has no table, or the table has no row
+  // that fits. Throws Error.
   const format::ChecksumTable::Row* row_of(const Record& record);
   std::span<const uint32_t> blocks(const format::ChecksumTable::Row& row) const { return table_->blocks(row); }
 
@@ -72,36 +73,36 @@ class DataFile {
 // A contiguous file range of one record within one segment.
 struct Part {
   uint32_t record;
-  uint64_t begin, end;  // in the file
+  uint64_t begin, end;  // file range
   uint32_t sum;         // index into Record::sums, if it has body bytes
 };
 
-// What one transfer reads.
+// The file range of one transfer.
 struct Segment {
   uint32_t file = 0;
-  uint64_t begin = 0, end = 0;  // in the file
+  uint64_t begin = 0, end = 0;  // file range
   std::vector<Part> parts;
-  std::byte* in_place = nullptr;  // where `begin` goes, if straight into a tensor; else through a slot
+  std::byte* in_place = nullptr;  // target of `begin` in a tensor; null: the transfer goes through a slot
 };
 
 class ReadPlan {
  public:
-  // Plans on the calling thread, and opens the files. `rows`: those of `items` to read, in the order of files and
-  // records. Counts needed bytes, and unverified ones of bare records, in `report`. All arguments but `rows` must
-  // outlive the plan. Throws Error with the row as item; with Purpose::check it notes damage instead.
+  // Plans on the calling thread, and opens the files. `rows`: the items to read, in the order of files and records.
+  // Counts needed bytes, and unverified bytes of bare records, in `report`. All arguments except `rows` must outlive
+  // the plan. Throws Error with the row as item; with Purpose::check it notes damage instead.
   ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::span<const uint32_t> rows, Purpose purpose,
            const io::EngineOptions& options, ReadReport& report);
 
-  std::deque<Record> records;  // addresses stay: they hold atomics
+  std::deque<Record> records;  // a deque, because atomics cannot be moved
   std::vector<Segment> segments;
   std::map<uint32_t, DataFile> files;  // by number
 
  private:
   struct Extent {
     uint32_t record;
-    uint64_t begin, end;  // in the file
-    std::byte* in_place;  // where it goes, nullptr: through a slot
-    bool joins = false;   // it may be read in place together with those that it lies between in file and memory
+    uint64_t begin, end;  // file range
+    std::byte* in_place;  // target; nullptr: it goes through a slot
+    bool joins = false;   // whether it may be read in place together with its neighbours in file and memory
   };
 
   void group_items(std::span<const uint32_t> rows);
@@ -131,13 +132,13 @@ class ReadPlan {
   const io::EngineOptions& options_;
   ReadReport& report_;
   format::RecordCache framings_;
-  std::vector<Extent> extents_;  // in the order of files, once they are joined
+  std::vector<Extent> extents_;  // in the order of files after join_extents
 };
 
-// Notes an error as damage of each item of the record, of which nothing more is to be read then.
+// Notes an error as damage of each item of the record. The rest of the record is not read then.
 void note_damage(Record& record, const Error& error, ReadReport& report);
 
-// The error for a record that is sound, but not the one that was saved: a file of another save under this name.
+// Makes the error for a sound record that is not the saved one: the file of another save has this name.
 Error replaced_record(const Record& record, const std::string& path);
 
 }  // namespace vescale_ckpt::read

@@ -5,14 +5,14 @@
 namespace vescale_ckpt::read {
 namespace {
 
-// Where the box of a row lies in its chunk and in memory.
+// The place of a row's box in its chunk and in memory.
 struct Target {
   std::span<const int64_t> offsets, sizes;
   std::byte* memory;
   std::span<const int64_t> strides;
 };
 
-// `take_target(cursor, chunk)` takes what follows the sizes of the chunk in each row.
+// `take_target(cursor, chunk)` reads the words behind the sizes of the chunk in each row.
 template <typename TakeTarget>
 std::vector<ReadItem> parse(std::span<const int64_t> table, const TakeTarget& take_target) {
   std::vector<ReadItem> items;

@@ -15,7 +15,7 @@
 namespace vescale_ckpt::read {
 namespace {
 
-// Files held open at a time: a checkpoint of many ranks has more than a process may open.
+// So many files are open at a time: a checkpoint of many ranks has more files than a process may open.
 constexpr unsigned kOpenFiles = 128;
 
 class ReadJob {
@@ -41,7 +41,7 @@ class ReadJob {
     report_unread();
   }
 
-  // Returns the rows of records that a failed transfer kept from being read, with its error.
+  // Returns the rows of records that were not read because of a failed transfer, and its error.
   std::pair<std::vector<uint32_t>, std::optional<Error>> check() {
     std::optional<Error> failure;
     try {
@@ -84,7 +84,7 @@ class ReadJob {
         [this](io::Flight& flight) { complete(flight); });
   }
 
-  // Twice the usual number where tensors make most transfers short: a disk needs bytes in flight, not calls.
+  // Takes twice the usual number of threads if most transfers are short: a disk needs many bytes in flight.
   unsigned workers() const {
     uint64_t bytes = 0, count = 0;
     for (const Segment& segment : plan_.segments) {
@@ -96,7 +96,7 @@ class ReadJob {
     return options_.threads > 1 && in_short_transfers ? 2 * options_.threads : options_.threads;
   }
 
-  // A failed transfer knows its file and offset: the item is the one whose record lies there.
+  // The file and offset of a failed transfer give the item whose record lies there.
   Error with_item(const Error& error) const {
     for (const Record& record : plan_.records) {
       if (paths_[record.file] == error.path && error.offset + kBlock > record.offset &&
@@ -107,7 +107,7 @@ class ReadJob {
     return error;
   }
 
-  // --- Reading, on the workers.
+  // --- Reads on the workers.
 
   void prepare(const Segment& segment, io::Flight& flight) {
     io::File& file = *plan_.files.at(segment.file).file;
@@ -115,9 +115,9 @@ class ReadJob {
     flight.transfer.file = &file;
     flight.transfer.offset = segment.begin;
     flight.transfer.needed = segment.end - segment.begin;
-    // A remote file's bytes are taken from where its store has them.
+    // The bytes of a remote file are used in the store client's memory.
     flight.transfer.data = segment.in_place != nullptr ? segment.in_place : flight.slot ? flight.slot->data() : nullptr;
-    // Whole blocks, also across the end of the file.
+    // Reads whole blocks, also across the end of the file.
     flight.transfer.size =
         segment.in_place != nullptr ? flight.transfer.needed : align_up(segment.end, kBlock) - segment.begin;
     flight.item = &segment;
@@ -175,7 +175,8 @@ class ReadJob {
         }
       }
     }
-    if (part.begin == record.offset && part.end == record.offset + record.length) {  // the usual small record
+    if (part.begin == record.offset &&
+        part.end == record.offset + record.length) {  // most small records are in one part
       conclude(record, {data, body - part.begin}, {data + (body_end - part.begin), part.end - body_end});
       return;
     }
@@ -191,7 +192,7 @@ class ReadJob {
     if (record.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) conclude(record, record.prologue, record.epilogue);
   }
 
-  // Where the range [begin, end) of the body goes if it goes to one place in host memory, as it is; else null.
+  // Returns the target of the body range [begin, end) if it is one contiguous place in host memory; otherwise null.
   std::byte* dense_target(const Record& record, uint64_t begin, uint64_t end) const {
     const ReadItem& item = items_[record.items[0]];
     const bool fits = record.items.size() == 1 && item.device < 0 && item.box.dense() && begin >= item.box.begin() &&
@@ -199,7 +200,7 @@ class ReadJob {
     return fits ? item.memory + (begin - item.box.begin()) : nullptr;
   }
 
-  // Framing may arrive in pieces, on several threads.
+  // Keeps framing, which may arrive in several parts on several threads.
   void keep(std::vector<std::byte>& store, uint64_t size, uint64_t at, const std::byte* data, uint64_t bytes) {
     const std::lock_guard lock(keep_mutex_);
     store.resize(size);
@@ -222,12 +223,12 @@ class ReadJob {
                           path, offset, record.items[0]);
   }
 
-  // All parts are there.
+  // Checks a record whose parts have all arrived.
   void conclude(Record& record, std::span<const std::byte> prologue, std::span<const std::byte> epilogue) {
     record.concluded = true;
     if (record.check_prologue &&
         std::memcmp(prologue.data(), record.framing->prologue().data(), prologue.size()) != 0) {
-      record.unread = true;  // transposed, conjugated, written by somebody else: or damaged, which the caller finds out
+      record.unread = true;  // it may be transposed, conjugated, of another writer, or damaged: the caller finds out
       return;
     }
     if (!verify_ || record.check == Record::Check::none || record.check == Record::Check::blocks) return;
@@ -241,12 +242,12 @@ class ReadJob {
         return;
       }
     }
-    const bool bare = record.framing == nullptr;  // of which zero is a checksum like any other
+    const bool bare = record.framing == nullptr;  // a bare record may have the checksum 0
     if (crc != claimed && (claimed != 0 || bare)) throw locate_damage(record);
     if (bare) return;
     if (record.expected_crc != kUnknownCrc) {
       if (crc != record.expected_crc) throw replaced_record(record, paths_[record.file]);
-    } else if (crc != claimed) {  // written without checksums: torch's set_crc32_options(False), or ours
+    } else if (crc != claimed) {  // the record was written without checksums
       const std::lock_guard lock(keep_mutex_);
       report_.unverified_bytes += record.body_bytes;
     }
@@ -258,7 +259,7 @@ class ReadJob {
     return row == nullptr ? std::span<const uint32_t>() : data.blocks(*row);
   }
 
-  // Reads the record once more to name the damaged block, where the file has a table.
+  // Reads the record again to name the damaged block, if the file has a table.
   Error locate_damage(const Record& record) {
     const std::lock_guard lock(keep_mutex_);
     DataFile& data = plan_.files.at(record.file);
@@ -284,10 +285,10 @@ class ReadJob {
   DeviceSink* const sink_;  // nullptr: all items are in the host's memory
   ReadPlan plan_;
   WorkQueue<size_t> queue_;
-  std::mutex keep_mutex_;  // guards what several workers may touch in conclude(), keep() and add_damage()
+  std::mutex keep_mutex_;  // guards data that several workers use in conclude(), keep() and add_damage()
 };
 
-// Calls `work` with rows in file order, of as many files at a time as may be open.
+// Calls `work` with rows in file order, for as many files at a time as may be open.
 template <typename Work>
 void for_each_batch(std::span<const ReadItem> items, const Work& work) {
   std::vector<uint32_t> order(items.size());
@@ -305,8 +306,8 @@ void for_each_batch(std::span<const ReadItem> items, const Work& work) {
   }
 }
 
-// One transfer carries many small records: which of them the disk cannot give is found by halving. What was read before
-// the failure is not read again.
+// One transfer reads many small records. A binary search finds the records that the disk cannot read. Records that were
+// read before the failure are not read again.
 void check_rows(std::span<const std::string> paths, const OpenFile& open, std::span<const ReadItem> items,
                 std::span<const uint32_t> rows, const io::EngineOptions& options, ReadReport& report) {
   const auto [left, failure] = ReadJob(paths, open, items, rows, Purpose::check, options, report).check();

@@ -13,12 +13,12 @@
 namespace vescale_ckpt::stage {
 namespace {
 
-// Shorter runs are packed: a copy of its own takes longer than moving so many bytes within the host's memory.
+// Shorter runs are packed: a separate copy takes longer than moving so many bytes within the host's memory.
 constexpr uint64_t kLeastCopy = 4 << 10;
 
 }  // namespace
 
-// Packs what cannot be copied from where it is, and collects copies.
+// Packs data that cannot be copied in place, and collects copies.
 class DeviceLoad::Slots final : public read::DeviceSink::Batch {
  public:
   explicit Slots(DeviceLoad& load) : load_(load) {}
@@ -67,8 +67,8 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
     return reinterpret_cast<uintptr_t>(memory) + static_cast<uint64_t>(offset);
   }
 
-  // Copies of one item are joined where they can be, those of several only where one is known to follow the other in
-  // the same allocation: a copy over the border of two is refused, however close they are.
+  // Copies of one item are joined if possible. Copies of two items are joined only if one is known to follow the other
+  // in the same allocation: the device refuses a copy over the border of two allocations, however close they are.
   void begin_item() { joins_copies_ = joins_packed_ = false; }
 
   static void join(std::vector<device::FlatCopy>& copies, device::DeviceAddress device, const std::byte* host,
@@ -80,10 +80,10 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
         return;
       }
     }
-    copies.push_back({device, const_cast<std::byte*>(host), bytes});  // which copies to the device do not write
+    copies.push_back({device, const_cast<std::byte*>(host), bytes});  // copies to the device do not write it
   }
 
-  // Lets the last packed copy end where the next one begins.
+  // Makes the last packed copy end at the beginning of the next one.
   void fill_gap(int device, device::DeviceAddress to, uint64_t gap) {
     const auto found = packed_.find(device);
     if (found == packed_.end() || used_ + gap >= LoadStreams::kSlotBytes) return;
@@ -95,7 +95,7 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
 
   void pack(int device, device::DeviceAddress to, const std::byte* host, uint64_t bytes) {
     while (bytes != 0) {
-      if (used_ == LoadStreams::kSlotBytes) send_packed();  // who waits for a slot must hold none of these
+      if (used_ == LoadStreams::kSlotBytes) send_packed();  // a thread that waits for a slot must hold no packed slot
       if (!slot_) {
         slot_.emplace(load_.streams_.slots().acquire());
         load_.streams_.lock(device, {slot_->data(), LoadStreams::kSlotBytes});
@@ -113,9 +113,9 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   DeviceLoad& load_;
   Copies copies_;
   Copies packed_;
-  std::optional<Slot> slot_;  // of packed_
+  std::optional<Slot> slot_;  // the slot of packed_
   uint64_t used_ = 0;
-  bool joins_copies_ = false, joins_packed_ = false;  // the last copy there is in the same allocation
+  bool joins_copies_ = false, joins_packed_ = false;  // whether the last copy is in the same allocation
   const std::byte* follower_ = nullptr;               // memory of the item that follows the last one in its allocation
   uint64_t gap_ = 0;                                  // between the two, bytes
 };
@@ -192,8 +192,8 @@ void DeviceLoad::queue(LoadStream& stream, std::span<const device::FlatCopy> cop
       stream.copies->record(*done);
     } catch (...) {
       try {
-        stream.copies->drain();  // some copies may be queued, and read the slot
-      } catch (...) {            // the first error is the one to report, and the stream is empty all the same
+        stream.copies->drain();  // queued copies may still read the slot
+      } catch (...) {            // the first error is reported, and the stream is empty in any case
       }
       throw;
     }

@@ -1,5 +1,5 @@
-// Copies what one load reads to accelerators while it reads on: out of page-locked slots, in batches, on a stream of
-// its own for each accelerator.
+// Copies the data of one load to accelerators while it reads more: from page-locked slots, in batches, on its own
+// stream for each accelerator.
 #pragma once
 
 #include <condition_variable>
@@ -20,10 +20,10 @@
 
 namespace vescale_ckpt::stage {
 
-// Thread-safe but for finish().
+// Thread-safe, except finish().
 class DeviceLoad final : public read::DeviceSink {
  public:
-  // Copies come after what the producers' streams have queued now; each device that is copied to needs one. `streams`
+  // Copies run after the present work of the producers' streams. Each target device needs a producer. `streams`
   // outlives this. Throws Error(device or invalid).
   DeviceLoad(LoadStreams& streams, std::span<const Producer> producers);
   ~DeviceLoad() override;  // returns when nothing touches slots and targets any more
@@ -33,19 +33,18 @@ class DeviceLoad final : public read::DeviceSink {
   void prepare(std::span<std::byte> slot) override;
   std::unique_ptr<Batch> begin() override;
 
-  // Copies boxes out of any memory of the host, each to its device, on up to `threads` threads; those with device -1
-  // are left out. They are read when this returns. Throws Error(device or invalid), with the number of the copy as
-  // item.
+  // Copies boxes from any host memory to their devices, on up to `threads` threads; skips boxes with device -1. The
+  // host memory may be freed when this returns. Throws Error(device or invalid) with the index of the copy as item.
   void copy(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices, unsigned threads);
 
-  // Returns when all is copied. Nothing may be added from then on. Throws the first error of a copy.
+  // Returns when all is copied. Nothing may be added afterwards. Throws the first error of a copy.
   void finish();
 
  private:
   class Slots;
   using Copies = std::map<int, std::vector<device::FlatCopy>>;  // by device
 
-  // Copies on a device, and the slot that they read, which is given back when no copy reads it any more.
+  // Copies on a device, and the slot that they read. The slot is given back when no copy reads it any more.
   struct InFlight {
     LoadStream* stream;
     std::unique_ptr<device::Event> done;

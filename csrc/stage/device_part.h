@@ -9,7 +9,7 @@
 
 namespace vescale_ckpt::stage {
 
-// A stream of the trainer. Work that is queued in it when the copy starts is done before the copy.
+// A stream of the trainer. The copy runs after the work that is queued in it when the copy starts.
 struct Producer {
   int device;
   device::StreamHandle stream;
@@ -22,11 +22,10 @@ class DevicePart {
 
   void add(int device, device::DeviceRow row);
 
-  // Starts the copies if they are not started yet. If the pipelines are in use it waits for them; without
-  // `wait_for_pipelines` it starts nothing then. Throws Error(device); finish() must be called even then, because
-  // copies may be under way.
+  // Starts the copies once. Waits for the pipelines if they are in use; without `wait_for_pipelines` it starts nothing
+  // then. Throws Error(device). finish() must be called in any case, because copies may run.
   void start(const device::HostLayout& layout, bool wait_for_pipelines);
-  // Returns when nothing touches the rows any more. Throws the first error, by which the other devices are cancelled.
+  // Returns when nothing touches the rows any more. Throws the first error, which cancels the other devices.
   void finish();
 
  private:

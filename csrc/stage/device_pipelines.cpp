@@ -11,7 +11,7 @@
 namespace vescale_ckpt::stage {
 namespace {
 
-// Empty where the runtime does not tell: no reason for a save to fail.
+// Returns an empty text if the runtime does not know the address; a save need not fail for that.
 std::string pci_address_or_none(const device::Accelerator& accelerator) {
   try {
     return accelerator.pci_address();

@@ -1,5 +1,5 @@
-// The pipelines from a runtime's accelerators to the host. Each is made when it is first needed, and kept, because its
-// streams, events and slabs often take longer to make than a copy takes.
+// Keeps the pipelines from a runtime's accelerators to the host. Each is made at its first use and kept, because making
+// its streams, events and slabs often takes longer than a copy.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ namespace vescale_ckpt::stage {
 // Lends each pipeline to one borrower at a time. Thread-safe.
 class DevicePipelines {
  public:
-  // Gives them back on destruction.
+  // Gives the pipelines back on destruction.
   class Lease {
    public:
     Lease(Lease&& other) noexcept : owner_(other.owner_), devices_(std::move(other.devices_)) {
@@ -27,9 +27,11 @@ class DevicePipelines {
     }
     Lease& operator=(Lease&&) = delete;
     ~Lease() {
-      if (!devices_.empty()) owner_.give_back(devices_);  // one that was moved from has none
+      if (!devices_.empty()) owner_.give_back(devices_);  // empty after a move
     }
-    device::Pipeline& pipeline(int device) const { return owner_.pipeline(device); }  // one of those that were borrowed
+    device::Pipeline& pipeline(int device) const {
+      return owner_.pipeline(device);
+    }  // `device` must be one of the borrowed
 
    private:
     friend class DevicePipelines;
@@ -42,12 +44,12 @@ class DevicePipelines {
   explicit DevicePipelines(device::DeviceRuntime& runtime,
                            const device::CopyLimits& limits = {});  // `runtime` outlives this
 
-  // The pipelines of all these devices together, so that no two can wait for what the other has. Waits until they are
-  // free. Throws Error(device or invalid).
+  // Borrows the pipelines of all these devices in one step, so that no two borrowers wait for each other. Waits until
+  // all are free. Throws Error(device or invalid).
   Lease borrow(std::span<const int> devices);
-  // The same, but nullopt at once where one is not free.
+  // Does the same, but returns nullopt at once if one is not free.
   std::optional<Lease> try_borrow(std::span<const int> devices);
-  // Makes the pipelines of these devices with all that they keep, unless they are in use, as made ones are. Throws
+  // Makes the pipelines of these devices with their streams, events and slabs, unless they are in use. Throws
   // Error(device or invalid).
   void prepare(std::span<const int> devices);
 
@@ -65,12 +67,13 @@ class DevicePipelines {
   std::set<int> lent_;
 };
 
-// Lets an arena lock its memory for all accelerators of the runtime that `accelerator` is of, which outlives the arena.
+// Returns a registrar that locks an arena's memory for all accelerators of the runtime of `accelerator`, which must
+// outlive the arena.
 MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
-// CUDA's, made at the first call, which also lets the process's arena lock its memory. `devices`: those that will be
-// used, at least one; while all of a process are next to one node of memory, its arena takes memory there. Tensors of
-// up to `pack_bytes`, as the first call has them, are packed. Throws Error(invalid) with the reason where there is no
+// Returns CUDA's pipelines, made at the first call, which also makes the process's arena lock its memory. `devices`:
+// the devices that will be used, at least one; if all are nearest to one memory node, the arena takes memory there.
+// Tensors of up to `pack_bytes` are packed; the first call counts. Throws Error(invalid) with the reason if there is no
 // CUDA.
 DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_bytes);
 

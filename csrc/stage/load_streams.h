@@ -1,4 +1,4 @@
-// What loads to accelerators keep from one to the next: streams with their events, and memory that is page-locked.
+// Keeps streams, events and page-locked memory from one load to accelerators to the next.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@
 
 namespace vescale_ckpt::stage {
 
-// A stream of copies to one accelerator. One thread at a time may use the stream and take events: who holds `mutex`.
+// A stream of copies to one accelerator. Only the holder of `mutex` may use the stream and take events.
 struct LoadStream {
   int device;
   std::mutex mutex;
   std::unique_ptr<device::CopyStream> copies;
-  std::vector<std::unique_ptr<device::Event>> events;  // that nobody waits for
+  std::vector<std::unique_ptr<device::Event>> events;  // events that nobody waits for
 };
 
 // Lends each stream to one load at a time. Thread-safe.
@@ -28,18 +28,18 @@ class LoadStreams {
   static constexpr uint64_t kSlotBytes = 4 << 20;
 
   explicit LoadStreams(device::DeviceRuntime& runtime);  // `runtime` outlives this
-  ~LoadStreams();                                        // all memory that it locked is still mapped
+  ~LoadStreams();                                        // all memory that it locked must still be mapped
   LoadStreams(const LoadStreams&) = delete;
   LoadStreams& operator=(const LoadStreams&) = delete;
 
   std::unique_ptr<LoadStream> borrow(int device);         // throws Error(device or invalid)
-  void give_back(std::unique_ptr<LoadStream> stream);     // nothing is queued on it
+  void give_back(std::unique_ptr<LoadStream> stream);     // its queue must be empty
   std::unique_ptr<device::Event> make_event(int device);  // throws Error(device)
 
-  // Page-locks memory that stays mapped, for all accelerators and for good; at the first call for it only. Where that
-  // is refused, copies from it are slower.
+  // Page-locks memory that stays mapped, for all accelerators and for ever, at the first call for it. If the device
+  // refuses, copies from the memory are slower.
   void lock(int device, std::span<std::byte> memory);
-  // Slots that small and strided parts are packed in.
+  // Returns slots in which small and strided parts are packed.
   Arena& slots() { return slots_; }
 
  private:
@@ -47,11 +47,11 @@ class LoadStreams {
   Arena slots_;
   std::mutex mutex_;  // guards all below
   std::multimap<int, std::unique_ptr<LoadStream>> idle_;
-  std::set<std::byte*> tried_;        // to lock
-  std::map<std::byte*, int> locked_;  // the device by which
+  std::set<std::byte*> tried_;        // memory that was tried to lock
+  std::map<std::byte*, int> locked_;  // the device that locked the memory
 };
 
-// CUDA's, made at the first call. Throws Error(invalid) with the reason where there is no CUDA.
+// Returns CUDA's streams, made at the first call. Throws Error(invalid) with the reason if there is no CUDA.
 LoadStreams& cuda_load_streams();
 
 }  // namespace vescale_ckpt::stage

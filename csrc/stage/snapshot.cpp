@@ -34,7 +34,7 @@ class Snapshot::Copy {
     cut();
   }
 
-  ~Copy() { control.cancelled = true; }  // then the thread is joined, before what it works on goes
+  ~Copy() { control.cancelled = true; }  // the thread is joined before the members that it uses are destroyed
 
   uint64_t rows() const { return sources_.size(); }
   const SnapshotLayout& layout() const { return layout_; }
@@ -52,8 +52,9 @@ class Snapshot::Copy {
     end();
   }
 
-  // Devices start on this thread, right behind what is queued there now; behind other snapshots they do in background.
-  // So are strided rows of host memory copied on it: only what is contiguous can be read though it may go any time.
+  // Copies of devices start on this thread, directly behind the queued work; if other snapshots use the pipelines, they
+  // start in the background. Strided rows of host memory are also copied on this thread: only contiguous memory can be
+  // read safely if it may be unmapped at any time.
   void run_in_background(unsigned threads) {
     attempt([&] { start_devices(false); });
     attempt([&] { copy_strided(threads); });
@@ -61,7 +62,7 @@ class Snapshot::Copy {
     cut();
     try {
       background_ = std::jthread([this, threads] { run(threads); });
-    } catch (...) {  // no thread to be had
+    } catch (...) {  // no thread could be started
       keep(std::current_exception());
       end();
     }
@@ -101,17 +102,17 @@ class Snapshot::Copy {
  private:
   enum class State { idle, running, done };
 
-  // Where a piece of work begins, which ends where the next begins.
+  // The beginning of a piece of work. It ends at the beginning of the next one.
   struct Cut {
     size_t extent;
-    uint64_t begin;  // in the extent
+    uint64_t begin;  // byte in the extent
   };
 
-  // Pieces small enough for all threads to end together, large enough for the cursor to cost nothing.
+  // Pieces are small enough that all threads end together, and large enough that the cursor costs nothing.
   void cut() {
     cuts_.clear();
     constexpr uint64_t kPiece = 4 << 20;
-    constexpr uint64_t kPerExtent = 256;  // what the handling of one costs, in bytes copied
+    constexpr uint64_t kPerExtent = 256;  // the overhead of one extent equals the copy of so many bytes
     uint64_t full = kPiece;
     for (size_t extent = 0; extent < layout_.extents.size(); ++extent) {
       for (uint64_t begin = 0; begin < layout_.extents[extent].bytes;) {
@@ -137,9 +138,9 @@ class Snapshot::Copy {
     layout_.extents = std::move(rest);
   }
 
-  // Leaves the extents of host memory in the layout.
+  // Moves the extents on devices to the device part, and leaves the extents of host memory in the layout.
   void part_by_devices(std::span<const int64_t> of_rows) {
-    if (of_rows.size() != sources_.size()) throw Error::invalid("devices are not one for each row of the table");
+    if (of_rows.size() != sources_.size()) throw Error::invalid("expected a device for each row of the table");
     std::vector<std::span<const int64_t>> rows;
     for (size_t at = 0; at < table_.size(); at += rows.back().size()) {
       rows.push_back(std::span(table_).subspan(at, 3 + 2 * static_cast<size_t>(table_[at + 2])));
@@ -211,7 +212,7 @@ class Snapshot::Copy {
     return bytes;
   }
 
-  // Of memory that training may give back meanwhile, against the rules: to read there would end the process.
+  // Copies memory that training may unmap meanwhile, although it must not: a plain read would end the process.
   void copy_or_throw(std::byte* target, const std::byte* source, uint64_t bytes, size_t row) {
     for (uint64_t done = 0; done < bytes;) {
       const int64_t copied = cannot_peek_ ? -ENOSYS : system::peek(target + done, source + done, bytes - done);
@@ -236,7 +237,7 @@ class Snapshot::Copy {
     }
   }
 
-  // The first error ends all else soon.
+  // Keeps the first error, and cancels the rest.
   void keep(std::exception_ptr error) {
     if (!failure_) failure_ = std::move(error);
     control.cancelled = true;
@@ -273,21 +274,21 @@ class Snapshot::Copy {
   SnapshotLayout layout_;
   DevicePart on_devices_;
   std::vector<Cut> cuts_;
-  bool may_go_ = false;  // the memory that is copied from, while it is
+  bool may_go_ = false;  // whether the sources may be unmapped during the copy
   std::atomic<bool> cannot_peek_ = false;
-  std::exception_ptr failure_;  // of the thread at work
+  std::exception_ptr failure_;  // error of the background thread
   mutable std::mutex mutex_;    // guards the next three
   std::condition_variable finished_;
   State state_ = State::idle;
   std::exception_ptr error_;
-  std::jthread background_;  // the last: joined before all else goes
+  std::jthread background_;  // declared last: it is joined before all other members are destroyed
 };
 
 Snapshot::Snapshot(std::span<const int64_t> table, uint64_t budget_bytes, unsigned threads, SnapshotArena& arena,
                    const SnapshotDevices& devices)
     : process_(::getpid()), copy_(std::make_unique<Copy>(table, budget_bytes, threads, arena, devices)) {}
 
-// A child has neither the threads nor the memory, and perhaps a lock that nobody will open.
+// A child process has neither the threads nor the memory, and perhaps a lock that nobody releases.
 Snapshot::~Snapshot() {
   if (::getpid() != process_) static_cast<void>(copy_.release());
 }

@@ -20,14 +20,14 @@ namespace {
 
 constexpr uint64_t kNoBudget = std::numeric_limits<uint64_t>::max();
 
-// What is touched before it is offered to the registrar, while the next is touched: enough for all threads.
+// So much is touched before it is offered to the registrar, while the next part is touched: enough for all threads.
 constexpr uint64_t kTouchStep = 4 * kPinPiece;
 
 uint64_t page_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// False if the system has no memory. What the pages hold already, they keep.
+// Returns false if the system has no memory. Pages keep their content.
 bool take_pages(std::byte* address, uint64_t bytes) {
   const int result = system::populate(address, bytes);
   if (result != -EINVAL) return result == 0;
@@ -58,14 +58,14 @@ std::byte* SnapshotArena::address(const Piece& piece) const {
   return address(static_cast<size_t>(&piece - pieces_.data()));
 }
 
-// Addresses cost nothing, and with several times what the machine has of memory no range is short for others being out.
+// Addresses cost nothing. They are several times the machine's memory, so that ranges in use cannot fragment them.
 bool SnapshotArena::reserve() {
   if (base_ != nullptr) return true;
   const auto physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) * page_bytes();
   for (uint64_t bytes = align_up(4 * physical, kPinPiece); bytes >= kPinPiece;
        bytes = align_down(bytes / 2, kPinPiece)) {
     const int64_t result = system::reserve_addresses(bytes + kPinPiece);
-    if (result < 0) continue;  // a limit on addresses: with fewer, perhaps
+    if (result < 0) continue;  // there is a limit on addresses: tries fewer
     const auto start = static_cast<uintptr_t>(result);
     const uintptr_t aligned = align_up(start, kPinPiece);
     if (aligned != start) system::release_addresses(reinterpret_cast<std::byte*>(start), aligned - start);
@@ -74,7 +74,7 @@ bool SnapshotArena::reserve() {
       system::release_addresses(base_ + bytes, behind);
     }
     system::advise(base_, bytes, MADV_HUGEPAGE);
-    system::advise(base_, bytes, MADV_DONTFORK);  // a child has no use for our snapshots
+    system::advise(base_, bytes, MADV_DONTFORK);  // child processes do not need the snapshots
     if (node_) system::prefer_node(base_, bytes, node_);
     const std::lock_guard lock(mutex_);
     pieces_.resize(bytes / kPinPiece);
@@ -83,11 +83,12 @@ bool SnapshotArena::reserve() {
   return false;
 }
 
-// The first free run that is long enough, which is where memory was touched before; otherwise the longest.
+// Returns the first free run that is long enough, because its memory was probably touched before; otherwise the
+// longest.
 SnapshotArena::Run SnapshotArena::find_locked(uint64_t bytes) const {
-  const size_t wanted = align_up(bytes, kPinPiece) / kPinPiece;
+  const size_t count = align_up(bytes, kPinPiece) / kPinPiece;
   size_t first = 0, length = 0, best = 0, longest = 0;
-  for (size_t piece = 0; piece < pieces_.size() && longest < wanted; ++piece) {
+  for (size_t piece = 0; piece < pieces_.size() && longest < count; ++piece) {
     if (pieces_[piece].in_use != 0) {
       length = 0;
       continue;
@@ -101,7 +102,7 @@ SnapshotArena::Run SnapshotArena::find_locked(uint64_t bytes) const {
   return {best, std::min(bytes, longest * kPinPiece)};
 }
 
-// Before its pages change, and while no device uses it.
+// Removes a piece's registration. Call it before its pages change, and while no device uses it.
 void SnapshotArena::withdraw(std::unique_lock<std::mutex>& lock, Piece& piece) {
   registered_.wait(lock, [&] { return !piece.offering; });
   if (piece.registered) registrar_.remove(address(piece), piece.offered);
@@ -113,13 +114,14 @@ void SnapshotArena::shrink(std::unique_lock<std::mutex>& lock, Piece& piece, uin
   if (piece.touched <= keep) return;
   const bool refused = !piece.registered && piece.answered();
   withdraw(lock, piece);
-  if (system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0) return;  // locked: it stays ours
+  if (system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0)
+    return;  // locked memory stays with the arena
   touched_ -= piece.touched - keep;
   piece.touched = keep;
-  if (refused) piece.offered = keep;  // a device may be copying to what is left, which must not be registered under it
+  if (refused) piece.offered = keep;  // a device may be copying to the rest, so it must not be registered now
 }
 
-// Returns how many bytes of the run, from its start, may be written.
+// Returns how many bytes from the run's start may be written.
 uint64_t SnapshotArena::make_writable(Run run) const {
   for (uint64_t start = 0; start < run.bytes; start += kPinPiece) {
     const size_t index = run.first + start / kPinPiece;
@@ -128,11 +130,11 @@ uint64_t SnapshotArena::make_writable(Run run) const {
   return run.bytes;
 }
 
-// Takes the pages of a run that has none yet. Returns how many bytes of it, from its start, there is memory for.
+// Touches the missing pages of a run. Returns for how many bytes from its start there is memory.
 uint64_t SnapshotArena::touch(Run run, unsigned threads) {
   constexpr uint64_t kPart = 16 << 20;
   struct Part {
-    uint64_t begin, end;  // in the run
+    uint64_t begin, end;  // bytes in the run
   };
   std::vector<Part> parts;
   std::atomic<uint64_t> touched{run.bytes};
@@ -157,13 +159,14 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
   return align_down(touched, kGranule);
 }
 
-// Makes a run memory, and has it registered. Returns how many bytes of it, from its start, there is memory for.
+// Touches a run, and has it registered. Returns for how many bytes from its start there is memory.
 //
-// What is touched is registered while the next step is touched. All is touched before the first copy, because who
-// copies must know how much memory there is. That costs nothing: copies are several times as fast as registering, so
-// that they catch up with it and end with it. Touching takes no longer than registering where several threads touch.
+// Each step is registered while the next one is touched. All memory is touched before the first copy, because the copy
+// must know how much there is. That costs nothing: copies are several times as fast as registration, so they wait for
+// it and end with it. With several threads, touching is as fast as registration.
 uint64_t SnapshotArena::touch_and_offer(Run run, unsigned threads) {
-  const uint64_t writable = make_writable(run);  // all of it first: each call would wait for a registration under way
+  const uint64_t writable =
+      make_writable(run);  // for the whole run at once: each call would wait for a running registration
   uint64_t taken = 0;
   for (bool all = true; all && taken < writable;) {
     const Run step{run.first + taken / kPinPiece, std::min(kTouchStep, writable - taken)};
@@ -180,7 +183,7 @@ uint64_t SnapshotArena::touch_and_offer(Run run, unsigned threads) {
         piece.touched = want;
       }
       taken += touched;
-      // The system had less: what is touched behind that is of no use without it.
+      // The system had less memory. Memory that was touched behind the gap is of no use.
       for (uint64_t start = align_down(taken, kPinPiece); !all && start < run.bytes; start += kPinPiece) {
         shrink(lock, pieces_[run.first + start / kPinPiece], taken > start ? taken - start : 0);
       }
@@ -192,14 +195,14 @@ uint64_t SnapshotArena::touch_and_offer(Run run, unsigned threads) {
 
 SnapshotArena::Piece* SnapshotArena::find_unoffered_locked() {
   uint64_t seen = 0;
-  for (size_t index = 0; seen < touched_; ++index) {  // what is behind all that is touched are addresses only
+  for (size_t index = 0; seen < touched_; ++index) {  // behind the touched memory there are only addresses
     if (pieces_[index].offered != pieces_[index].touched) return &pieces_[index];
     seen += pieces_[index].touched;
   }
   return nullptr;
 }
 
-// Has what is not registered registered; growing_ is held.
+// Starts the registration of all unregistered memory. growing_ must be held.
 void SnapshotArena::offer() {
   if (!registrar_.add) return;
   {
@@ -209,7 +212,7 @@ void SnapshotArena::offer() {
   }
   try {
     registering_thread_ = std::jthread([this](const std::stop_token& stop) { register_all(stop); });
-  } catch (const std::system_error&) {  // no thread to be had: the memory is slower for it, not wrong
+  } catch (const std::system_error&) {  // no thread could be started: copies are slower, but correct
     const std::lock_guard lock(mutex_);
     registering_ = false;
     registered_.notify_all();  // another thread may wait in prepare()
@@ -232,7 +235,7 @@ void SnapshotArena::register_all(const std::stop_token& stop) {
   registered_.notify_all();
 }
 
-// Finds a run within the budget and makes it memory; growing_ is held.
+// Finds a run within the budget and touches it. growing_ must be held.
 SnapshotArena::Run SnapshotArena::grow(uint64_t bytes, uint64_t budget_bytes, unsigned threads) {
   if (bytes == 0 || !reserve()) return {};
   Run run;
@@ -245,7 +248,8 @@ SnapshotArena::Run SnapshotArena::grow(uint64_t bytes, uint64_t budget_bytes, un
       const uint64_t have = pieces_[run.first + start / kPinPiece].touched;
       fresh += std::max(have, std::min(kPinPiece, run.bytes - start)) - have;
     }
-    // What is touched but of no use must not come on top: from the end, where it would be longest without use.
+    // Touched memory that this run does not use must not exceed the budget. It is given back from the end, where it
+    // would stay unused longest.
     const size_t behind = run.first + align_up(run.bytes, kPinPiece) / kPinPiece;
     for (size_t index = pieces_.size(); index-- > 0 && touched_ + fresh > budget_bytes;) {
       if (index >= run.first && index < behind) continue;

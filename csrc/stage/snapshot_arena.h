@@ -1,8 +1,8 @@
-// Memory for snapshots: one range of addresses, whose pages are kept from save to save. The first touch of a page takes
-// several times as long as the copy into it.
+// Gives out memory for snapshots from one range of addresses, whose pages are kept from save to save. The first touch
+// of a page takes several times as long as the copy into it.
 //
-// Ranges of it are handed out under a budget; a request above the budget gets less memory, never an error. Memory lies
-// in pieces of kPinPiece, which may be registered with a device. Thread-safe.
+// A budget limits the memory in use. A request above the budget gets less memory, never an error. Memory is divided
+// into pieces of kPinPiece, which may be registered with a device. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -19,26 +19,26 @@
 
 namespace vescale_ckpt::stage {
 
-// What is registered with a device at once. No registration crosses a multiple of it, in addresses.
+// So much is registered with a device at once. No registration crosses an address that is a multiple of it.
 inline constexpr uint64_t kPinPiece = 64 << 20;
 
-// How a device learns of memory. Called from any thread, never for the same memory at once, and never to call the arena
-// back.
+// Registers memory with a device. Any thread calls it, but never two for the same memory. It must not call the arena.
 struct MemoryRegistrar {
-  std::function<bool(std::byte* address, uint64_t bytes)> add;  // false: refused, the memory is used as it is
+  std::function<bool(std::byte* address, uint64_t bytes)> add;  // false: refused; the memory is used without it
   std::function<void(std::byte* address, uint64_t bytes)> remove;
 };
 
 struct SnapshotMemory {
   uint64_t reserved = 0;    // addresses
   uint64_t touched = 0;     // memory taken from the system
-  uint64_t in_use = 0;      // in ranges that are out
-  uint64_t registered = 0;  // with a device
+  uint64_t in_use = 0;      // memory of ranges in use
+  uint64_t registered = 0;  // memory registered with a device
 };
 
 class SnapshotArena;
 
-// A range of touched memory, given back on destruction. It starts at a multiple of kPinPiece. Its content is undefined.
+// A range of touched memory, which is given back on destruction. It starts at a multiple of kPinPiece. Its content is
+// undefined.
 class SnapshotRange {
  public:
   SnapshotRange() = default;
@@ -52,8 +52,8 @@ class SnapshotRange {
   ~SnapshotRange();
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
-  // True once a device may copy to the piece that holds `at`: it is registered, or was refused, or nothing registers
-  // it. False after `timeout`.
+  // Returns true when a device may copy to the piece that holds `at`: it is registered, or was refused, or there is no
+  // registrar. Returns false after `timeout`.
   bool wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout) const;
 
  private:
@@ -65,44 +65,44 @@ class SnapshotRange {
 
 class SnapshotArena {
  public:
-  static constexpr uint64_t kGranule = 2 << 20;  // bytes that are taken and counted at once: a huge page
+  static constexpr uint64_t kGranule = 2 << 20;  // memory is taken and counted in such units: huge pages
 
   SnapshotArena() = default;
-  ~SnapshotArena();  // no range may be out
+  ~SnapshotArena();  // no range may be in use
   SnapshotArena(const SnapshotArena&) = delete;
   SnapshotArena& operator=(const SnapshotArena&) = delete;
 
-  // `bytes`, or as much as can be had: all ranges that are out stay within the budget, and so does all memory touched
-  // (but for the ends of registered pieces in use, which a device may be at work on). Both count whole granules.
-  // Touches what was not yet, on so many threads; what is touched is registered meanwhile, in the background.
+  // Returns a range of `bytes`, or of as much as possible. The sum of ranges in use stays within the budget, and so
+  // does all touched memory, except the ends of registered pieces in use, which a device may use. Both are counted in
+  // whole granules. Touches new memory on so many threads, and registers it in the background meanwhile.
   SnapshotRange acquire(uint64_t bytes, uint64_t budget_bytes, unsigned threads);
-  // Touches what the next range of so many bytes will need, and waits until all is registered. Returns the bytes that
-  // it would get.
+  // Touches the memory for the next range of so many bytes, and waits until all is registered. Returns the bytes that
+  // the range would get.
   uint64_t prepare(uint64_t bytes, unsigned threads);
   // Gives memory that is not in use back to the system.
   void trim();
-  // From now on all touched memory is registered, in the background, the lowest addresses first; what the registrar
-  // before registered is removed. Must not be called while a device uses the memory.
+  // Registers all touched memory from now on, in the background, the lowest addresses first. Removes the registrations
+  // of the old registrar. Must not be called while a device uses the memory.
   void set_registrar(MemoryRegistrar registrar);
-  // Memory that is touched from now on lies on this node, where that has some left; nullopt: on any. Without effect
-  // where the system refuses it.
+  // Takes memory on this node from now on, as long as it has free memory; nullopt: on any node. Has no effect if the
+  // system refuses.
   void prefer_node(std::optional<int> node);
   SnapshotMemory memory() const;
 
  private:
   friend class SnapshotRange;
   struct Piece {
-    uint64_t touched = 0;  // bytes, from its start
-    uint64_t offered = 0;  // bytes that the registrar was last asked to add
+    uint64_t touched = 0;  // bytes from its start
+    uint64_t offered = 0;  // bytes in the last call of the registrar's `add`
     bool registered = false;
-    bool offering = false;  // the registrar is at it: neither its registration nor its pages may change
-    uint64_t in_use = 0;    // bytes, from its start: of one range
-    // The registrar has answered for all that is touched.
+    bool offering = false;  // the registrar is working: neither registration nor pages may change
+    uint64_t in_use = 0;    // bytes from its start, which one range uses
+    // Whether the registrar has answered for all touched memory.
     bool answered() const { return offered == touched && !offering; }
   };
   struct Run {
-    size_t first = 0;    // piece
-    uint64_t bytes = 0;  // from its start
+    size_t first = 0;    // index of the first piece
+    uint64_t bytes = 0;  // bytes from the start of that piece
   };
 
   Run grow(uint64_t bytes, uint64_t budget_bytes, unsigned threads);
@@ -121,20 +121,20 @@ class SnapshotArena {
   std::byte* address(const Piece& piece) const;
   std::byte* address(size_t piece) const { return base_ + piece * kPinPiece; }
 
-  std::mutex growing_;         // one grows or trims at a time; taken before mutex_
-  std::byte* base_ = nullptr;  // set once, by growing_'s holder
+  std::mutex growing_;         // held to grow or trim; locked before mutex_
+  std::byte* base_ = nullptr;  // set once, under growing_
   std::optional<int> node_;    // guarded by growing_
-  MemoryRegistrar registrar_;  // guarded by growing_, whose holder joins the thread that uses it before a change
-  mutable std::mutex mutex_;   // guards what follows, for short
+  MemoryRegistrar registrar_;  // guarded by growing_; the thread that uses it is joined before a change
+  mutable std::mutex mutex_;   // guards the members below; held only for a short time
   std::vector<Piece> pieces_;
   uint64_t in_use_ = 0;
   uint64_t touched_ = 0;
-  bool registering_ = false;  // the thread is at it, and looks for more before it ends
+  bool registering_ = false;  // the thread runs, and looks for more memory before it ends
   std::condition_variable registered_;
   std::jthread registering_thread_;  // guarded by growing_
 };
 
-// The arena of this process, never freed, safe after fork: the child gets its own, an empty one.
+// Returns the arena of this process, which is never freed. After a fork, the child gets a new, empty one.
 SnapshotArena& snapshot_arena();
 
 }  // namespace vescale_ckpt::stage

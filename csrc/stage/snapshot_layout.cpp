@@ -28,7 +28,7 @@ class Arrangement {
     });
   }
 
-  // Of the rows from `first` on.
+  // Makes the layout of the rows from `first` on.
   SnapshotLayout tail(size_t first) const {
     std::vector<Union> unions;
     std::vector<size_t> union_of(sources_.size() - first, kNone);
@@ -62,11 +62,11 @@ class Arrangement {
   struct Union {
     const std::byte* begin;
     uint64_t bytes;
-    size_t anchor;  // its largest row, for which it is placed
+    size_t anchor;  // its largest row, which decides the alignment
     uint64_t offset = SnapshotLayout::kNowhere;
   };
 
-  // In the order of rows, which is that of the file: neighbours are written together.
+  // Extents are in the order of rows, as in the file: neighbours are written together.
   SnapshotLayout place(size_t first, std::vector<Union>& unions, const std::vector<size_t>& union_of) const {
     SnapshotLayout layout;
     layout.first = first;
@@ -82,7 +82,7 @@ class Arrangement {
         const write::RecordSource& anchor = sources_[one.anchor];
         const auto before = static_cast<uint64_t>(anchor.data - one.begin);
         const uint64_t free = align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
-        // A large body goes where the writer can send it from as it is.
+        // A large body is placed so that the writer can write it in place.
         one.offset =
             anchor.bytes < io::kLargeBody ? free : first_congruent(free + before, write::kTorchOffset) - before;
         layout.memory_bytes = one.offset + one.bytes;
@@ -96,7 +96,7 @@ class Arrangement {
   }
 
   const std::span<const write::RecordSource> sources_;
-  // Rows with bytes, by address.
+  // Rows with bytes, sorted by address.
   std::vector<std::pair<const std::byte*, size_t>> contiguous_;
   std::vector<size_t> strided_;
 };
@@ -107,7 +107,7 @@ SnapshotLayout lay_out_snapshot(std::span<const write::RecordSource> sources, ui
   const Arrangement arrangement(sources);
   SnapshotLayout all = arrangement.tail(0);
   if (all.memory_bytes <= room) return all;
-  // With fewer rows it is smaller; what rows share makes the step of one unknown without trying.
+  // Fewer rows need less memory. Rows may share bytes, so the size is known only after an attempt.
   size_t too_many = 0, fits = sources.size();
   while (fits - too_many > 1) {
     const size_t middle = too_many + (fits - too_many) / 2;

@@ -10,18 +10,18 @@ namespace vescale_ckpt::stage {
 
 #if defined(__SSE2__)
 
-// SSE2, which every x86-64 has: at the speed of memory wider registers measured the same.
+// Uses SSE2, which every x86-64 has. Wider registers were not faster, because memory is the limit.
 void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, const std::byte* next) {
   constexpr uint64_t kLine = 64;
-  constexpr uint64_t kAhead = 1024;  // the processor's own prefetching ends with each page, and begins late in the next
-  constexpr uint64_t kLeast = 512;   // below, the ends that are copied as usual are too large a part
+  constexpr uint64_t kAhead = 1024;  // the processor's own prefetching ends at each page, and starts late in the next
+  constexpr uint64_t kLeast = 512;   // in smaller copies, the ends that are copied as usual are too large a part
   if (bytes < kLeast) {
     if (bytes != 0) std::memcpy(target, source, bytes);
     return;
   }
   const uint64_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
   std::memcpy(target, source, head);
-  const uint64_t own = bytes > kAhead ? bytes - kAhead : 0;  // lines before it have what is ahead of them in the source
+  const uint64_t own = bytes > kAhead ? bytes - kAhead : 0;  // lines before it can prefetch from the source itself
   if (next == nullptr) next = source;
   uint64_t at = head;
   for (; at + kLine <= bytes; at += kLine) {
@@ -35,7 +35,7 @@ void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, con
 }
 
 void finish_stream_copies() {
-  _mm_sfence();  // such stores are not ordered before the release of a lock otherwise
+  _mm_sfence();  // without it, such stores may come after the release of a lock
 }
 
 #else

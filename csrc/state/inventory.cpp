@@ -32,7 +32,7 @@ struct Header {
   size_t names_bytes() const { return padded(items * 4) + padded(name_bytes); }
 };
 
-// `room`: the bytes behind the header.
+// `room` is the number of bytes behind the header.
 Header checked_header(std::span<const std::byte> bytes, size_t room) {
   if (!whole_words(bytes)) malformed_list("not whole words");
   if (bytes.size() < kHeaderWords * 8) malformed_list("too short");
@@ -98,7 +98,7 @@ void Inventory::check_rows(size_t rows) {
 }
 
 void Inventory::check_items(size_t items, size_t name_bytes) {
-  uint32_t seen = 0;  // rows
+  uint32_t seen = 0;  // rows seen so far
   for (const uint32_t number : numbers_) {
     if (number > seen) malformed_list("its rows are not in the order of its items");
     seen += number == seen;

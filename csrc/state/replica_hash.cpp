@@ -33,7 +33,7 @@ int64_t integer_at(int64_t address, int64_t bytes) {
   }
 }
 
-// A box of a tensor, and where its elements are.
+// Gives the addresses of elements of a box.
 struct Box {
   LocalTensor tensor;
   std::span<const int64_t> offset, size;
@@ -47,7 +47,7 @@ struct Box {
     return product;
   }
 
-  // Of the element at a position in C's order.
+  // Returns the address of the element at an index in C's order.
   int64_t address(int64_t position, int64_t item_bytes) const {
     int64_t element = 0;
     for (size_t dim = size.size(); dim-- > 0; position /= size[dim]) {

@@ -24,7 +24,7 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
     const LocalTensor tensor = state.tensors[static_cast<size_t>(source[0])];
     const Item item = state.inventory[number];
     if (tensor.device < 0 || tensor.dtype < 0 || item.bytes == 0) continue;
-    int64_t first = 0, last = 0;  // elements from the tensor's first
+    int64_t first = 0, last = 0;  // elements, counted from the tensor's first
     for (size_t dim = 0; dim < item.size.size(); ++dim) {
       first += source[2 + dim] * tensor.strides[dim];
       last += (item.size[dim] - 1) * tensor.strides[dim];

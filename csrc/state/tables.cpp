@@ -16,7 +16,7 @@ constexpr size_t kTensorHead = 4, kSourceHead = 2, kLocalPlanRow = 4, kReadHead 
   throw Error::invalid(what, row);
 }
 
-// Dimensions of a row whose count is the last word of its head; the row has `spans` numbers a dimension.
+// Returns the number of dimensions of a row. It is the last word of the head; the row has `spans` numbers a dimension.
 size_t dims_of(std::span<const int64_t> words, size_t at, size_t head, size_t spans, const char* table) {
   if (words.size() - at < head) malformed(table);
   const int64_t dims = words[at + head - 1];
@@ -75,7 +75,7 @@ class LocalBox {
     if (!multiply_add(at, tensor_.strides[dim], &first_)) malformed("an item's place overflows", row_);
   }
 
-  // Whether the engine may fill so much of it, and, on a device, has not to do it in runs of a few bytes.
+  // Whether the engine may fill it, and on a device need not do it in runs of a few bytes.
   bool fast_to_fill(std::span<const int64_t> lengths) const {
     constexpr int64_t kLeastRun = 4 << 10;
     if (!readable_ || device_ < 0) return readable_;
@@ -90,7 +90,7 @@ class LocalBox {
     return true;
   }
 
-  // Of the first element; that of an empty one is never used.
+  // Returns the address of the first element. The address of an empty part is never used.
   int64_t address() const {
     int64_t address = tensor_.address;
     const uint32_t item_bytes = format::dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
@@ -108,9 +108,9 @@ class LocalBox {
   LocalTensor tensor_{};
   std::span<const int64_t> box_, offset_;
   int64_t device_ = -1;
-  bool usable_ = false;    // by the engine
-  bool readable_ = false;  // or by a snapshot
-  int64_t first_ = 0;      // elements from the tensor's first
+  bool usable_ = false;    // whether the engine may use it
+  bool readable_ = false;  // whether the engine or a snapshot may read it
+  int64_t first_ = 0;      // first element, counted from the tensor's first
   bool empty_ = false;
 };
 
@@ -123,7 +123,7 @@ void append(std::vector<int64_t>& table, std::span<const int64_t> values) {
   table.insert(table.end(), values.begin(), values.end());
 }
 
-// Rows of a write table for those of a local plan; without `devices` only of what is in host memory.
+// Makes rows of a write table from rows of a local plan; without `devices` only those in host memory.
 void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std::vector<int64_t>& table,
               std::vector<int64_t>* devices) {
   if (local_plan.size() % kLocalPlanRow != 0) malformed("a local plan is malformed");
@@ -209,7 +209,7 @@ std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, s
     const int64_t number = tensor.device >> 32;
     const size_t at = asked++;
     if (at >= lazy.size() || at >= storage_offsets.size() || at >= storage_bytes.size()) continue;
-    int64_t last = storage_offsets[at], end = 0;  // elements from the storage's start
+    int64_t last = storage_offsets[at], end = 0;  // elements, counted from the storage's start
     bool fits = tensor.dtype >= 0;
     for (size_t dim = 0; dim < tensor.shape.size(); ++dim) {
       fits = fits && multiply_add(tensor.shape[dim] - 1, tensor.strides[dim], &last);
@@ -217,10 +217,10 @@ std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, s
     fits = fits && !__builtin_add_overflow(last, int64_t{1}, &end) &&
            !__builtin_mul_overflow(end, format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &end) &&
            end <= storage_bytes[at];
-    int64_t first = 0;  // bytes from the storage's start
+    int64_t first = 0;  // bytes, counted from the storage's start
     fits = fits &&
            multiply_add(storage_offsets[at], format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &first) &&
-           tensor.address != first;  // else the storage is one without memory, of zeros
+           tensor.address != first;  // otherwise the storage has no memory and reads as zeros
     const bool empty = tensor.dtype >= 0 && std::ranges::find(tensor.shape, 0) != tensor.shape.end();
     if (lazy[at] != std::byte{0} || !(empty || fits)) continue;
     if (!on_device) ready[i] = kOnHost;

@@ -22,7 +22,7 @@ from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._load.by_items import ItemTargets
-from .._load.match import check_all_there, mismatch, mismatches_on_index, wanted_elements
+from .._load.match import check_all_there, mismatch, mismatches_on_index, target_elements
 from .._plan.read_plan import PackedReads
 from .._state import objects
 from .._state.chunks import chunks_to_read, copy_protocol, read_items, shard_at, tells_chunks
@@ -197,7 +197,7 @@ class LoadPlanner(DefaultLoadPlanner):
             else:
                 with _on_the_host():
                     planned = create_default_local_load_plan({key: value}, self.metadata).items
-            if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(key, value):
+            if is_tensor and sum(item.lengths.numel() for item in planned) != target_elements(key, value):
                 raise incomplete_tensor(key)
             items.extend(planned)
         return LoadPlan(items)

@@ -28,7 +28,7 @@ from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .match import check_fits, wanted_elements
+from .match import check_fits, target_elements
 from .packed import begin_reading, fill_packed
 from .rank_load import Load, overlaps_itself
 
@@ -137,7 +137,7 @@ class ItemLoad:
         in_metadata = self._checkpoint.metadata.state_dict_metadata
         for key, value in self.planner.state_dict.items():
             stored = in_metadata.get(key)
-            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(key, value):
+            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != target_elements(key, value):
                 raise incomplete_tensor(key)
 
     # --- Objects

@@ -64,7 +64,7 @@ def _has_chunks(value: Any) -> bool:
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
 
 
-def wanted_elements(key: str, value: Any) -> int:
+def target_elements(key: str, value: Any) -> int:
     """The number of elements that this rank holds of a tensor, all of which a load must fill."""
     if tells_chunks(value, loading=True):
         return sum(math.prod(chunk.size) for chunk in chunks_to_read(key, value).chunks)

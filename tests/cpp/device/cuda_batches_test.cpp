@@ -56,12 +56,12 @@ TEST_F(Cuda, NoBatchesWhereTheDriverIsOlderThanThey) {
 
 TEST_F(Cuda, NoBatchesWhereTheUserWantsNone) {
   CudaRuntime runtime(with_batch_13(), nullptr);
-  runtime.want_batches(false);
+  runtime.enable_batches(false);
   expect_copied(runtime);
   EXPECT_EQ(seen.calls["batch"], 0);
   EXPECT_EQ(seen.calls["copy"], 51);
   EXPECT_TRUE(noted("VESCALE_CKPT_COPY_BATCHES=0"));
-  runtime.want_batches(true);
+  runtime.enable_batches(true);
   expect_copied(runtime);
   EXPECT_EQ(seen.batched, 51u);
 }

@@ -128,7 +128,7 @@ TEST(LoadPlan, WhatDoesNotFitIsTold) {
   EXPECT_EQ(found.missing, (Dims{0, 1}));
   std::vector<std::string> told;
   for (const auto& one : found.mismatched) {
-    told.push_back(std::to_string(one.item) + ": " + one.wanted + " / " + one.stored);
+    told.push_back(std::to_string(one.item) + ": " + one.expected + " / " + one.stored);
   }
   EXPECT_EQ(told, (std::vector<std::string>{"2: a tensor / an object", "3: an object / a tensor",
                                             "4: shape (11,) / shape (10,)", "5: shape (3, 2) / shape (2, 3)",

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "base/fill_level.h"
-#include "plan/pour.h"
+#include "plan/even_split.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -30,7 +30,7 @@ TEST(HolderSets, KeepEachOnce) {
   EXPECT_EQ(sets[1].size(), 3u);
 }
 
-TEST(Water, LevelIsTheLowestThatHoldsIt) {
+TEST(EvenSplit, LevelIsTheLowestThatHoldsIt) {
   const std::vector<uint32_t> ranks = {0, 2, 3};
   const std::vector<int64_t> loads = {10, 999, 4, 0};
   EXPECT_EQ(fill_level<int64_t>(ranks, loads, 0), 0);
@@ -43,7 +43,7 @@ TEST(Water, LevelIsTheLowestThatHoldsIt) {
   EXPECT_EQ(fill_level<int64_t>(std::vector<uint32_t>{1}, loads, 1), 1000);
 }
 
-TEST(Water, SettlesOverSetsThatOverlap) {
+TEST(EvenSplit, SettlesOverSetsThatOverlap) {
   // Rank 0 could write most, yet what only 1 and 2 share must stay there.
   HolderSets sets;
   add(sets, {0, 1});
@@ -52,9 +52,9 @@ TEST(Water, SettlesOverSetsThatOverlap) {
   const std::vector<uint32_t> order = {0, 1, 2};
   const std::vector<int64_t> bytes = {1000, 2000, 1000};
   std::vector<int64_t> loads = {0, 0, 0, 0};
-  const std::vector<int64_t> poured = pour(sets, order, bytes, loads);
+  const std::vector<int64_t> parts = split_evenly(sets, order, bytes, loads);
   EXPECT_EQ(std::accumulate(loads.begin(), loads.end(), int64_t{0}), 4000);
-  for (size_t set = 0; set < 3; ++set) EXPECT_EQ(poured[2 * set] + poured[2 * set + 1], bytes[set]);
+  for (size_t set = 0; set < 3; ++set) EXPECT_EQ(parts[2 * set] + parts[2 * set + 1], bytes[set]);
   for (const int64_t load : loads) EXPECT_NEAR(static_cast<double>(load), 1000, 20);
 }
 

@@ -1,4 +1,4 @@
-#include "plan/pour.h"
+#include "plan/even_split.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -8,15 +8,15 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr uint64_t kMostSteps = uint64_t{1} << 26;  // members visited: bounds the time where sets overlap wildly
+constexpr uint64_t kMostSteps = uint64_t{1} << 26;  // so many members are visited at most, also if many sets overlap
 constexpr uint64_t kMostTurns = 64;
-constexpr int64_t kSettled = 1000;  // a turn that moves less than this part of the level was the last
+constexpr int64_t kSettled = 1000;  // the last turn moves less than 1/1000 of the level
 
 }  // namespace
 
-std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> order, std::span<const int64_t> bytes,
-                          std::span<int64_t> loads) {
-  std::vector<int64_t> poured(sets.members());
+std::vector<int64_t> split_evenly(const HolderSets& sets, std::span<const uint32_t> order,
+                                  std::span<const int64_t> bytes, std::span<int64_t> loads) {
+  std::vector<int64_t> split(sets.members());
   const uint64_t affordable = kMostSteps / std::max<uint64_t>(1, sets.members());
   const uint64_t turns = sets.size() > 1 ? std::clamp<uint64_t>(affordable, 1, kMostTurns) : 1;
   bool moving = true;
@@ -24,7 +24,7 @@ std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> orde
     moving = false;
     for (const uint32_t set : order) {
       const std::span<const uint32_t> ranks = sets[set];
-      int64_t* part = poured.data() + sets.begin(set);
+      int64_t* part = split.data() + sets.begin(set);
       for (size_t i = 0; i < ranks.size(); ++i) loads[ranks[i]] -= part[i];
       const int64_t level = fill_level<int64_t>(ranks, loads, bytes[set]);
       int64_t left = bytes[set];
@@ -37,7 +37,7 @@ std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> orde
       }
     }
   }
-  return poured;
+  return split;
 }
 
 }  // namespace vescale_ckpt::plan
