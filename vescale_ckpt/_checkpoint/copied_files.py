@@ -27,29 +27,29 @@ from .safetensors.model_names import is_temporary_index, token_of
 
 
 class CopiedFiles:
-    """The files that a copy of the checkpoint in a folder takes. Raises as `files_of_checkpoint` does."""
+    """The files that a copy of the checkpoint in a folder needs. Raises as `files_of_checkpoint` does."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._versions = _metadata_files(source)  # before they are read
+        self._versions = _metadata_files(source)  # Listed before the metadata is read, so that a later save is seen.
         of_checkpoint = files_of_checkpoint(source)
         names, self.left_out = names_to_copy(source, of_checkpoint)
-        self._made = _self_contained(source, of_checkpoint)  # in place of files of the source
+        self._made = _make_self_contained(source, of_checkpoint)  # These replace files of the source.
         if self._made:
             names = [name for name in names if name not in (INDEX_NAME, DELTA_NAME)]
         self._last = [name for name in names if completes(name)]
-        #: The paths of all others, by their names in the copy.
+        #: The paths of the files that do not complete a checkpoint, by their names in the copy.
         self.paths = {name_in_copy(name): data_path(source, name) for name in names if not completes(name)}
         self.of_checkpoint = set(map(name_in_copy, of_checkpoint))
 
     @property
     def names(self) -> set[str]:
-        """All names in the copy."""
+        """The names of all files in the copy."""
         return {*self.paths, *self._last, *self._made}
 
     def last(self) -> dict[str, bytes]:
-        """The contents of the files that make the others a checkpoint, by name, in the order to write them. Raises
-        `CheckpointError` if the source was saved to since it was listed."""
+        """The contents of the files that complete the checkpoint, by name, in the order to write them. Raises
+        `CheckpointError` if a save has changed the source since it was listed."""
         storage = storage_at(self.source)
         found = {name: storage.read(name) for name in self._last if name not in self._made} | self._made
         if _metadata_files(self.source) != self._versions:
@@ -57,8 +57,8 @@ class CopiedFiles:
         return found
 
     def foreign_in(self, path: str) -> list[str]:
-        """The names in the folder of another checkpoint that are neither that one's nor this copy's, sorted. Raises
-        `CheckpointError` if it holds no sound checkpoint."""
+        """The names in the folder of another checkpoint that belong to neither that checkpoint nor this copy, sorted.
+        Raises `CheckpointError` if that checkpoint is damaged or missing."""
         try:
             of_checkpoint = files_of_checkpoint(path)
         except CheckpointError as error:
@@ -71,7 +71,7 @@ class CopiedFiles:
 
 
 def completes(name: str) -> bool:
-    """Whether a file of that name makes the others a checkpoint, and is written last."""
+    """Whether a file of that name completes a checkpoint, so that a copy writes it last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
 
 
@@ -81,7 +81,8 @@ def holds_data(name: str) -> bool:
 
 
 def files_of_checkpoint(path: str) -> set[str]:
-    """The files with the tensors and objects of the checkpoint in a folder. Raises if there is no sound one."""
+    """The files with the tensors and objects of the checkpoint in a folder. Raises `CheckpointError` if the checkpoint
+    is damaged or missing."""
     named: set[str] = set()
     for part in open_parts(path):
         with closing(part):
@@ -91,40 +92,39 @@ def files_of_checkpoint(path: str) -> set[str]:
 
 
 def _metadata_files(path: str) -> dict[str, tuple[int, ...]]:
-    """The files that say which others are the checkpoint, with what tells their versions apart."""
+    """The metadata and index files of a folder, with the identity of their versions."""
     storage = storage_at(path)
     found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
     return {name: storage.stat(name).identity for name in found}
 
 
 def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
-    """The files to copy, and the names that are left out."""
+    """The names of the files to copy, and the names that a copy leaves out."""
     other, left_out = set(), []
     for name in storage_at(path).names():
         if name == LOCK_NAME or name.startswith(LEASE_MARKER) or name in of_checkpoint:
             continue
-        is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
-        is_unnamed = holds_data(name)  # of another save or model
-        if is_left or is_unnamed or not is_file(os.path.join(path, name)):
+        is_temporary = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
+        is_foreign = holds_data(name)  # The file belongs to another save or model.
+        if is_temporary or is_foreign or not is_file(os.path.join(path, name)):
             left_out.append(name)
         else:
             other.add(name)
     for name in sorted(of_checkpoint):
         file = data_path(path, name)
         if not is_file(file):
-            raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
+            raise CorruptCheckpointError(f"data file {file} is missing or is not a file", key=None, file=file)
     return sorted(of_checkpoint | other), sorted(left_out)
 
 
 def name_in_copy(name: str) -> str:
-    """The name that a data file gets in a copy: a delta save names files of other checkpoints."""
+    """The name that a data file gets in a copy. A delta save also names files of other checkpoints."""
     found = in_sibling(name)
     return name if found is None else found.file
 
 
-def _self_contained(source: str, of_checkpoint: set[str]) -> dict[str, bytes]:
-    """The metadata of a copy that names its own files only, of a checkpoint that names files of others. Empty for one
-    that does not."""
+def _make_self_contained(source: str, of_checkpoint: set[str]) -> dict[str, bytes]:
+    """The metadata files of a copy that names only its own files. Empty if the source names only its own files."""
     if not any(map(in_sibling, of_checkpoint)):
         return {}
     if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
@@ -135,7 +135,7 @@ def _self_contained(source: str, of_checkpoint: set[str]) -> dict[str, bytes]:
     content = metadata_file.dumps(metadata)
     try:
         table = delta_table.read(source)
-    except CheckpointError:  # it cannot be a base, nor can the copy
+    except CheckpointError:  # Neither the source nor the copy can be the base of a delta save.
         table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
     delta = replace(table, files=[*map(name_in_copy, table.files)]).pack(content)
     return {DELTA_NAME: delta, METADATA_NAME: content}

@@ -1,4 +1,4 @@
-"""Removes what dead saves, exports, conversions and copies have left, and writes lost copies of extra files."""
+"""Removes the orphans of dead saves, exports, conversions and copies, and writes lost copies of extra files."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from . import step_directories
 
 
 @dataclass(frozen=True)
-class Repaired:
-    """What a repair did, or would do. Paths."""
+class RepairReport:
+    """The paths that a repair changed or, with `dry_run`, would change."""
 
     removed: list[str]
     written: list[str]
-    uploads: list[str] | None  #: that were aborted; None: the store cannot tell
+    uploads: list[str] | None  #: The aborted uploads. None if the store cannot list uploads.
 
 
-def repair(root: str, *, dry_run: bool) -> Repaired:
-    """Repairs a manager's directory, or a checkpoint's. `dry_run`: changes nothing, and returns what would be done."""
+def repair(root: str, *, dry_run: bool) -> RepairReport:
+    """Repairs a manager's directory, or a checkpoint's. With `dry_run` it changes nothing and only reports."""
     removed = [path_of(root, step) for step in step_directories.remove_orphans(root, dry_run=dry_run)]
     directories = [root, *(path_of(root, step) for step in all_steps(root))]
     for directory in directories:
@@ -46,17 +46,17 @@ def repair(root: str, *, dry_run: bool) -> Repaired:
     written = []
     for directory in directories:
         if directory not in removed:
-            written += [os.path.join(directory, name) for name in _written_copies(directory, dry_run)]
-    return Repaired(removed, written, uploads)
+            written += [os.path.join(directory, name) for name in _write_copies(directory, dry_run)]
+    return RepairReport(removed, written, uploads)
 
 
-def _written_copies(directory: str, dry_run: bool) -> list[str]:
-    """Writes the copies of extra files that are missing beside a checkpoint."""
+def _write_copies(directory: str, dry_run: bool) -> list[str]:
+    """Writes the copies of extra files that are missing beside a checkpoint, and returns their names."""
     files: dict[str, bytes] = {}
     try:
         if metadata_file.has_metadata(directory, None) and _has_extra_files(directory):
             api.load(directory, {}, extra_files=files)
-    except CheckpointError:  # damaged: `verify` says how
+    except CheckpointError:  # `verify` says how a checkpoint is damaged.
         return []
     return write_missing(directory, files, dry_run=dry_run)
 
@@ -67,8 +67,8 @@ def _has_extra_files(directory: str) -> bool:
 
 
 def _left_by_conversions(root: str) -> Iterator[Orphan]:
-    """Files and folders with temporary names that hold nothing but a part of a checkpoint. While they are written,
-    their writers keep them locked."""
+    """The files and folders with temporary names that hold only parts of a checkpoint. A live writer keeps them
+    locked."""
     for name in sorted(storage_at(root).names()):
         path, final = os.path.join(root, name), final_name(name)
         if final is None:
