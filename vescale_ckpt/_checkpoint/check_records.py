@@ -11,7 +11,7 @@ from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import DTYPE_CODES, dtype_code, int_table
-from .._storage.open_storage import read_twice, says_nothing, storage_at
+from .._storage.open_storage import is_inconclusive, read_twice, storage_at
 from .._storage.paths import data_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import Damage, VerifyReport
@@ -91,7 +91,7 @@ def check_records(
             for row, offset, reason, number in damaged:
                 record = group[row]
                 path = paths[record.file]
-                if says_nothing(number, path):
+                if is_inconclusive(number, path):
                     report.unreadable.append(Damage(record.key, path, offset, reason))
                 elif again is not None and not number:
                     again.append(record)
@@ -100,7 +100,7 @@ def check_records(
             archives += [(group[row], True) for row in not_plain]
         tensors, again = again or [], None
         if tensors:
-            storage.look_again()
+            storage.drop_caches()
             reads = _C.SafetensorsReads(True, options) if is_safetensors else None
     return {
         (names[record.file], record.offset)
@@ -154,7 +154,7 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
         add_error(report, error, path)
         return False
     except (_C.EngineError, OSError) as error:
-        kind = report.unreadable if says_nothing(error.errno, path) else report.damaged
+        kind = report.unreadable if is_inconclusive(error.errno, path) else report.damaged
         kind.append(Damage(record.key, path, record.offset, str(error)))
         return False
     report.unverified_bytes += unverified
@@ -169,7 +169,7 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
 
 def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
     """Adds an error to a report as damage, or as unreadable if the error says nothing about the file."""
-    unreadable = says_nothing(getattr(error, "errno", None), getattr(error, "path", file))
+    unreadable = is_inconclusive(getattr(error, "errno", None), getattr(error, "path", file))
     (report.unreadable if unreadable else report.damaged).append(as_damage(error, file))
 
 

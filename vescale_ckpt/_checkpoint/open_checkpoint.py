@@ -8,7 +8,7 @@ from typing import Literal
 
 from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.message import pack, unpack
-from .._storage.open_storage import is_file, is_folder, says_nothing, storage_at
+from .._storage.open_storage import is_file, is_folder, is_inconclusive, storage_at
 from ..errors import CheckpointError
 from .archive_entries import open_archive
 from .checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def recognize(path: str) -> Kind | None:
             kind = kind_of_file(path)
         return "safetensors" if kind == "other" else kind
     except OSError as error:
-        if storage_at(path).can_be_away and says_nothing(error.errno, path):
+        if storage_at(path).can_be_away and is_inconclusive(error.errno, path):
             raise of_system(error, path) from error
         return None
     if any(map(is_metadata_file, names)):  # each rank has saved for itself

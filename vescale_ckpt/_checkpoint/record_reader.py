@@ -20,7 +20,7 @@ from .._engine.tensor_checks import can_be_filled, is_host_memory
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
-from .._storage.open_storage import read_twice, says_nothing, stat_of, storage_at
+from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
 from .._storage.paths import check_relative, data_path
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..settings import DirectIO
@@ -171,7 +171,7 @@ class RecordReader:
                 try:
                     sizes[path] = stat_of(path).size
                 except OSError as error:
-                    if says_nothing(error.errno, path):
+                    if is_inconclusive(error.errno, path):
                         raise of_system(error, path) from error
                     raise CorruptCheckpointError(
                         f"{record.key}: data file is missing: {error}", key=record.key, file=path

@@ -41,7 +41,7 @@ class FileSystem(Storage):
     def check_mounted(self, what: str, instead: str) -> None:
         """Does nothing: every file system is mounted."""
 
-    def hurried(self, seconds: int) -> AbstractContextManager[None]:
+    def limit_wait(self, seconds: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # a call of the system cannot be given up
 
     # --- What is there
@@ -72,7 +72,7 @@ class FileSystem(Storage):
     def age(self, modified_ns: int, enough: float) -> float:
         return locks.seconds_since(modified_ns / 1e9, self.path, enough)
 
-    def says_nothing(self, number: int) -> bool:
+    def is_inconclusive(self, number: int) -> bool:
         return number not in _ANSWERS
 
     # --- Reads
@@ -101,7 +101,7 @@ class FileSystem(Storage):
             at = begin if begin >= 0 else max(0, found.size + begin)
             return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
 
-    def look_again(self) -> None:
+    def drop_caches(self) -> None:
         _ask_server(self.path)
 
     # --- Writes
@@ -225,10 +225,10 @@ class FileSystem(Storage):
         return locks.lock(self._at(name))
 
     @contextlib.contextmanager
-    def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
+    def lock_if_abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
         others = [self._at(name) for name in names if name != locked]
         if locked is not None:
-            with locks.abandoned(self._at(locked), grace_seconds, others) as is_over:
+            with locks.lock_if_abandoned(self._at(locked), grace_seconds, others) as is_over:
                 yield is_over
         else:
             yield not grace_seconds or locks.are_older(others, grace_seconds)
@@ -237,8 +237,8 @@ class FileSystem(Storage):
         path = self._at(name)
         return locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)
 
-    def alone(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
-        return locks.alone(self.path, held, tested)
+    def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
+        return locks.lock_exclusively(self.path, held, tested)
 
     # --- Those who name its data files from elsewhere
 
@@ -253,8 +253,8 @@ class FileSystem(Storage):
                 return FileLock.of_nothing()  # the file system has no locks: the time of the file counts
         raise CheckpointError(f"{self.path} is being cleaned up by another process", path=self.path)
 
-    def unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
-        return locks.abandoned(self._at(marker), grace_seconds)
+    def lock_if_unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
+        return locks.lock_if_abandoned(self._at(marker), grace_seconds)
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)

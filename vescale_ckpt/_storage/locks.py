@@ -119,7 +119,7 @@ def try_lock_alone(descriptor: int) -> bool | None:
 
 
 @contextlib.contextmanager
-def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
+def lock_if_abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
     """A context that gives whether the writer of a file or folder is gone. The writer locks `marked` while it writes.
     The file stays locked within the context: a writer that has just made it, and locks it now, sees that it was taken.
 
@@ -170,7 +170,7 @@ def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None
 
 
 @contextlib.contextmanager
-def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]) -> Iterator[bool | None]:
+def lock_exclusively(directory: str, held_names: Iterable[str], tested_names: Iterable[str]) -> Iterator[bool | None]:
     """A context that gives whether no process saves into the directory or loads from it. While it lasts, no save that
     locks the directory begins, and no load that locks one of `held_names`. Each file of `tested_names` is locked for an
     instant only: they may be more files than a process may open.
@@ -202,7 +202,7 @@ def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]
 
 
 @contextlib.contextmanager
-def taking_turns(directory: str) -> Iterator[bool]:
+def serialize_commits(directory: str) -> Iterator[bool]:
     """A context within which no other export commits into the directory. It gives False if the file system has no
     locks. Raises `CheckpointError` if the other export takes too long."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

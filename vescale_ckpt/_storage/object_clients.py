@@ -96,7 +96,7 @@ def store_at(root: str) -> Any:
 
 
 @contextmanager
-def hurried(seconds: int) -> Iterator[None]:
+def limit_wait(seconds: int) -> Iterator[None]:
     """A context in which clients that this thread makes give up a request after so many seconds, or the setting's if
     that is less. It is for callers that can go on without the store's answer. Registered stores keep their timeouts."""
     before = _hurry.set(seconds)

@@ -30,9 +30,9 @@ from .object_clients import (
     ObjectMissingError,
     ObjectStoreError,
     abort_dead_uploads,
-    hurried,
     is_opened_here,
     is_panic,
+    limit_wait,
     named,
     obstore,
     reconnect,
@@ -188,8 +188,8 @@ class ObjectStore(Storage):
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
 
-    def hurried(self, seconds: int) -> contextlib.AbstractContextManager[None]:
-        return hurried(seconds)
+    def limit_wait(self, seconds: int) -> contextlib.AbstractContextManager[None]:
+        return limit_wait(seconds)
 
     # --- What is there
 
@@ -235,7 +235,7 @@ class ObjectStore(Storage):
         # This machine's clock is right within minutes: otherwise the store refuses its signatures.
         return time.time() - modified_ns / 1e9
 
-    def says_nothing(self, number: int) -> bool:
+    def is_inconclusive(self, number: int) -> bool:
         # After access denied, too many requests, no such bucket or no network, nothing is known of the object.
         return number != errno.ENOENT
 
@@ -264,7 +264,7 @@ class ObjectStore(Storage):
                 raise
             return _stat(found), b""  # there is no such range
 
-    def look_again(self) -> None:
+    def drop_caches(self) -> None:
         """Makes new connections, and forgets known objects."""
         with _known_lock:
             for known in [each for each in _known if paths.split(each)[0] == self._client.root]:
@@ -318,7 +318,7 @@ class ObjectStore(Storage):
         root = self._client.root
         if root in _exclusive:
             return
-        with hurried(_PROBE_SECONDS):
+        with limit_wait(_PROBE_SECONDS):
             probe = self._client.at(f"{_PROBE}{secrets.token_hex(8)}")
             probe = Client(probe.url)
             why = "does not heed the condition of a request"
@@ -396,14 +396,16 @@ class ObjectStore(Storage):
         return None
 
     @contextlib.contextmanager
-    def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
+    def lock_if_abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
         newest = max((self.stat(name).modified_ns for name in names), default=0) if grace_seconds else 0
         yield not grace_seconds or self.age(newest, grace_seconds) >= grace_seconds
 
     def share(self, name: str = LOCK_NAME) -> None:
         return None
 
-    def alone(self, held: Iterable[str], tested: Iterable[str]) -> contextlib.AbstractContextManager[bool | None]:
+    def lock_exclusively(
+        self, held: Iterable[str], tested: Iterable[str]
+    ) -> contextlib.AbstractContextManager[bool | None]:
         return contextlib.nullcontext(None)
 
     # --- Those who name its data files from elsewhere
@@ -414,7 +416,7 @@ class ObjectStore(Storage):
         self.keep_marker(marker)
         return object_leases.lease(self, marker, grace_seconds)
 
-    def unleased(self, marker: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
+    def lock_if_unleased(self, marker: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
         return object_leases.removing(self, marker, grace_seconds)
 
 

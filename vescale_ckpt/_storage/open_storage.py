@@ -121,11 +121,11 @@ def _stat_if_there(path: str) -> Stat | None:
 # --- Reads that fail
 
 
-def says_nothing(number: int | None, path: str) -> bool:
+def is_inconclusive(number: int | None, path: str) -> bool:
     """Whether a read of `path` that failed with this errno says nothing about the file: it may be sound, damaged or
     missing."""
     # An error without an errno does not come from the system: bytes came, and are wrong.
-    return bool(number) and storage_at(path).says_nothing(number or 0)
+    return bool(number) and storage_at(path).is_inconclusive(number or 0)
 
 
 def read_twice(path: str, read: Callable[[], Found]) -> Found:
@@ -138,5 +138,5 @@ def read_twice(path: str, read: Callable[[], Found]) -> Found:
         if not storage.rereads or (isinstance(error, _C.EngineError) and error.kind not in ("corrupt", "invalid")):
             raise
         logger.warning("%s seems to be damaged, and is read again: %s", path, error)
-    storage.look_again()
+    storage.drop_caches()
     return read()

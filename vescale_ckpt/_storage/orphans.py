@@ -54,7 +54,7 @@ def _remove(orphan: Orphan, dry_run: bool) -> bool:
     storage = storage_at(os.path.dirname(orphan.paths[0]) or os.curdir)
     names = [os.path.basename(path) for path in orphan.paths]
     locked = None if orphan.locked is None else os.path.basename(orphan.locked)
-    with storage.abandoned(names, locked, orphan.grace_seconds) as is_over:
+    with storage.lock_if_abandoned(names, locked, orphan.grace_seconds) as is_over:
         if not is_over or orphan.is_wanted():
             return False
         if dry_run:

@@ -80,10 +80,10 @@ class Pending:
             _C.rename_file(self.paths[number], path)
             self.paths[number] = path
 
-    def taking_turns(self) -> AbstractContextManager[bool]:
+    def serialize_commits(self) -> AbstractContextManager[bool]:
         """A context within which nobody else commits into the directory. It gives False if the file system has no
         locks. Raises `CheckpointError` if another commit takes too long."""
-        return locks.taking_turns(self.directory)
+        return locks.serialize_commits(self.directory)
 
     def committed(self) -> None:
         """Notes that the files belong to the directory now."""
@@ -186,7 +186,7 @@ class PendingFolder(Pending):
     def _make(self) -> tuple[str, None]:
         temporary = temporary_name(self.path + _COPY if self._resumes else self.path)
         for found in temporary_ones(self.path + _COPY) if self._resumes else ():
-            with contextlib.suppress(OSError, _C.EngineError), locks.abandoned(found, orphans.NEVER) as is_free:
+            with contextlib.suppress(OSError, _C.EngineError), locks.lock_if_abandoned(found, orphans.NEVER) as is_free:
                 if is_free:
                     _C.rename_file(found, temporary)
                     return temporary, None
@@ -261,7 +261,7 @@ def put_back(path: str) -> None:
     if os.path.lexists(path):
         return
     for aside in sorted(temporary_ones(path + _ASIDE)):
-        with named_system_errors(path), locks.abandoned(aside, 0.0) as free:
+        with named_system_errors(path), locks.lock_if_abandoned(aside, 0.0) as free:
             if not free:
                 continue
             _C.rename_file(aside, path)

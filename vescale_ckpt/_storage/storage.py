@@ -69,7 +69,7 @@ class Storage(ABC):
         that `what` cannot be in this storage."""
 
     @abstractmethod
-    def hurried(self, seconds: int) -> AbstractContextManager[None]:
+    def limit_wait(self, seconds: int) -> AbstractContextManager[None]:
         """A context in which requests of this thread time out after so many seconds, where there are requests."""
 
     # --- What is there
@@ -101,7 +101,7 @@ class Storage(ABC):
         bound: the age is below `enough`."""
 
     @abstractmethod
-    def says_nothing(self, number: int) -> bool:
+    def is_inconclusive(self, number: int) -> bool:
         """Whether a read that failed with this errno says nothing about the file."""
 
     # --- Reads
@@ -120,7 +120,7 @@ class Storage(ABC):
         negative `begin` counts from the end."""
 
     @abstractmethod
-    def look_again(self) -> None:
+    def drop_caches(self) -> None:
         """Makes the next reads see the present files, without caches of this process or machine."""
 
     # --- Writes
@@ -205,7 +205,9 @@ class Storage(ABC):
         a clean-up removed it, `CheckpointError` if it cannot be opened."""
 
     @abstractmethod
-    def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> AbstractContextManager[bool]:
+    def lock_if_abandoned(
+        self, names: Sequence[str], locked: str | None, grace_seconds: float
+    ) -> AbstractContextManager[bool]:
         """A context that gives whether the writer of the files is gone. `locked`: the file that the writer keeps
         locked; None if it locks none. Without locks, the writer counts as gone if the files were not modified for
         `grace_seconds`."""
@@ -219,7 +221,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def alone(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
+    def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         """A context that gives whether nobody else uses the folder; None if the storage has no locks. No new use begins
         while it lasts. `held`: the files that loads lock. `tested`: the files that saves lock."""
 
@@ -229,9 +231,9 @@ class Storage(ABC):
     def lease(self, marker: str, grace_seconds: float, *, make: bool) -> Lease | None:
         """Keeps the files of the folder from being removed while a save may reference them. `marker`: the marker file
         of the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`:
-        as for `unleased`. Raises `CheckpointError` if others go on removing files there."""
+        as for `lock_if_unleased`. Raises `CheckpointError` if others go on removing files there."""
 
     @abstractmethod
-    def unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
+    def lock_if_unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
         """A context that gives whether nobody has leased files of the folder. No lease begins while it lasts.
         `grace_seconds`: without locks, an older lease counts as one of a dead process."""

@@ -28,7 +28,7 @@ from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
-from .._storage.open_storage import checkpoint_path, says_nothing, storage_at
+from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_flag, checked_seconds
@@ -475,7 +475,7 @@ class CheckpointManager:
                 number = getattr(error, "errno", None)
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {path}
-                elif storage_at(path).can_be_away and says_nothing(number, path):
+                elif storage_at(path).can_be_away and is_inconclusive(number, path):
                     if self.remote is None:  # it may be sound: nothing older is taken in its place
                         raise
                     roots = [self.directory]

@@ -38,7 +38,7 @@ class RemoteTier:
         if time.monotonic() < self._away_until:
             return otherwise
         try:
-            with storage_at(self.url).hurried(_PATIENCE):
+            with storage_at(self.url).limit_wait(_PATIENCE):
                 return ask()
         except (OSError, CheckpointError) as error:
             self._away_until = time.monotonic() + _AWAY_SECONDS
@@ -47,7 +47,7 @@ class RemoteTier:
 
     def patience(self) -> AbstractContextManager[None]:
         """A context with the same timeout for requests whose errors the caller handles."""
-        return storage_at(self.url).hurried(_PATIENCE) if self._has_local() else nullcontext()
+        return storage_at(self.url).limit_wait(_PATIENCE) if self._has_local() else nullcontext()
 
     def _has_local(self) -> bool:
         return bool(complete_steps(self.local))

@@ -17,7 +17,7 @@ from .._checkpoint.native.file_names import METRICS_NAME
 from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._engine import _C
 from .._engine.engine_errors import of_system
-from .._storage.open_storage import says_nothing, storage_at
+from .._storage.open_storage import is_inconclusive, storage_at
 
 FILE_NAME = METRICS_NAME
 
@@ -63,6 +63,6 @@ def read(directory: str) -> dict[str, float]:
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, OSError) and storage_at(directory).can_be_away and says_nothing(error.errno, directory):
+        if isinstance(error, OSError) and storage_at(directory).can_be_away and is_inconclusive(error.errno, directory):
             raise of_system(error, directory) from error
         return {}

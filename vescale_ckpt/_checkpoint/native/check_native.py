@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ..._engine import _C
 from ..._engine.engine_errors import of_system
-from ..._storage.open_storage import says_nothing, stat_of, storage_at
+from ..._storage.open_storage import is_inconclusive, stat_of, storage_at
 from ..._storage.paths import check_relative, data_path
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
@@ -24,7 +24,7 @@ def check_native(directory: str, report: VerifyReport, progress: Progress | None
     try:
         ranks = metadata_file.metadata_ranks(directory) or [None]
     except OSError as error:
-        if says_nothing(error.errno, directory):
+        if is_inconclusive(error.errno, directory):
             add_error(report, of_system(error, directory), directory)
             return
         ranks = [None]
@@ -100,7 +100,7 @@ def _check_tables(
         try:
             rows, offset = _C.checksum_table(path)
             if rows is None and storage.rereads:
-                storage.look_again()
+                storage.drop_caches()
                 rows, offset = _C.checksum_table(path)
         except _C.EngineError as error:
             report.harmless.append(Damage(None, path, error.offset, str(error)))
@@ -128,7 +128,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
             found = stat_of(path)
         except OSError as error:
             bad.add(name)
-            if says_nothing(error.errno, path):
+            if is_inconclusive(error.errno, path):
                 report.unreadable.append(Damage(None, path, 0, f"data file cannot be read: {error}"))
             else:
                 report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))

@@ -73,7 +73,7 @@ def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str]
                 storage.keep_marker(LEASE_MARKER)
             if storage.has_locks and not storage.has(LEASE_MARKER):
                 needed = found
-            elif held.enter_context(storage.unleased(LEASE_MARKER, orphans.SAVE_GRACE)):
+            elif held.enter_context(storage.lock_if_unleased(LEASE_MARKER, orphans.SAVE_GRACE)):
                 # In an object store a save may have made the marker file before the remover's notice was written.
                 needed = named_beside(directory) if storage.has(LEASE_MARKER) else found
         yield needed

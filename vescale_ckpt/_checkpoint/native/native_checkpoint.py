@@ -20,7 +20,7 @@ from ..._engine.options import direct_io_setting, engine_options
 from ..._engine.rows import dtype_code, int_table
 from ..._state import objects
 from ..._state.structure import Path, Structure, structure_of
-from ..._storage.open_storage import read_twice, says_nothing, storage_at
+from ..._storage.open_storage import is_inconclusive, read_twice, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -213,7 +213,7 @@ class NativeCheckpoint(LoadableCheckpoint):
                     options = engine_options(None, direct_io_setting("auto"))
                     damaged, odd, _ = _C.check_tensors([path], table, options)
                 for _, offset, reason, number in damaged:
-                    if says_nothing(number, path):
+                    if is_inconclusive(number, path):
                         raise CheckpointError(f"{part.key}: {reason}", key=part.key, path=path, errno=number)
                     raise CorruptCheckpointError(f"{part.key}: {reason}", key=part.key, file=path, offset=offset)
                 return odd

@@ -68,7 +68,7 @@ def replace_model(files: Pending, index: IndexOf) -> None:
     """Makes `files`, which are complete and durable, the model of their folder, durably. If this raises, they stay
     pending, unless an index names them already."""
     directory = files.directory
-    with named_system_errors(directory), files.taking_turns() as alone:
+    with named_system_errors(directory), files.serialize_commits() as alone:
         before = _look(directory)
         try:
             names = _commit(files, index, before)
