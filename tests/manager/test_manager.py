@@ -127,7 +127,7 @@ def test_options_that_make_no_sense(checkpoint: Path, wrong: dict[str, Any]) -> 
 
 def test_calls_that_make_no_sense(checkpoint: Path) -> None:
     saver = CheckpointManager(checkpoint)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="expected a number from 0 on"):
         saver.save(-1, {})
     with pytest.raises(TypeError):
         saver.save(1.5, {})  # type: ignore[arg-type]
