@@ -180,7 +180,7 @@ SHARED = torch.arange(12.0)
     [
         ([torch.zeros(1)], None, ValueError, "a dict"),
         ({"a": 1}, None, ValueError, "a: expected a tensor, got int"),
-        ({1: torch.zeros(1)}, None, TypeError, "names"),
+        ({1: torch.zeros(1)}, None, TypeError, "name of a tensor"),
         ({"a": sparse()}, None, ValueError, "a: sparse"),
         ({"a": torch.zeros(3, 2).t()}, None, ValueError, "a: not contiguous"),
         ({"a": SHARED, "b": SHARED}, None, RuntimeError, "share memory.*a, b"),
