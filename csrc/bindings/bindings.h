@@ -69,6 +69,15 @@ py::bytes bytes_of(const std::vector<Number>& table) {
   return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(Number)};
 }
 
+// A writer that is given up waits until its upload has ended, and that is a Python thread: which needs the GIL.
+struct WithoutGil {
+  template <typename Writer>
+  void operator()(Writer* writer) const {
+    const py::gil_scoped_release release;
+    delete writer;
+  }
+};
+
 inline std::span<const std::byte> view(const py::bytes& bytes) {
   const std::string_view text = bytes;
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};

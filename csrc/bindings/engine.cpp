@@ -247,13 +247,6 @@ Call named_call(const std::string& name) {
   return *call;
 }
 
-// A writer that is given up waits until its upload has ended, and that is a Python thread: which needs the GIL.
-struct WithoutGil {
-  void operator()(write::FileWriter* writer) const {
-    const py::gil_scoped_release release;
-    delete writer;
-  }
-};
 using Writer = std::unique_ptr<write::FileWriter, WithoutGil>;
 
 }  // namespace

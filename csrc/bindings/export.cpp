@@ -1,33 +1,27 @@
-// Sets of safetensors files that all ranks write.
+// Sets of safetensors files that several ranks write.
 #include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "hf/export_layout.h"
-#include "hf/node_ranges.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
 #include "state/shared_memory.h"
-#include "write/shared_writer.h"
+#include "write/box_writer.h"
+#include "write/ordered_writer.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
 
-template <typename Word>
-py::bytes packed(std::span<const Word> words) {
-  return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
-}
-
-py::bytes packed(const std::vector<int64_t>& words) {
-  return packed(std::span<const int64_t>(words));
-}
+using Ordered = std::unique_ptr<write::OrderedWriter, WithoutGil>;
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
                                                      const Texts& metadata, const Texts& aliases,
@@ -73,114 +67,102 @@ void bind_export(py::module_& module) {
                                return bytes;
                              })
       .def("record_locations",
-           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.record_locations(rank)); })
+           [](const hf::ExportLayout& layout, uint32_t rank) { return bytes_of(layout.record_locations(rank)); })
       .def(
-          "join",
-          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t window_bytes,
-             uint64_t least_bytes) {
+          "bring_short_runs",
+          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t least_bytes) {
             const py::gil_scoped_release release;
-            layout.join(nodes, window_bytes, least_bytes);
+            layout.bring_short_runs(nodes, least_bytes);
           },
-          py::arg("nodes"), py::arg("window_bytes"), py::arg("least_bytes"))
-      .def(
-          "stream",
-          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t window_bytes) {
-            const py::gil_scoped_release release;
-            layout.stream(nodes, window_bytes);
-          },
-          py::arg("nodes"), py::arg("window_bytes"))
-      .def("messages", [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.messages(rank)); })
-      .def_property_readonly("rounds", &hf::ExportLayout::rounds)
-      .def("joined_ranges",
-           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_ranges(rank)); })
-      .def("joined_targets",
-           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_targets(rank)); })
+          py::arg("nodes"), py::arg("least_bytes"))
+      .def("bring_all", &hf::ExportLayout::bring_all)
+      .def("held",
+           [](const hf::ExportLayout& layout, const metadata::Catalog& catalog) {
+             std::vector<py::bytes> result;
+             for (const auto& of_rank : layout.held(catalog)) result.push_back(bytes_of(of_rank));
+             return result;
+           })
+      .def("straight_bytes", &hf::ExportLayout::straight_bytes)
       .def("heads", &heads)
       .def("index", [](const hf::ExportLayout& layout, const std::vector<std::string>& names) {
         return py::bytes(layout.index(names));
       });
 
-  py::class_<write::SharedWriter>(module, "SharedWriter")
-      .def(py::init([](std::vector<std::string> paths, const py::buffer& targets, const io::EngineOptions& options) {
-             const Table table(targets);
-             return std::make_unique<write::SharedWriter>(std::move(paths), table.values(), options);
-           }),
-           py::arg("paths"), py::arg("targets"), py::arg("options"))
+  py::class_<write::BoxWriter>(module, "BoxWriter")
+      .def(py::init<std::vector<std::string>, const io::EngineOptions&>(), py::arg("paths"), py::arg("options"))
       .def("write",
-           [](write::SharedWriter& writer, const py::buffer& table, const py::buffer& rows) {
-             const Table words(table), numbers(rows);
+           [](write::BoxWriter& writer, const py::buffer& boxes) {
+             const Table table(boxes);
              const py::gil_scoped_release release;
-             writer.write(words.values(), numbers.values());
+             writer.write(table.values());
            })
-      .def(
-          "join",
-          [](write::SharedWriter& writer, const py::buffer& ranges, uint32_t number, uint64_t window_bytes,
-             size_t first_target) {
-            const Table table(ranges);
-            const py::gil_scoped_release release;
-            writer.join(table.values(), number, window_bytes, first_target);
-          },
-          py::arg("ranges"), py::arg("writer"), py::arg("window_bytes"), py::arg("first_target"))
-      .def(
-          "fill",
-          [](const write::SharedWriter& writer, uint64_t round, const std::vector<uintptr_t>& windows) {
-            const py::gil_scoped_release release;
-            std::vector<std::byte*> addresses;
-            for (const uintptr_t window : windows) addresses.push_back(reinterpret_cast<std::byte*>(window));
-            writer.fill(round, addresses);
-          },
-          py::arg("round"), py::arg("windows"), "addresses of all writers' windows")
-      .def(
-          "send",
-          [](write::SharedWriter& writer, uint64_t round, uintptr_t window) {
-            const py::gil_scoped_release release;
-            writer.send(round, reinterpret_cast<const std::byte*>(window));
-          },
-          py::arg("round"), py::arg("window"), "the address of this writer's window")
-      .def("sum",
-           [](write::SharedWriter& writer) {
-             std::vector<uint32_t> blocks;
-             {
-               const py::gil_scoped_release release;
-               blocks = writer.sum();
-             }
-             return packed(std::span<const uint32_t>(blocks));
-           })
-      .def(
-          "sum_window",
-          [](write::SharedWriter& writer, uint64_t round, uintptr_t window) {
-            const py::gil_scoped_release release;
-            writer.sum_window(round, reinterpret_cast<const std::byte*>(window));
-          },
-          py::arg("round"), py::arg("window"), "the address of this writer's window")
       .def("finish",
-           [](write::SharedWriter& writer, bool sync) {
-             std::span<const uint32_t> blocks;
+           [](write::BoxWriter& writer, bool sync) {
+             std::vector<uint32_t> checksums;
              {
                const py::gil_scoped_release release;
-               blocks = writer.finish(sync);
+               checksums = writer.finish(sync);
              }
-             return packed(blocks);
+             return bytes_of(checksums);
            })
-      .def("progress", &write::SharedWriter::progress, "bytes given to the files so far; from any thread")
-      .def("cancel", &write::SharedWriter::cancel, "from any thread")
-      .def("stats", [](const write::SharedWriter& writer) { return stats_dict(writer.stats()); });
+      .def("progress", &write::BoxWriter::progress, "bytes given to the files so far; from any thread")
+      .def("cancel", &write::BoxWriter::cancel, "from any thread")
+      .def("stats", [](const write::BoxWriter& writer) { return stats_dict(writer.stats()); });
+
+  py::class_<write::OrderedWriter, Ordered>(module, "OrderedWriter")
+      .def(py::init([](const std::vector<std::tuple<std::string, uint32_t, uint64_t, py::bytes>>& targets,
+                       const py::buffer& own, size_t files, const io::EngineOptions& options) {
+             const Table table(own);
+             std::vector<write::OrderedWriter::Target> made;
+             for (const auto& [path, number, length, head] : targets) made.push_back({path, number, length, head});
+             const py::gil_scoped_release release;
+             return Ordered(new write::OrderedWriter(std::move(made), table.values(), files, options));
+           }),
+           py::arg("targets"), py::arg("own"), py::arg("files"), py::arg("options"),
+           "`targets`: path, number, length and head of each file")
+      .def("write",
+           [](write::OrderedWriter& writer, const py::buffer& boxes) {
+             const Table table(boxes);
+             const py::gil_scoped_release release;
+             writer.write(table.values());
+           })
+      .def("finish",
+           [](write::OrderedWriter& writer) {
+             std::vector<uint32_t> checksums;
+             {
+               const py::gil_scoped_release release;
+               checksums = writer.finish();
+             }
+             return bytes_of(checksums);
+           })
+      .def("progress", &write::OrderedWriter::progress, "bytes given to the files so far; from any thread")
+      .def("file_bytes", &write::OrderedWriter::file_bytes)
+      .def("begun", &write::OrderedWriter::begun, "numbers of the files of which bytes were sent")
+      .def("cancel", &write::OrderedWriter::cancel, py::call_guard<py::gil_scoped_release>(), "from any thread")
+      .def("stats", [](const write::OrderedWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def(
-      "stream_ranges",
-      [](const py::buffer& file_bytes, uint32_t ranks, uint64_t window_bytes) {
-        const Table table(file_bytes);
-        const std::vector<uint64_t> bytes(table.values().begin(), table.values().end());
-        return packed(hf::range_rows(hf::choose_stream_ranges(bytes, ranks, window_bytes)));
+      "checksums_of_boxes",
+      [](const py::buffer& boxes, size_t files, const io::EngineOptions& options) {
+        const Table table(boxes);
+        std::vector<uint32_t> checksums;
+        {
+          const py::gil_scoped_release release;
+          write::Boxes made(table.values(), files);
+          write::add_checksums(made, options);
+          checksums = made.take_checksums();
+        }
+        return bytes_of(checksums);
       },
-      py::arg("file_bytes"), py::arg("ranks"), py::arg("window_bytes"), "as ExportLayout.stream chooses them");
+      py::arg("boxes"), py::arg("files"), py::arg("options"), "as finish() of a writer of these boxes returns them");
   module.def(
-      "export_targets",
-      [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations) {
-        return packed(hf::make_export_targets(state::Inventory(view(inventory)), Table(local_plan).values(),
-                                              Table(record_locations).values()));
+      "export_boxes",
+      [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations,
+         bool with_brought) {
+        return bytes_of(hf::make_export_boxes(state::Inventory(view(inventory)), Table(local_plan).values(),
+                                              Table(record_locations).values(), with_brought));
       },
-      py::arg("inventory"), py::arg("local_plan"), py::arg("record_locations"));
+      py::arg("inventory"), py::arg("local_plan"), py::arg("record_locations"), py::arg("with_brought"));
   module.def(
       "items_that_share_memory",
       [](const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready) {

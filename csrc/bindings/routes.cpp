@@ -1,4 +1,4 @@
-// Loads in which ranks read for each other: routes, and the tables of one round.
+// Loads in which ranks read for each other, and exports in which they write: routes, and the tables of one round.
 #include <memory>
 #include <span>
 #include <string>
@@ -54,6 +54,48 @@ std::tuple<py::bytes, py::bytes, std::vector<int64_t>> place_table(const py::byt
                                                    row_words.values(), memory_words.values());
   return {bytes_of(table.copies.rows), bytes_of(table.copies.devices), std::move(table.rest)};
 }
+
+std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const std::vector<uint32_t>& groups,
+                                   const std::vector<uint32_t>& nodes, const std::vector<uint32_t>& writers,
+                                   std::vector<uint64_t> bytes, uint64_t piece_bytes, uint64_t budget_bytes) {
+  if (groups.size() != held.size() || nodes.size() != held.size()) {
+    throw py::value_error("expected as many groups and nodes as ranks");
+  }
+  std::vector<Table> tables;
+  tables.reserve(held.size());
+  for (const py::buffer& of_rank : held) tables.emplace_back(of_rank);
+  std::vector<std::vector<int64_t>> packed(held.size());
+  {
+    const py::gil_scoped_release release;
+    std::vector<share::RankReads> ranks;
+    for (size_t i = 0; i < held.size(); ++i) ranks.push_back({tables[i].values(), {}, groups[i], nodes[i]});
+    share::RouteOptions options;
+    options.piece_bytes = piece_bytes;
+    options.budget_bytes = budget_bytes;
+    const std::vector<share::RankRoutes> routes = share::plan_writes(ranks, writers, options, bytes);
+    for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
+  }
+  std::vector<py::bytes> result;
+  for (const auto& words : packed) result.push_back(bytes_of(words));
+  return result;
+}
+
+// The words of a table and of its rows' numbers, and where in memory what they name lies.
+class HeldTables {
+ public:
+  HeldTables(const py::buffer& table, const py::buffer& rows) : table_(words_of(table)), rows_(words_of(rows)) {
+    held_ = std::make_unique<share::HeldRows>(table_, rows_);
+  }
+  const share::HeldRows& rows() const { return *held_; }
+
+ private:
+  static std::vector<int64_t> words_of(const py::buffer& buffer) {
+    const Table table(buffer);
+    return {table.values().begin(), table.values().end()};
+  }
+  std::vector<int64_t> table_, rows_;
+  std::unique_ptr<share::HeldRows> held_;
+};
 
 void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& device_buffer,
                 const Producers& producers) {
@@ -152,6 +194,28 @@ void bind_routes(py::module_& module) {
   module.def("place_table", &place_table, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"), py::arg("memories"),
              "the table of copies, their devices, and the numbers of rows that are not in it");
+  module.def("plan_writes", &plan_writes, py::arg("held"), py::arg("groups"), py::arg("nodes"), py::arg("writers"),
+             py::arg("bytes"), py::arg("piece_bytes"), py::arg("budget_bytes"), "each rank's routes, packed");
+  py::class_<HeldTables>(module, "HeldRows")
+      .def(py::init<const py::buffer&, const py::buffer&>(), py::arg("table"), py::arg("rows"))
+      .def("box_table",
+           [](const HeldTables& held, const py::buffer& own) {
+             return bytes_of(share::make_box_table(Table(own).values(), held.rows()));
+           })
+      .def(
+          "gather_table",
+          [](const HeldTables& held, const py::buffer& places, const py::buffer& memories) {
+            return bytes_of(share::make_gather_table(Table(places).values(), held.rows(), Table(memories).values()));
+          },
+          py::arg("places"), py::arg("memories"));
+  module.def(
+      "gather_boxes",
+      [](const py::buffer& buffer, unsigned threads) {
+        const Table table(buffer);
+        const py::gil_scoped_release release;
+        io::copy_boxes(io::parse_copy_table(table.values()), threads, io::CopyWay::gather);
+      },
+      py::arg("table"), py::arg("threads"), "copies in the other direction: into the pieces");
   module.def("copy_boxes", &copy_boxes, py::arg("table"), py::arg("threads"), py::arg("devices") = py::bytes(),
              py::arg("producers") = Producers());
 }

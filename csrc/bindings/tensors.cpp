@@ -153,7 +153,7 @@ py::tuple read_table(const py::bytes& inventory, const py::buffer& rows, const p
   const state::Inventory items(view(inventory));
   const state::FillTable table =
       state::make_read_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
-  return py::make_tuple(packed(table.copies.rows), packed(table.copies.devices), table.rest);
+  return py::make_tuple(bytes_of(table.copies.rows), bytes_of(table.copies.devices), table.rest);
 }
 
 // --- Replicas

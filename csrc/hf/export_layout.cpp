@@ -11,13 +11,13 @@
 #include "format/json.h"
 #include "format/torch_record.h"
 #include "io/box.h"
+#include "write/boxes.h"
 #include "write/tiles.h"
 
 namespace vescale_ckpt::hf {
 namespace {
 
-constexpr size_t kMostNamed = 10;              // keys in an error
-constexpr uint64_t kMostMessages = 2'000'000;  // of a save; each takes some hundred bytes of the coordinator's memory
+constexpr size_t kMostNamed = 10;  // keys in an error
 constexpr size_t kLocalPlanRow = 4, kLocationRow = 2;
 
 void expect_only_tensors(const metadata::Catalog& catalog) {
@@ -40,6 +40,16 @@ SafetensorsLayout::Tensor tensor_of(const metadata::Catalog& catalog, const meta
                          std::string(format::dtypes()[key.dtype].name) + ": save it as a view of another dtype");
   }
   return {std::string(catalog.name(key)), *dtype, {shape.begin(), shape.end()}};
+}
+
+// A row of what a rank holds, in the form of RankReads (share/routes.h).
+void append_box(std::vector<int64_t>& rows, int64_t row, int64_t file, int64_t begin, uint32_t dtype,
+                std::span<const int64_t> shape, std::span<const int64_t> offset, std::span<const int64_t> size) {
+  constexpr int64_t kNoCrc = -1;
+  const auto bytes = static_cast<int64_t>(format::tensor_bytes(format::dtypes()[dtype], shape));
+  rows.insert(rows.end(), {row, file, begin, bytes, kNoCrc, dtype, static_cast<int64_t>(shape.size())});
+  for (const auto list : {shape, offset, size}) rows.insert(rows.end(), list.begin(), list.end());
+  rows.insert(rows.end(), shape.size(), 0);
 }
 
 // The keys of each file, by the tensors' sizes.
@@ -86,7 +96,7 @@ std::vector<std::vector<size_t>> shards_by_number(const metadata::Catalog& catal
 ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
                            const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases,
                            std::span<const FileNumber> numbers)
-    : tensors_(catalog.keys.size()), rows_(catalog.ranks), joined_(catalog.ranks) {
+    : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
   expect_only_tensors(catalog);
   std::vector<uint64_t> bytes(catalog.keys.size());
   for (size_t number = 0; number < catalog.keys.size(); ++number) {
@@ -150,135 +160,66 @@ ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_
                         catalog.size(key, chunk), strides);
       std::vector<Row>& rows = rows_.at(chunk.writer);
       if (rows.size() <= chunk.row) rows.resize(size_t{chunk.row} + 1);
-      rows[chunk.row] = {number, tensors_[number].begin + box.begin(), tensors_[number].begin + box.end()};
+      rows[chunk.row] = {number, box.bytes()};
       if (box.run_bytes() == box.end() - box.begin()) continue;
       (box.run_bytes() < write::kShortRun ? tensors_[number].scattered : tensors_[number].apart) = true;
     }
   }
 }
 
-std::vector<size_t> ExportLayout::in_file_order() const {
-  std::vector<size_t> order;
-  for (const File& file : files_) {
-    for (const size_t number : file.layout.order()) {
-      if (tensors_[file.keys[number]].begin != tensors_[file.keys[number]].end) order.push_back(file.keys[number]);
-    }
-  }
-  return order;
-}
-
-std::vector<HeldSpan> ExportLayout::held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const {
-  std::vector<std::vector<HeldSpan>> spans(tensors_.size());
-  for (uint32_t rank = 0; rank < rows_.size(); ++rank) {
-    for (const Row& row : rows_[rank]) {
-      const Tensor& tensor = tensors_[row.tensor];
-      std::vector<HeldSpan>& held = spans[row.tensor];
-      if (row.begin == row.end) continue;
-      if (!tensor.scattered && !tensor.apart) {
-        held.push_back({tensor.file, row.begin, row.end, nodes[rank], rank});
-      } else if (held.empty()) {
-        held.push_back({tensor.file, tensor.begin, tensor.end, nodes[rank], HeldSpan::kNobody});
-        if (tensor.apart) held.back().node = HeldSpan::kNobody;
-      } else if (held.back().node != nodes[rank]) {
-        held.back().node = HeldSpan::kNobody;
-      }
-    }
-  }
-  std::vector<HeldSpan> all;
-  for (const size_t number : order) {
-    std::ranges::sort(spans[number], {}, &HeldSpan::begin);
-    all.insert(all.end(), spans[number].begin(), spans[number].end());
-  }
-  return all;
-}
-
-void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes) {
+void ExportLayout::bring_short_runs(std::span<const uint32_t> nodes, uint64_t least_bytes) {
   const size_t ranks = rows_.size();
-  if (nodes.size() != ranks || !nodes_.empty() || std::ranges::any_of(nodes, [&](uint32_t n) { return n >= ranks; })) {
-    throw Error::invalid("a number below the number of ranks is wanted for each rank, once");
+  if (nodes.size() != ranks || std::ranges::any_of(nodes, [&](uint32_t node) { return node >= ranks; })) {
+    throw Error::invalid("expected a number below the number of ranks for each rank");
   }
-  if (std::ranges::none_of(tensors_, &Tensor::scattered)) return;
-  nodes_.assign(nodes.begin(), nodes.end());
-  std::vector<uint32_t> counts(ranks);
-  for (const uint32_t node : nodes) ++counts[node];
-  const std::vector<size_t> order = in_file_order();
-  ranges_ = choose_node_ranges(held_spans(order, nodes), counts, window_bytes, least_bytes);
-  deal_out(order);
-}
-
-void ExportLayout::stream(std::span<const uint32_t> nodes, uint64_t window_bytes) {
-  const size_t ranks = rows_.size();
-  if (nodes.size() != ranks || !nodes_.empty()) throw Error::invalid("a node is wanted for each rank, once");
-  nodes_.assign(ranks, 0);  // each rank is a writer for all
-  std::vector<uint64_t> bytes;
-  for (size_t file = 0; file < files_.size(); ++file) bytes.push_back(file_bytes(file));
-  ranges_.push_back(choose_stream_ranges(bytes, static_cast<uint32_t>(ranks), window_bytes));
-  deal_out(in_file_order());
-
-  messages_.resize(ranks);
-  uint64_t count = 0;
-  const auto end_of = [](const NodeRange& range) { return std::pair(range.file, range.end); };
-  for (uint32_t rank = 0; rank < ranks; ++rank) {
+  constexpr uint32_t kNobody = UINT32_MAX, kSeveral = UINT32_MAX - 1;
+  std::vector<uint32_t> node_of(tensors_.size(), kNobody);
+  for (size_t rank = 0; rank < ranks; ++rank) {
     for (const Row& row : rows_[rank]) {
-      const uint32_t file = tensors_[row.tensor].file;
-      auto range = std::ranges::upper_bound(ranges_[0], std::pair(file, row.begin), {}, end_of);
-      for (; range != ranges_[0].end() && range->file == file && range->begin < row.end; ++range) {
-        if (nodes[rank] == nodes[range->writer]) continue;
-        if (messages_[rank].insert({range->round, rank, range->writer}).second && ++count > kMostMessages) {
-          throw Error::invalid("ranks of many nodes hold parts of the same rows: more than " +
-                               std::to_string(kMostMessages) + " messages would bring them to one writer");
-        }
-        messages_[range->writer].insert({range->round, rank, range->writer});
-      }
+      if (row.bytes == 0) continue;
+      uint32_t& node = node_of[row.tensor];
+      node = node == kNobody || node == nodes[rank] ? nodes[rank] : kSeveral;
+    }
+  }
+  std::vector<uint64_t> bytes(ranks);  // by node
+  for (const bool choose : {false, true}) {
+    for (size_t number = 0; number < tensors_.size(); ++number) {
+      Tensor& tensor = tensors_[number];
+      if (!tensor.scattered || tensor.apart || node_of[number] >= ranks) continue;
+      if (!choose) bytes[node_of[number]] += tensor.end - tensor.begin;
+      if (choose) tensor.brought = bytes[node_of[number]] >= least_bytes;
     }
   }
 }
 
-std::vector<int64_t> ExportLayout::messages(uint32_t rank) const {
-  std::vector<int64_t> table;
-  for (const std::array<uint32_t, 3>& message : messages_.at(rank)) {
-    table.insert(table.end(), message.begin(), message.end());
-  }
-  return table;
+void ExportLayout::bring_all() {
+  for (Tensor& tensor : tensors_) tensor.brought = true;
 }
 
-// Gives each writer the tensors that its ranges hold.
-void ExportLayout::deal_out(std::span<const size_t> order) {
-  std::vector<std::vector<uint32_t>> ranks_of(nodes_.size());
-  for (uint32_t rank = 0; rank < nodes_.size(); ++rank) ranks_of[nodes_[rank]].push_back(rank);
-  for (size_t node = 0; node < ranges_.size(); ++node) {
-    size_t first = 0;  // in `order`: the first tensor that ends behind the range
-    for (const NodeRange& range : ranges_[node]) {
-      rounds_ = std::max<uint64_t>(rounds_, uint64_t{range.round} + 1);
-      const auto place = std::pair(range.file, range.begin);
-      while (first < order.size() && std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place)
-        ++first;
-      std::vector<Row>& rows = joined_[ranks_of[node][range.writer]];
-      for (size_t i = first; i < order.size(); ++i) {
-        const Tensor& tensor = tensors_[order[i]];
-        if (tensor.file != range.file || tensor.begin >= range.end) break;
-        rows.push_back({order[i], std::max(tensor.begin, range.begin), std::min(tensor.end, range.end)});
-      }
+std::vector<std::vector<int64_t>> ExportLayout::held(const metadata::Catalog& catalog) const {
+  if (catalog.keys.size() != tensors_.size() || catalog.ranks != rows_.size()) {
+    throw Error::invalid("a layout is not that of this catalog");
+  }
+  std::vector<std::vector<int64_t>> held(rows_.size());
+  for (size_t number = 0; number < tensors_.size(); ++number) {
+    const Tensor& tensor = tensors_[number];
+    if (!tensor.brought || tensor.begin == tensor.end) continue;
+    const metadata::Catalog::Key& key = catalog.keys[number];
+    for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
+      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
+      append_box(held.at(chunk.writer), chunk.row, tensor.file, static_cast<int64_t>(tensor.begin), key.dtype,
+                 catalog.shape(key), catalog.offset(key, chunk), catalog.size(key, chunk));
     }
   }
+  return held;
 }
 
-std::vector<int64_t> ExportLayout::joined_ranges(uint32_t rank) const {
-  return rounds_ == 0 ? std::vector<int64_t>() : range_rows(ranges_[nodes_.at(rank)]);
-}
-
-std::vector<int64_t> ExportLayout::joined_targets(uint32_t rank) const {
-  const auto bytes = std::ranges::find(format::dtypes(), std::string_view("uint8"), &format::DType::name);
-  const int64_t dtype = bytes - format::dtypes().begin();
-  std::vector<int64_t> table;
-  for (const Row& row : joined_.at(rank)) {
-    const Tensor& tensor = tensors_[row.tensor];
-    table.insert(
-        table.end(),
-        {tensor.file, static_cast<int64_t>(tensor.begin), dtype, 1, static_cast<int64_t>(tensor.end - tensor.begin),
-         static_cast<int64_t>(row.begin - tensor.begin), static_cast<int64_t>(row.end - row.begin)});
+std::vector<uint64_t> ExportLayout::straight_bytes() const {
+  std::vector<uint64_t> bytes(rows_.size());
+  for (size_t rank = 0; rank < rows_.size(); ++rank) {
+    for (const Row& row : rows_[rank]) bytes[rank] += tensors_[row.tensor].brought ? 0 : row.bytes;
   }
-  return table;
+  return bytes;
 }
 
 std::vector<int64_t> ExportLayout::record_locations(uint32_t rank) const {
@@ -286,35 +227,48 @@ std::vector<int64_t> ExportLayout::record_locations(uint32_t rank) const {
   std::vector<int64_t> table;
   table.reserve(rows_[rank].size() * kLocationRow);
   for (const Row& row : rows_[rank]) {
-    table.push_back(tensors_[row.tensor].file);
+    const int64_t file = tensors_[row.tensor].file;
+    table.push_back(tensors_[row.tensor].brought ? -1 - file : file);
     table.push_back(static_cast<int64_t>(tensors_[row.tensor].begin));
   }
   return table;
 }
 
-std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uint32_t>> blocks) const {
+std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uint32_t>> checksums) const {
   constexpr const char* kOthers = "checksums that do not fit the layout";
-  if (blocks.size() != rows_.size()) throw Error::invalid(kOthers);
   std::vector<std::vector<uint32_t>> of_file(files_.size());
+  struct Found {
+    const Tensor* tensor;
+    uint64_t missing;  // bytes
+  };
+  std::vector<std::map<uint64_t, Found>> at(files_.size());  // by file and offset
   for (const Tensor& tensor : tensors_) {
     std::vector<uint32_t>& all = of_file[tensor.file];
     all.resize(std::max<size_t>(all.size(), tensor.first_block + format::cells(tensor.begin, tensor.end)));
+    if (tensor.begin != tensor.end) at[tensor.file][tensor.begin] = {&tensor, tensor.end - tensor.begin};
   }
-  for (size_t rank = 0; rank < rows_.size(); ++rank) {
-    std::span<const uint32_t> rest = blocks[rank];
-    for (const std::vector<Row>* rows : {&rows_[rank], &joined_[rank]}) {
-      for (const Row& row : *rows) {
-        const Tensor& tensor = tensors_[row.tensor];
-        const uint64_t count = format::cells(row.begin, row.end);
-        if (rest.size() < count) throw Error::invalid(kOthers);
-        if (count == 0) continue;
-        const uint64_t first =
-            tensor.first_block + row.begin / format::kChecksumBlock - tensor.begin / format::kChecksumBlock;
-        for (uint64_t i = 0; i < count; ++i) of_file[tensor.file][first + i] ^= rest[i];
-        rest = rest.subspan(count);
-      }
+  for (std::span<const uint32_t> rest : checksums) {
+    while (!rest.empty()) {
+      if (rest.size() < write::Boxes::kChecksumHead) throw Error::invalid(kOthers);
+      const uint64_t file = rest[0], begin = rest[1] | uint64_t{rest[2]} << 32;
+      const uint64_t bytes = rest[3] | uint64_t{rest[4]} << 32, first = rest[5], count = rest[6];
+      rest = rest.subspan(write::Boxes::kChecksumHead);
+      if (file >= at.size()) throw Error::invalid(kOthers);
+      const auto found = at[file].find(begin);
+      if (found == at[file].end()) throw Error::invalid(kOthers);
+      const Tensor& tensor = *found->second.tensor;
+      if (bytes > found->second.missing) throw Error::invalid(kOthers);
+      found->second.missing -= bytes;
+      const uint64_t cells = format::cells(tensor.begin, tensor.end);
+      if (first > cells || count > cells - first || count > rest.size()) throw Error::invalid(kOthers);
+      for (uint64_t i = 0; i < count; ++i) of_file[file][tensor.first_block + first + i] ^= rest[i];
+      rest = rest.subspan(count);
     }
-    if (!rest.empty()) throw Error::invalid(kOthers);
+  }
+  for (const auto& tensors : at) {
+    if (std::ranges::any_of(tensors, [](const auto& of) { return of.second.missing != 0; })) {
+      throw Error::invalid(kOthers);
+    }
   }
   std::vector<std::string> heads;
   for (size_t file = 0; file < files_.size(); ++file)
@@ -338,15 +292,15 @@ std::string ExportLayout::index(std::span<const std::string> names) const {
   return text + "\n  }\n}\n";
 }
 
-std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> local_plan,
-                                         std::span<const int64_t> record_locations) {
+std::vector<int64_t> make_export_boxes(const state::Inventory& inventory, std::span<const int64_t> local_plan,
+                                       std::span<const int64_t> record_locations, bool with_brought) {
   constexpr const char* kMalformed = "a layout is not that of this part";
   if (local_plan.size() / kLocalPlanRow != record_locations.size() / kLocationRow ||
       local_plan.size() % kLocalPlanRow != 0) {
     throw Error::invalid(kMalformed);
   }
   std::vector<int64_t> table;
-  table.reserve(local_plan.size() * 3);
+  table.reserve(local_plan.size() * 4);
   for (size_t row = 0; row < local_plan.size() / kLocalPlanRow; ++row) {
     const auto item_words = local_plan.subspan(row * kLocalPlanRow, kLocalPlanRow);
     if (item_words[0] < 0 || static_cast<uint64_t>(item_words[0]) >= inventory.size()) throw Error::invalid(kMalformed);
@@ -355,16 +309,15 @@ std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std:
       throw Error::invalid(kMalformed);
     }
     const auto place = record_locations.subspan(row * kLocationRow, kLocationRow);
-    const size_t dims = item.shape.size();
-    table.insert(table.end(), {place[0], place[1], int64_t{item.dtype}, static_cast<int64_t>(dims)});
-    table.insert(table.end(), item.shape.begin(), item.shape.end());
-    table.insert(table.end(), item.offset.begin(), item.offset.end());
-    table.insert(table.end(), item.size.begin(), item.size.end());
+    if (place[0] < 0 && !with_brought) continue;
+    std::vector<int64_t> offset(item.offset.begin(), item.offset.end()), size(item.size.begin(), item.size.end());
     if (item_words[1] >= 0) {
       const auto dim = static_cast<size_t>(item_words[1]);
-      table[table.size() - 2 * dims + dim] += item_words[2];
-      table[table.size() - dims + dim] = item_words[3];
+      offset[dim] += item_words[2];
+      size[dim] = item_words[3];
     }
+    append_box(table, static_cast<int64_t>(row), place[0] < 0 ? -1 - place[0] : place[0], place[1], item.dtype,
+               item.shape, offset, size);
   }
   return table;
 }

@@ -6,15 +6,12 @@
 // they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "hf/node_ranges.h"
 #include "hf/safetensors_layout.h"
 #include "metadata/catalog.h"
 #include "state/inventory.h"
@@ -39,33 +36,27 @@ class ExportLayout {
   ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes, const SafetensorsHeader::Metadata& metadata,
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
 
-  // Lets ranks of a node put ranges together (hf/node_ranges.h). `nodes`: a number below the number of ranks for each
-  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once; or stream().
-  void join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes);
-  // The same for files of an object store, which takes each file in order from one rank: all of each file is a range of
-  // its writer, from its first byte on, its head included. Files are dealt out to the ranks evenly. `nodes`: as
-  // for join(). Bytes for a writer of another node travel in messages;
-  // throws Error(invalid) if these are too many.
-  void stream(std::span<const uint32_t> nodes, uint64_t window_bytes);
-  // The messages that the rank sends and receives, in order: rows of round, sender, writer.
-  std::vector<int64_t> messages(uint32_t rank) const;
-  // The number of rounds, of the node that has most of them; 0 if no ranges are put together.
-  uint64_t rounds() const { return rounds_; }
-  // The ranges of the rank's node: rows of file, begin, end, writer, round, offset in the window.
-  std::vector<int64_t> joined_ranges(uint32_t rank) const;
-  // What the rank is the writer of, as rows of SharedWriter's targets: bytes of tensors, seen as one dimension.
-  std::vector<int64_t> joined_targets(uint32_t rank) const;
+  // Chooses the tensors that ranks bring to each other before they are written (share/routes.h): those of which ranks
+  // of one node hold short runs, if the node has so many bytes of them; or all, for files that one rank each has to
+  // write. `nodes`: for each rank a number below the number of ranks, equal for ranks that see each other's memory.
+  void bring_short_runs(std::span<const uint32_t> nodes, uint64_t least_bytes);
+  void bring_all();
+  // What each rank holds of these tensors, as share::plan_writes takes it. The catalog: that of the constructor.
+  std::vector<std::vector<int64_t>> held(const metadata::Catalog& catalog) const;
+  // The bytes of each rank's other boxes, which it writes straight from its memory.
+  std::vector<uint64_t> straight_bytes() const;
 
   size_t files() const { return files_.size(); }  // at least one
   uint64_t file_bytes(size_t file) const { return files_[file].layout.file_bytes(); }
   uint64_t tensor_bytes() const { return tensor_bytes_; }
 
-  // For each row of the rank's local plan: file, offset of its tensor in the file.
+  // For each row of the rank's local plan: file (-1 - file if ranks bring it to each other), offset of its tensor in
+  // it.
   std::vector<int64_t> record_locations(uint32_t rank) const;
 
-  // Length and header of each file, which complete it. `blocks[rank]`: what SharedWriter::finish returned.
-  // Throws Error(invalid) if they are not of this layout.
-  std::vector<std::string> heads(std::span<const std::span<const uint32_t>> blocks) const;
+  // Length and header of each file, which complete it. `checksums`: of each rank, as Boxes::take_checksums
+  // (write/boxes.h). Throws Error(invalid) if they are not of this layout.
+  std::vector<std::string> heads(std::span<const std::span<const uint32_t>> checksums) const;
 
   // The index that names the file of each tensor; `names`: of the files.
   std::string index(std::span<const std::string> names) const;
@@ -82,29 +73,22 @@ class ExportLayout {
     uint32_t file = 0;
     bool scattered = false;  // some box of it has short runs
     bool apart = false;      // some box of it has long runs
+    bool brought = false;
   };
   struct Row {  // of a rank's local plan
     uint64_t tensor = 0;
-    uint64_t begin = 0, end = 0;  // in the file: from the box's first byte to its last
+    uint64_t bytes = 0;
   };
-  std::vector<size_t> in_file_order() const;
-  std::vector<HeldSpan> held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const;
-  void deal_out(std::span<const size_t> order);
 
   std::vector<File> files_;
   std::vector<Tensor> tensors_;
-  std::vector<std::vector<Row>> rows_;                       // of each rank
-  std::vector<std::vector<Row>> joined_;                     // of each rank: what it is the writer of
-  std::vector<uint32_t> nodes_;                              // of each rank; empty if nothing is joined
-  std::vector<std::vector<NodeRange>> ranges_;               // of each node
-  std::vector<std::set<std::array<uint32_t, 3>>> messages_;  // of each rank; see messages()
-  uint64_t rounds_ = 0;
+  std::vector<std::vector<Row>> rows_;  // of each rank
   uint64_t tensor_bytes_ = 0;
 };
 
-// SharedWriter's targets for the tensors of a local plan of this inventory, at these record locations. Throws
-// Error(invalid).
-std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> local_plan,
-                                         std::span<const int64_t> record_locations);
+// What a rank with this local plan of this inventory holds, at these record locations, as share::plan_writes takes it:
+// without the boxes that ranks bring to each other, or with them. Throws Error(invalid).
+std::vector<int64_t> make_export_boxes(const state::Inventory& inventory, std::span<const int64_t> local_plan,
+                                       std::span<const int64_t> record_locations, bool with_brought);
 
 }  // namespace vescale_ckpt::hf

@@ -45,22 +45,26 @@ std::vector<Step> steps_of(std::span<const BoxCopy> copies) {
   return steps;
 }
 
-void copy(const BoxCopy& copy, uint64_t from, uint64_t to) {
+void copy(const BoxCopy& copy, uint64_t from, uint64_t to, CopyWay way) {
   from = std::max(from, copy.box.begin());
   to = std::min(to, copy.box.end());
-  copy.box.scatter(copy.piece + from, from, to, copy.memory);
+  if (way == CopyWay::scatter) {
+    copy.box.scatter(copy.piece + from, from, to, copy.memory);
+  } else {
+    copy.box.gather(copy.piece + from, from, to, copy.memory);
+  }
 }
 
 }  // namespace
 
-void copy_boxes(std::span<const BoxCopy> copies, unsigned threads) {
+void copy_boxes(std::span<const BoxCopy> copies, unsigned threads, CopyWay way) {
   const std::vector<Step> steps = steps_of(copies);
   if (steps.empty()) return;
   std::atomic<size_t> next{0};
   run_workers(static_cast<unsigned>(std::min<size_t>(threads, steps.size())), [&](const std::atomic<bool>&) {
     for (size_t number = next++; number < steps.size(); number = next++) {
       const Step& step = steps[number];
-      for (size_t i = step.copy; i < step.end; ++i) copy(copies[i], step.from, step.to);
+      for (size_t i = step.copy; i < step.end; ++i) copy(copies[i], step.from, step.to, way);
     }
   });
 }
@@ -69,7 +73,7 @@ std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
   std::vector<BoxCopy> copies;
   for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint32_t dtype = cursor.dtype();
-    const std::byte* piece = cursor.address();
+    std::byte* piece = cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), offsets = cursor.take(dims), lengths = cursor.take(dims);
     std::byte* memory = cursor.address();

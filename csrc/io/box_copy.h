@@ -1,4 +1,4 @@
-// Copies of boxes out of contiguous pieces in memory to wherever they belong, many at once.
+// Copies of boxes out of contiguous pieces in memory to wherever they belong, or the other way, many at once.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,17 @@ namespace vescale_ckpt::io {
 
 struct BoxCopy {
   Box box;  // of the piece, over `memory`
-  const std::byte* piece;
+  std::byte* piece;
   std::byte* memory;  // of the box's first element
 };
 
+enum class CopyWay {
+  scatter,  // out of the pieces
+  gather,   // into them
+};
+
 // Makes all copies on up to `threads` threads. No two may write the same bytes, or read what another writes.
-void copy_boxes(std::span<const BoxCopy> copies, unsigned threads);
+void copy_boxes(std::span<const BoxCopy> copies, unsigned threads, CopyWay way = CopyWay::scatter);
 
 // Rows: dtype, address of the piece, dimensions n, n sizes of the piece, n offsets of the box in it, n sizes of the
 // box, address of the box's first element, n strides (elements). Throws Error(invalid, row).

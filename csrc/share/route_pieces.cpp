@@ -30,7 +30,7 @@ std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint3
   return reads.subspan(at, words);
 }
 
-void check(const Need& need, size_t files) {
+void check(const Need& need, uint64_t files) {
   const auto malformed = [&need] { return Error::invalid("a rank's reads are malformed", need.rank); };
   if (need.row[1] < 0 || static_cast<uint64_t>(need.row[1]) >= files) throw malformed();
   if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= format::dtypes().size()) throw malformed();
@@ -49,8 +49,14 @@ bool same_record(const Need& left, const Need& right) {
 
 class Cutter {
  public:
-  Cutter(size_t senders, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
-      : limit_(most_bytes_at_once(senders, options)), options_(options), routes_(routes), own_bytes_(own_bytes) {}
+  Cutter(size_t senders, const RouteOptions& options, std::span<const uint32_t> writers, std::span<RankRoutes> routes,
+         std::span<uint64_t> own_bytes)
+      : limit_(most_bytes_at_once(senders, options)),
+        options_(options),
+        cuts_(options.writes ? Piece::Cuts::always : Piece::Cuts::if_all_receive_both),
+        writers_(writers),
+        routes_(routes),
+        own_bytes_(own_bytes) {}
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
@@ -70,12 +76,13 @@ class Cutter {
     }
     if (!needed) return;
     own_.assign(needs.size(), {});
-    const bool alone = std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
+    const bool alone =
+        writers_.empty() && std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
     const bool only_whole = options_.verify && first.crc() == kUnknownCrc;
     if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
       for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Box::of(needs[i])};
     } else if (only_whole) {
-      add(needs, *needed, false);
+      add(needs, *needed, Piece::Cuts::never);
     } else {
       cut_slabs(needs, *needed);
     }
@@ -89,11 +96,18 @@ class Cutter {
   }
 
  private:
+  // Whether what only one rank needs is its own affair. What is written in order has to be one range of its file.
+  bool is_own(std::span<const Piece::Receiver> receivers, const Box& slab) const {
+    const Need& first = *receivers.front().need;
+    return writers_.empty() ||
+           (writers_[first.file] == first.rank && receivers.size() == 1 && receivers.front().box == slab);
+  }
+
   // Along the first dimension whose slices are no larger than a piece; those before it are taken one index at a time.
   void cut_slabs(std::span<const Need> needs, const Box& needed) {
     size_t cut_dim = 0;
     uint64_t slice = needed.elements() * item_bytes(needs.front());
-    if (slice <= limit_) return add(needs, needed, true);
+    if (slice <= limit_) return add(needs, needed, cuts_);
     for (; cut_dim < needed.size.size(); ++cut_dim) {
       slice /= static_cast<uint64_t>(needed.size[cut_dim]);
       if (slice <= limit_) break;
@@ -107,7 +121,7 @@ class Cutter {
         const int64_t begin = length * slab / count, end = length * (slab + 1) / count;
         box.offset[cut_dim] = needed.offset[cut_dim] + begin;
         box.size[cut_dim] = end - begin;
-        add(needs, box, true);
+        add(needs, box, cuts_);
       }
     } while (next_index(box, needed, cut_dim));
   }
@@ -121,7 +135,7 @@ class Cutter {
     return false;
   }
 
-  void add(std::span<const Need> needs, const Box& box, bool cuttable) {
+  void add(std::span<const Need> needs, const Box& box, Piece::Cuts cuts) {
     Piece piece{};
     std::optional<Box> needed;
     std::vector<uint32_t> ranks;
@@ -137,9 +151,11 @@ class Cutter {
       piece.receivers.push_back({&need, std::move(*part)});
     }
     if (!needed) return;
-    if (ranks.size() == 1) {
+    if (ranks.size() == 1 && is_own(piece.receivers, *needed)) {
       for (Piece::Receiver& receiver : piece.receivers) {
-        join_own(own_[static_cast<size_t>(receiver.need - needs.data())], std::move(receiver.box));
+        std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs.data())];
+        own.push_back(std::move(receiver.box));
+        if (writers_.empty()) join_last(own);
       }
       return;
     }
@@ -147,16 +163,14 @@ class Cutter {
     piece.box = std::move(*needed);
     piece.bytes = piece.box.elements() * item_bytes(*piece.like);
     piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
-    piece.cuttable = cuttable;
-    piece.wanted_whole =
-        std::ranges::all_of(piece.receivers, [&](const Piece::Receiver& to) { return to.box == piece.box; });
+    piece.cuts = cuts;
     piece.order = pieces_.size();
+    if (!writers_.empty()) piece.reader = writers_[piece.like->file];
     pieces_.push_back(std::move(piece));
   }
 
   // Slabs come in rising order: what they were cut from comes together again.
-  static void join_own(std::vector<Box>& boxes, Box next) {
-    boxes.push_back(std::move(next));
+  static void join_last(std::vector<Box>& boxes) {
     while (boxes.size() > 1 && boxes[boxes.size() - 2].join(boxes.back())) boxes.pop_back();
   }
 
@@ -170,6 +184,8 @@ class Cutter {
 
   const uint64_t limit_;
   const RouteOptions options_;
+  const Piece::Cuts cuts_;
+  const std::span<const uint32_t> writers_;
   const std::span<RankRoutes> routes_;
   const std::span<uint64_t> own_bytes_;
   std::vector<Piece> pieces_;
@@ -239,29 +255,36 @@ uint64_t Box::elements() const {
 
 std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   const auto found = std::ranges::find_if(box.size, [](int64_t length) { return length > 1; });
-  if (!cuttable || found == box.size.end()) return std::nullopt;
+  if (cuts == Cuts::never || found == box.size.end()) return std::nullopt;
   const auto dim = static_cast<size_t>(found - box.size.begin());
   const uint64_t slice = bytes / static_cast<uint64_t>(box.size[dim]);
   const auto head = static_cast<int64_t>(head_bytes / slice);
   if (head == 0 || head >= box.size[dim]) return std::nullopt;
-  // Receivers that want only a part along the dimension might be left on one side alone.
+  // In a load a reader needs what it reads: receivers of a part along the dimension might be left on one side alone.
   const bool all_along = std::ranges::all_of(receivers, [&](const Receiver& to) {
     return to.box.offset[dim] == box.offset[dim] && to.box.size[dim] == box.size[dim];
   });
-  if (!all_along) return std::nullopt;
+  if (cuts == Cuts::if_all_receive_both && !all_along) return std::nullopt;
   Piece rest = *this;
-  const auto narrow = [dim](Box& part, int64_t start, int64_t length) {
-    part.offset[dim] += start;
-    part.size[dim] = length;
-  };
-  const int64_t length = box.size[dim];
-  for (Piece* part : {this, &rest}) {
-    const int64_t start = part == this ? 0 : head, part_length = part == this ? head : length - head;
-    narrow(part->box, start, part_length);
-    for (Receiver& to : part->receivers) narrow(to.box, start, part_length);
-    part->bytes = slice * static_cast<uint64_t>(part_length);
-  }
+  const int64_t begin = box.offset[dim], end = begin + box.size[dim];
+  narrow(dim, begin, begin + head);
+  rest.narrow(dim, begin + head, end);
   return rest;
+}
+
+void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
+  bytes = bytes / static_cast<uint64_t>(box.size[dim]) * static_cast<uint64_t>(end - begin);
+  box.offset[dim] = begin;
+  box.size[dim] = end - begin;
+  std::vector<Receiver> left;
+  for (Receiver& to : receivers) {
+    const Overlap part = overlap(to.box.offset[dim], to.box.size[dim], begin, end - begin);
+    if (part.empty()) continue;
+    to.box.offset[dim] = part.begin;
+    to.box.size[dim] = part.size();
+    left.push_back(std::move(to));
+  }
+  receivers = std::move(left);
 }
 
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
@@ -290,7 +313,7 @@ uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   return std::clamp(options.budget_bytes / (senders + 2), least, most);
 }
 
-std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
+std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered) {
   std::unordered_map<std::string, uint32_t> files;
   std::vector<Need> needs;
   for (const uint32_t rank : members) {
@@ -302,8 +325,8 @@ std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uin
     for (size_t at = 0; at < reads.size();) {
       Need need{rank, 0, row_at(reads, at, rank)};
       at += need.row.size();
-      check(need, numbers.size());
-      need.file = numbers[static_cast<size_t>(need.row[1])];
+      check(need, numbered ? UINT32_MAX : numbers.size());
+      need.file = numbered ? static_cast<uint32_t>(need.row[1]) : numbers[static_cast<size_t>(need.row[1])];
       needs.push_back(need);
     }
   }
@@ -315,8 +338,8 @@ std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uin
 }
 
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
-  Cutter cutter(senders, options, routes, own_bytes);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
+  Cutter cutter(senders, options, writers, routes, own_bytes);
   for (size_t begin = 0; begin < needs.size();) {
     size_t end = begin + 1;
     while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;

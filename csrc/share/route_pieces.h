@@ -63,14 +63,15 @@ struct Piece {
   uint64_t bytes;
   std::vector<Receiver> receivers;  // by rank; several of a rank that wants it for several items
   uint32_t set;                     // of ranks that need it: number in Pieces::sets
-  bool cuttable;
-  bool wanted_whole;   // by all receivers
+  enum class Cuts { never, if_all_receive_both, always } cuts;
   uint64_t order = 0;  // position in the files; pieces cut from one piece have the same
   uint32_t reader = 0;
 
-  // Keeps at most `head_bytes` and returns the rest. Returns nullopt, and keeps all, if the two would not be needed by
-  // the same ranks, or if it cannot be cut so.
+  // Keeps at most `head_bytes` and returns the rest. Returns nullopt, and keeps all, if it cannot be cut so.
   std::optional<Piece> cut(uint64_t head_bytes);
+
+ private:
+  void narrow(size_t dim, int64_t begin, int64_t end);  // to these indices of the chunk
 };
 
 struct Pieces {
@@ -80,15 +81,17 @@ struct Pieces {
 
 // Cuts what two or more ranks need into pieces. What only one rank needs is added to its `own` reads in `routes`, and
 // its bytes to `own_bytes`, which has one entry a rank. `needs` holds all their needs, and must outlive the pieces.
-// `senders` as for most_bytes_at_once.
+// `senders` as for most_bytes_at_once. `writers`: of each file the rank that gets all of it, if that is known: then its
+// own are the pieces that only it has, and it is the reader of all others.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
 // Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);
 
-// The rows of `members`, in the order of files, checked. Throws Error (invalid, with the rank as item).
-std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members);
+// The rows of `members`, in the order of files, checked. `numbered`: their files have the same numbers on all ranks,
+// and no names. Throws Error (invalid, with the rank as item).
+std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered = false);
 
 // The most bytes of one piece, and of all pieces that one rank reads in one round. `senders`: how many ranks may send
 // to one rank in a round.

@@ -64,14 +64,16 @@ void join(Parcels& parcels, Parcel next) {
   parcels.push_back(std::move(next));
 }
 
-// Bytes at the same place within a page as in the file go there without a copy.
-uint64_t staging_offset(const Piece& piece, uint64_t cursor) {
-  if (piece.bytes < kLargeBytes) return align_up(cursor, kAlignment);
+// Bytes at the same place within a page as in the file go there, or come from there, without a copy. `in_file`: the
+// record's offset is that of its first element, and what is one behind another in the file is so in memory.
+uint64_t staging_offset(const Piece& piece, bool in_file, uint64_t cursor) {
+  if (!in_file && piece.bytes < kLargeBytes) return align_up(cursor, kAlignment);
   uint64_t element = 0;  // of the chunk: the first that is read
   for (size_t dim = 0; dim < piece.box.offset.size(); ++dim) {
     element = element * static_cast<uint64_t>(piece.like->chunk()[dim]) + static_cast<uint64_t>(piece.box.offset[dim]);
   }
-  const uint64_t within = (element * item_bytes(*piece.like) + kBodyInPage) % kPage;
+  const uint64_t body = in_file ? static_cast<uint64_t>(piece.like->record_offset()) : kBodyInPage;
+  const uint64_t within = (element * item_bytes(*piece.like) + body) % kPage;
   const uint64_t page = cursor / kPage * kPage;
   return page + within >= cursor ? page + within : page + kPage + within;
 }
@@ -191,7 +193,7 @@ class Rounds {
         std::ranges::all_of(entry.by_node, [&](const auto& of_node) { return is_whole(piece, of_node.second); });
     if (!of_reader.empty()) {
       Bucket& last = of_reader.back();
-      entry.offset = staging_offset(piece, last.staging_bytes);
+      entry.offset = staging_offset(piece, options_.writes, last.staging_bytes);
       const bool uniform = last.uniform && whole && piece.set == last.entries.front().piece->set;
       const uint64_t memory = entry.offset + piece.bytes + (uniform ? 0 : last.packed_bytes + packed);
       if (entry.offset + piece.bytes <= most && memory <= options_.budget_bytes) {
@@ -201,7 +203,7 @@ class Rounds {
     }
     Bucket& bucket = of_reader.emplace_back();
     bucket.uniform = whole;
-    entry.offset = staging_offset(piece, 0);
+    entry.offset = staging_offset(piece, options_.writes, 0);
     add(bucket, std::move(entry), packed);
   }
 
@@ -341,7 +343,8 @@ class Rounds {
   static void stage(RouteRound& round, const Piece& piece, uint32_t reader, uint64_t offset) {
     const auto found =
         std::ranges::find_if(piece.receivers, [&](const Piece::Receiver& to) { return to.need->rank == reader; });
-    const Need* own = found->need;  // which numbers files as the reader does
+    // Its own numbers files as the reader does. A writer may have none: then all number them alike.
+    const Need* own = found == piece.receivers.end() ? piece.like : found->need;
     round.staged.push_back(static_cast<int64_t>(offset));
     append(round.staged, own->row.first(Need::kHead));
     append(round.staged, own->chunk());

@@ -1,9 +1,12 @@
 #include "share/route_tables.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "base/error.h"
+#include "format/torch_record.h"
+#include "io/table_cursor.h"
 #include "share/words.h"
 #include "state/inventory.h"
 #include "state/tables.h"
@@ -11,7 +14,8 @@
 namespace vescale_ckpt::share {
 namespace {
 
-constexpr size_t kStagedHead = 8, kPackHead = 4;
+constexpr size_t kStagedHead = 8, kPackHead = 4, kOwnHead = 7, kPlaceHead = 5, kMemoryRow = 3;
+constexpr size_t kNotHeld = SIZE_MAX;
 
 // One row: a head whose last word is the number of dimensions, and three lists of so many.
 struct Row {
@@ -71,6 +75,92 @@ std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<c
     append(made, std::array{dtype, state::address_in(memory, row.head[0], dtype, row.first, number), row.head[3]});
     return std::pair(row.head[1], dtype);
   });
+}
+
+HeldRows::HeldRows(std::span<const int64_t> table, std::span<const int64_t> rows) {
+  if (std::ranges::any_of(rows, [](int64_t row) { return row < 0 || row > INT32_MAX; })) {
+    throw Error::invalid("no such row of a part");
+  }
+  at_.assign(rows.empty() ? 0 : static_cast<size_t>(std::ranges::max(rows)) + 1, kNotHeld);
+  io::TableCursor cursor(table);
+  for (; !cursor.at_end(); cursor.next_row()) {
+    const int64_t dtype = cursor.dtype(), address = cursor.take(1)[0];
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), strides = cursor.take(dims);
+    if (held_.size() == rows.size()) throw Error::invalid("expected as many rows as tensors");
+    at_[static_cast<size_t>(rows[held_.size()])] = held_.size();
+    held_.push_back({dtype, address, sizes, strides});
+  }
+  if (held_.size() != rows.size()) throw Error::invalid("expected as many rows as tensors");
+}
+
+const HeldRows::Held* HeldRows::find(int64_t row) const {
+  const bool known = row >= 0 && static_cast<uint64_t>(row) < at_.size() && at_[static_cast<size_t>(row)] != kNotHeld;
+  return known ? &held_[at_[static_cast<size_t>(row)]] : nullptr;
+}
+
+int64_t HeldRows::Held::address_of(std::span<const int64_t> offsets, std::span<const int64_t> lengths,
+                                   int64_t row) const {
+  const auto leaves = [row] { return Error::invalid("a tensor is not what the layout was made for", row); };
+  if (offsets.size() != sizes.size()) throw leaves();
+  int64_t first = 0;
+  bool empty = false;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    const int64_t offset = offsets[dim], length = lengths[dim];
+    if (offset < 0 || length < 0 || offset > sizes[dim] || length > sizes[dim] - offset) throw leaves();
+    empty = empty || length == 0;
+    first += offset * strides[dim];
+  }
+  return empty ? address : address + first * format::dtypes()[static_cast<size_t>(dtype)].item_bytes;
+}
+
+std::vector<int64_t> make_box_table(std::span<const int64_t> own, const HeldRows& held) {
+  std::vector<int64_t> made;
+  int64_t number = 0;
+  for (size_t at = 0; at < own.size(); ++number) {
+    const Row row = row_at(own, at, kOwnHead, number);
+    const size_t dims = row.first.size();
+    at += kOwnHead + 3 * dims;
+    if (own.size() - at < dims) throw Error::invalid("a table of a round is malformed", number);
+    const auto offsets = own.subspan(at, dims);
+    at += dims;
+    const HeldRows::Held* memory = held.find(row.head[0]);
+    if (memory == nullptr) continue;
+    if (memory->dtype != row.head[5]) throw Error::invalid("a tensor is not of the layout's dtype", number);
+    append(made, row.head.subspan(1));
+    for (const auto list : {row.first, row.second, row.third}) append(made, list);
+    made.push_back(memory->address_of(offsets, row.third, number));
+    append(made, memory->strides);
+  }
+  return made;
+}
+
+std::vector<int64_t> make_gather_table(std::span<const int64_t> places, const HeldRows& held,
+                                       std::span<const int64_t> memories) {
+  std::vector<int64_t> made;
+  int64_t number = 0;
+  for (size_t at = 0; at < places.size(); ++number) {
+    const Row row = row_at(places, at, kPlaceHead, number);
+    const size_t dims = row.first.size();
+    at += kPlaceHead + 3 * dims;
+    if (places.size() - at < dims) throw Error::invalid("a table of a round is malformed", number);
+    const auto offsets = places.subspan(at, dims);
+    at += dims;
+    const HeldRows::Held* from = held.find(row.head[2]);
+    if (from == nullptr || from->dtype != row.head[3]) throw Error::invalid("no such box is held", number);
+    std::span<const std::byte> memory;
+    for (size_t i = 0; i + kMemoryRow <= memories.size(); i += kMemoryRow) {
+      if (memories[i] != row.head[0]) continue;
+      memory = {reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(memories[i + 1])),
+                static_cast<size_t>(memories[i + 2])};
+    }
+    append(made, std::array{from->dtype, state::address_in(memory, row.head[1], from->dtype, row.first, number),
+                            static_cast<int64_t>(dims)});
+    for (const auto list : {row.first, row.second, row.third}) append(made, list);
+    made.push_back(from->address_of(offsets, row.third, number));
+    append(made, from->strides);
+  }
+  return made;
 }
 
 }  // namespace vescale_ckpt::share

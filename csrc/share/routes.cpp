@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <map>
+#include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "share/route_pieces.h"
@@ -19,6 +21,23 @@ size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> 
   size_t most = 0;
   for (const auto& [node, count] : on_node) most = std::max(most, (members.size() - count + count - 1) / count);
   return most;
+}
+
+constexpr uint64_t kMostParts = 4'000'000;  // of pieces, which take some hundred bytes each
+
+using Groups = std::map<uint32_t, std::vector<uint32_t>>;  // their ranks
+
+Groups groups_of(std::span<const RankReads> ranks) {
+  Groups groups;
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
+  return groups;
+}
+
+// All ranks take as many rounds as the one that has most.
+void make_equally_many_rounds(std::span<RankRoutes> routes) {
+  size_t rounds = 0;
+  for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());
+  for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
 }
 
 uint64_t once_bytes(const Pieces& pieces) {
@@ -46,14 +65,12 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes) {
   if (bytes.size() != ranks.size()) throw Error::invalid("as many numbers of bytes as ranks are wanted");
-  std::map<uint32_t, std::vector<uint32_t>> groups;
-  for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
   std::vector<RankRoutes> routes(ranks.size());
   uint64_t once = 0, alone = 0;
-  for (const auto& [group, members] : groups) {
+  for (const auto& [group, members] : groups_of(ranks)) {
     const std::vector<Need> needs = needs_of(ranks, members);
     const size_t senders = most_senders(ranks, members);
-    Pieces pieces = cut_pieces(needs, senders, options, routes, bytes);
+    Pieces pieces = cut_pieces(needs, senders, options, {}, routes, bytes);
     choose_readers(pieces, bytes);
     make_rounds(pieces, ranks, members, senders, options, routes);
     once += once_bytes(pieces);
@@ -63,9 +80,37 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
     of_rank.once_bytes = once;
     of_rank.alone_bytes = alone;
   }
-  size_t rounds = 0;
-  for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());
-  for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
+  make_equally_many_rounds(routes);
+  return routes;
+}
+
+std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
+                                    const RouteOptions& options, std::span<uint64_t> bytes) {
+  if (bytes.size() != held.size()) throw Error::invalid("expected a number of bytes for each rank");
+  RouteOptions for_writes = options;
+  for_writes.writes = true;
+  for_writes.verify = false;
+  std::vector<RankRoutes> routes(held.size());
+  uint64_t parts = 0;
+  for (const auto& [group, members] : groups_of(held)) {
+    const std::vector<Need> needs = needs_of(held, members, true);
+    const bool known = std::ranges::all_of(
+        needs, [&](const Need& need) { return need.file < writers.size() && writers[need.file] < held.size(); });
+    if (!writers.empty() && !known) throw Error::invalid("expected a writer of each file among the ranks");
+    const size_t senders = most_senders(held, members);
+    Pieces pieces = cut_pieces(needs, senders, for_writes, writers, routes, bytes);
+    for (const Piece& piece : pieces.pieces) parts += piece.receivers.size();
+    if (parts > kMostParts) {
+      throw Error::invalid("ranks hold parts of the same rows: more than " + std::to_string(kMostParts) +
+                           " parts would have to be brought to one writer");
+    }
+    if (writers.empty()) choose_readers(pieces, bytes);
+    make_rounds(pieces, held, members, senders, for_writes, routes);
+  }
+  for (RankRoutes& of_rank : routes) {
+    for (RouteRound& round : of_rank.rounds) std::swap(round.sends, round.receives);
+  }
+  make_equally_many_rounds(routes);
   return routes;
 }
 

@@ -1,5 +1,7 @@
-// Plans a load with shared reads: bytes that several ranks need are read by one of them and sent to the others.
+// Plans which rank reads for which others, or writes for them: bytes that several ranks need are read by one of them
+// and sent to the others, and bytes that several ranks hold of one file are sent to one of them and written by it.
 //
+// A load with shared reads:
 // Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
 // ranks take together. In a round a rank has one contiguous memory: pieces are read into it, boxes of them are packed
 // into messages there, and messages of other ranks arrive there. A node gets each byte once: a message goes to one of
@@ -8,6 +10,9 @@
 //
 // A reader sends to every node itself, not through other nodes. All ranks that need a piece may be its readers and read
 // equally much, so a node sends about as much as it gets: a chain or a tree of nodes would spare no link anything.
+//
+// An export is the same with all arrows turned: what is read in a load is written from the same memory, the ranks of a
+// node copy their boxes into each other's memory, and a node sends what its ranks hold of a piece in one message.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +30,12 @@ struct RouteOptions {
   // it for itself.
   bool verify = true;
   uint64_t whole_bytes = 64 << 20;
+  bool writes = false;  // pieces lie in memory as in their file, one behind another; plan_writes sets it
 };
 
-// What a rank reads without sharing: LoadPlan::reads and LoadPlan::files.
+// What a rank reads without sharing: LoadPlan::reads and LoadPlan::files. For an export, what it holds: rows of the
+// same form, of its item, the file's number, which is the same on all ranks, and offset and length of the tensor in the
+// file.
 struct RankReads {
   std::span<const int64_t> reads;
   std::vector<std::string> files;
@@ -66,6 +74,16 @@ struct RankRoutes {
 // disagree about a record, or reads are malformed.
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes);
+
+// The routes of an export. `held`: boxes that do not overlap and cover their tensors, as far as ranks of one group hold
+// them. `writers`: of each file the rank that writes all of it, in order; empty: each piece is written by one of the
+// ranks that hold a part of it, in long stretches. What its writer holds alone is in `own`. In the rounds tables mean
+// the opposite: `staged` is written, `packs` are taken out of messages, `places` are copied to the memory that they are
+// in. `bytes` has one entry a rank, the bytes that it writes beside these routes; those of the routes are added, and
+// all together are even if `writers` is empty. Throws Error (invalid): malformed rows, with the rank as item, or too
+// many pieces.
+std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
+                                    const RouteOptions& options, std::span<uint64_t> bytes);
 
 // Estimates the bytes that a rank reads for `reads` without sharing. Ranges that lie close together are read as one.
 // Throws Error (invalid).

@@ -24,6 +24,7 @@ from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
 from vescale_ckpt._ranks.store_thread import StoreGoneError
 from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.begin import BroadcastLoad
+from vescale_ckpt._routes.pipeline import Pipeline
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
@@ -80,7 +81,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "begin the rounds": (RoutedRead, "_take_buffer"),
     "read a round": (_C, "staging_table"),
     "pack a round": (_C, "pack_table"),
-    "send a round": (RoutedRead, "_send"),
+    "send a round": (Pipeline, "_swap"),
     "place a round": (_C, "place_table"),
     "read the metadata": (StorageReader, "unpack_metadata"),
     "read objects": (_C, "read_objects"),

@@ -25,24 +25,23 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._routes import node_buffer
-from vescale_ckpt._write import joined_write, safetensors_layout
+from vescale_ckpt._routes import node_buffer, routed_write
+from vescale_ckpt._write import safetensors_layout
 
 NEVER = 1 << 60
-SEND = _C.SharedWriter.send
+GATHER = _C.gather_boxes
 
 
 @contextlib.contextmanager
 def joining(least_bytes: int = 1) -> Iterator[mock.Mock]:
-    """Exports within it use small windows. The mock sees each `send` of a window: files, round, address."""
-    send = mock.Mock(side_effect=SEND)
+    """Exports within it take many rounds. The mock sees each copy to ranks that write: table, threads."""
+    gather = mock.Mock(side_effect=GATHER)
     with (
         mock.patch.object(safetensors_layout, "LEAST_BYTES", least_bytes),
-        mock.patch.object(safetensors_layout, "WINDOW_BYTES", 128 << 10),
-        mock.patch.object(joined_write, "WINDOW_BYTES", 128 << 10),
-        mock.patch.object(_C.SharedWriter, "send", lambda *arguments: send(*arguments)),
+        mock.patch.object(routed_write, "PIECE_BYTES", 128 << 10),
+        mock.patch.object(_C, "gather_boxes", lambda *arguments: gather(*arguments)),
     ):
-        yield send
+        yield gather
 
 
 def save(directory: str, state: dict[str, Any], **options: Any) -> Any:
@@ -53,26 +52,26 @@ def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
     state = state_of_rank(shape)
     state["tied"] = state["columns"]
     written = []
-    with joining(NEVER) as send:
+    with joining(NEVER) as gather:
         save(f"{directory}/alone", state)
-        assert not send.called
-    with joining() as send:
+        assert not gather.called
+    with joining() as gather:
         planner = SavePlanner()
         for way in ("together", "again"):
             written.append(save(f"{directory}/{way}", state, planner=planner).result().bytes)
-            assert send.call_count > 16, way  # rounds
-            send.reset_mock()
+            assert gather.call_count > 16, way  # rounds
+            gather.reset_mock()
         save(f"{directory}/async", state, planner=planner, async_checkpoint=True).result(60)
-        assert send.called
-        send.reset_mock()
+        assert gather.called
+        gather.reset_mock()
         with mock.patch.dict(
             os.environ, VESCALE_CKPT_SNAPSHOT_BYTES="1000000" if dist.get_rank() == 1 else "100000000"
         ):
             save(f"{directory}/early", state, planner=planner, async_checkpoint=True).result(60)
-        assert not send.called  # a rank that has written a part before cannot take part
-    with joining() as send, mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())):
+        assert not gather.called  # a rank that has written a part before cannot take part
+    with joining() as gather, mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())):
         save(f"{directory}/nodes", state)
-        assert not send.called
+        assert not gather.called
     return written
 
 
@@ -105,27 +104,27 @@ def _save_columns(directory: str, who: int, what: str) -> str:
     mine = dist.get_rank() == who
     Exchange.of().kept.clear()  # of an earlier test
     with contextlib.ExitStack() as stack:
-        send = stack.enter_context(joining())
-        warned = stack.enter_context(mock.patch.object(joined_write.logger, "warning"))
+        gather = stack.enter_context(joining())
+        warned = stack.enter_context(mock.patch.object(safetensors_layout.logger, "warning"))
         if mine and what == "memory":
             stack.enter_context(mock.patch("os.memfd_create", side_effect=OSError(errno.ENOMEM, "no memory")))
         elif mine and what == "namespace":
             stack.enter_context(mock.patch.object(node_buffer, "_open", side_effect=FileNotFoundError("/proc/1/fd/3")))
         elif mine and what == "die":
 
-            def send_and_die(files: Any, number: int, address: int) -> None:
-                if number == 3:
+            def gather_and_die(table: bytes, threads: int) -> None:
+                if gather.call_count == 4:
                     os.kill(os.getpid(), signal.SIGKILL)
-                SEND(files, number, address)
+                GATHER(table, threads)
 
-            send.side_effect = send_and_die
+            gather.side_effect = gather_and_die
         elif mine and what == "late":
 
-            def fail_late(files: Any, number: int, address: int) -> None:
-                if number == 3:
+            def fail_late(table: bytes, threads: int) -> None:
+                if gather.call_count == 4:
                     raise OSError(errno.EIO, "the disk is gone")
 
-            send.side_effect = fail_late
+            gather.side_effect = fail_late
         elif mine and what:
             call, error = what.split()
             faults.inject(call, getattr(errno, error), 0, 1000)
@@ -135,7 +134,7 @@ def _save_columns(directory: str, who: int, what: str) -> str:
             return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
         finally:
             faults.clear()
-        return f"saved, {'together' if send.called else 'alone'}, {warned.call_count} warnings"
+        return f"saved, {'together' if gather.called else 'alone'}, {warned.call_count} warnings"
 
 
 def _save_five_times(directory: str) -> list[int]:
@@ -148,10 +147,10 @@ def _save_five_times(directory: str) -> list[int]:
         begin(buffer, sizes)
 
     made = []
-    with joining() as send, mock.patch.object(node_buffer.NodeBuffer, "__init__", count):
+    with joining() as gather, mock.patch.object(node_buffer.NodeBuffer, "__init__", count):
         for k in range(5):
             fails = k == 2
-            send.side_effect = OSError(errno.EIO, "the disk is gone") if fails and dist.get_rank() == 1 else SEND
+            gather.side_effect = OSError(errno.EIO, "the disk is gone") if fails and dist.get_rank() == 1 else GATHER
             with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
                 save(f"{directory}/{k}", _sharded_columns(k))
             made.append(len(begun))

@@ -243,7 +243,7 @@ def test_the_second_save_plans_and_lays_out_nothing(checkpoint: Path) -> None:
     planner = SavePlanner()
     save(checkpoint, model(0), planner=planner, max_shard_size="1MB")
     refused = mock.Mock(side_effect=AssertionError("planned again"))
-    with mock.patch.multiple(_C, GlobalPlan=refused, ExportLayout=refused, export_targets=refused):
+    with mock.patch.multiple(_C, GlobalPlan=refused, ExportLayout=refused, export_boxes=refused):
         save(checkpoint, model(1), planner=planner, max_shard_size="1MB")
         vescale_ckpt.save(checkpoint.parent / "dcp", model(1), planner=planner)
     assert same(read(checkpoint), model(1))
@@ -526,9 +526,7 @@ def _fail(directory: str, who: int, call: str, error: int) -> str:
     if call == "die":
         if mine:
             faults.inject("sync", errno.EIO, 0, 0)
-            with mock.patch.object(
-                _C.SharedWriter, "finish", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            ):
+            with mock.patch.object(_C.BoxWriter, "finish", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
                 save(directory, state)
     elif mine and call == "object":
         state["mine"] = 1

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,10 +30,9 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
 from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors.model_names import INDEX_NAME, SINGLE_NAME, object_names
-from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.rows import int_table, words
+from vescale_ckpt._routes import routed_write
 from vescale_ckpt._storage import object_store, orphans
-from vescale_ckpt._write import joined_write, store_layout
+from vescale_ckpt._write import store_layout
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -74,14 +72,9 @@ def download(url: str, folder: Path) -> State:
     return found
 
 
-@contextlib.contextmanager
-def windows_of(bytes_: int) -> Iterator[None]:
+def pieces_of(bytes_: int) -> Any:
     """For many rounds."""
-    with (
-        mock.patch.object(store_layout, "WINDOW_BYTES", bytes_),
-        mock.patch.object(joined_write, "WINDOW_BYTES", bytes_),
-    ):
-        yield
+    return mock.patch.object(routed_write, "PIECE_BYTES", bytes_)
 
 
 # --- One process
@@ -144,43 +137,30 @@ def test_states_at_the_edges() -> None:
     assert not names("memory://edges/early") and not names("memory://edges/nodes")
 
 
-def test_many_rounds_and_a_header_of_many_windows(tmp_path: Path) -> None:
+def test_many_small_tensors_and_a_long_header(tmp_path: Path) -> None:
     state: State = {
         f"layers.{number}.a_name_of_some_length": torch.full((40,), float(number)) for number in range(1500)
     }
     state["large"] = torch.arange(500_000)
-    with windows_of(64 << 10):
-        vescale_ckpt.save("memory://rounds/run", state, format="safetensors")
-        save("memory://rounds/more", state)
+    vescale_ckpt.save("memory://rounds/run", state, format="safetensors")
+    save("memory://rounds/more", state)
     assert loads("memory://rounds/run", state) and same(download("memory://rounds/more", tmp_path / "more"), state)
 
 
-def test_each_file_is_sent_once_and_in_order() -> None:
-    window, lengths = 16 << 10, [70_000, 5, 4096, 33_000, 100_000]
-    table = words(_C.stream_ranges(int_table(lengths), 3, window)).tolist()
-    rows = [table[at : at + 6] for at in range(0, len(table), 6)]
-    for number, length in enumerate(lengths):
-        of_file = [row for row in rows if row[0] == number]
-        assert len({writer for *_, writer, _, _ in of_file}) == 1
-        ends = [0, *(end for _, _, end, *_ in of_file)]
-        assert [begin for _, begin, *_ in of_file] == ends[:-1] and 0 <= ends[-1] - length < 4096
-        assert [round_ for *_, round_, _ in of_file] == sorted(round_ for *_, round_, _ in of_file)
-    used: dict[tuple[int, int], int] = {}  # of windows, by writer and round
-    for _, begin, end, writer, round_, place in rows:
-        assert place == used.get((writer, round_), 0)
-        used[writer, round_] = place + end - begin
-    assert max(used.values()) == window and {writer for writer, _ in used} == {0, 1, 2}
+def test_files_are_dealt_out_evenly() -> None:
+    assert routed_write.writers_of([70_000, 5, 4096, 33_000, 100_000], 3) == [0, 1, 2, 1, 2]
+    assert routed_write.writers_of([], 2) == []
 
 
 def changing(state: State) -> Any:
-    summed = _C.SharedWriter.sum
+    summed = store_layout.StoreLayout.sum
 
-    def sum_and_change(files: Any) -> bytes:
-        blocks = summed(files)
+    def sum_and_change(files: Any, held: Any) -> bytes:
+        blocks = summed(files, held)
         state["large"][5, 5] += 1
         return blocks
 
-    return mock.patch.object(_C.SharedWriter, "sum", sum_and_change)
+    return mock.patch.object(store_layout.StoreLayout, "sum", sum_and_change)
 
 
 def test_tensors_that_change_meanwhile_are_an_error(url: str) -> None:
@@ -253,7 +233,7 @@ def _export(environment: dict[str, str], url: str, shape: tuple[int, ...], ranks
     state["tied"] = state["columns"]
     options: dict[str, Any] = {"format": "safetensors", "planner": SavePlanner(), "timeout": 60.0}
     written = []
-    with windows_of(256 << 10):
+    with pieces_of(256 << 10):
         for _ in range(2):
             handle = vescale_ckpt.save(f"{url}/model", state, max_shard_size="5MB", **options)
             written.append(handle.result().bytes)
@@ -290,27 +270,29 @@ def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
     state = {
         name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
     }
-    send, count = store_layout.StoreLayout.send, 0
+    send, count = store_layout.StoreLayout.write, 0
 
-    def fails(files: Any, number: int, window: int) -> None:
+    def fails(files: Any, boxes: bytes) -> None:
         nonlocal count
         count += 1
         if count == 3 and what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if count == 3:
             raise OSError(errno.EIO, "the network is gone")
-        send(files, number, window)
+        send(files, boxes)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(windows_of(64 << 10))
+        stack.enter_context(pieces_of(64 << 10))
         if "nodes" in what:
             stack.enter_context(mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())))
         if dist.get_rank() == 1 and what == "memory":
             stack.enter_context(mock.patch("os.memfd_create", side_effect=OSError(errno.ENOMEM, "no memory")))
         elif dist.get_rank() == 1 and what == "sum":
-            stack.enter_context(mock.patch.object(_C.SharedWriter, "sum", side_effect=MemoryError("none left")))
+            stack.enter_context(
+                mock.patch.object(store_layout.StoreLayout, "sum", side_effect=MemoryError("none left"))
+            )
         elif dist.get_rank() == 1 and what in ("send", "send of nodes", "die"):
-            stack.enter_context(mock.patch.object(store_layout.StoreLayout, "send", fails))
+            stack.enter_context(mock.patch.object(store_layout.StoreLayout, "write", fails))
         elif dist.get_rank() == 1 and what == "change":
             local = state["a"].to_local()
             stack.enter_context(changing({"large": local}))

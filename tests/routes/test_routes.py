@@ -25,7 +25,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.node import Process
-from vescale_ckpt._routes import node_buffer, rounds, routes
+from vescale_ckpt._routes import node_buffer, pipeline, rounds, routes
 from vescale_ckpt._routes.node_buffer import NodeBuffer
 
 FOREVER = 60.0
@@ -202,7 +202,7 @@ def _without_trying(directory: Path) -> list[int]:
     shared = []
     routes._kept.clear()
     asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
-    never = mock.patch.object(rounds.RoutedRead, "_run", side_effect=AssertionError("nothing is to be tried"))
+    never = mock.patch.object(pipeline.Pipeline, "run", side_effect=AssertionError("nothing is to be tried"))
     with never, asked as planned:
         state = {"w": _sharded(torch.zeros_like(full), Shard(0))}
         shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)

@@ -43,25 +43,14 @@ from ..settings import Placement
 from .lazy_list import LazyList
 
 
-@dataclass(frozen=True)
-class JoinedRanges:
-    """The ranges of an export's files that the ranks of a node put together in shared memory, in rounds."""
-
-    rounds: int  #: equal on all ranks
-    ranks: Sequence[int]  #: of the node, rising: its writers
-    ranges: bytes  #: as `_C.SharedWriter.join` takes them
-    first_target: int  #: of the targets, those that this rank writes for all
-    #: in an object store, where writers may be on any node: bytes for other nodes, rows of round, sender, writer
-    messages: bytes = b""
-
-
 class ExportPart(NamedTuple):
     """What a rank keeps of an export with its local plan."""
 
     token: str  #: of the export that the layout was made for
     tied: dict[str, str]  #: for each tensor that is not stored, the name of the stored tensor that it is tied to
-    targets: bytes  #: the engine's
-    joined: JoinedRanges | None
+    boxes: bytes  #: what this rank holds, and where in the files: `_C.export_boxes`
+    own_boxes: bytes  #: without what ranks bring to each other
+    routes: bytes  #: of the rounds in which they do, packed; empty: they do not
 
 
 ExportParts = dict[Any, ExportPart]  #: by the options of an export

@@ -89,11 +89,6 @@ class NodeBuffer:
     def __getitem__(self, number: int) -> torch.Tensor:
         return self._own.memories[number % len(self._sizes)]
 
-    def neighbour(self, peer: int, number: int) -> torch.Tensor:
-        """A neighbour's buffer."""
-        memories = self._of_peers[peer].memories
-        return memories[number % len(memories)]
-
     def is_as(self, sizes: Sequence[int], near: Iterable[int]) -> bool:
         """Whether it has these sizes and neighbours."""
         return self._sizes == _whole_pages(sizes) and self._of_peers.keys() == set(near)
@@ -101,13 +96,7 @@ class NodeBuffer:
     def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
         """Sends and receives the messages of a round between nodes. Then it tells the neighbours that they may look at
         what was read and at what came from other nodes, and waits until it may look at theirs."""
-        memory = self[number]
-        for peer, offset, size in round_.messages(round_.receives):
-            if size:
-                peers.receive(peer, memory[offset : offset + size], receipt=True)
-        for peer, offset, size in round_.messages(round_.sends):
-            if size:
-                peers.send(peer, memory[offset : offset + size], receipt=True)
+        self._begin_messages(peers, number, round_)
         peers.wait(receipts=False)  # `acknowledge` waits for them
         self._own.filled.set(number + 1)
         for peer in round_.same_node_peers(round_.receives):
@@ -118,14 +107,48 @@ class NodeBuffer:
 
     def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
         """The buffers that the round's placements copy from, by peer (-1: this rank)."""
+        return self._buffers(number, round_.same_node_peers(round_.receives))
+
+    def targets(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+        """The buffers that an export's round copies to, by peer (-1: this rank)."""
+        return self._buffers(number, round_.same_node_peers(round_.sends))
+
+    def _buffers(self, number: int, peers: Iterable[int]) -> dict[int, torch.Tensor]:
         found = {-1: self[number]}
-        for peer in round_.same_node_peers(round_.receives):
-            found[peer] = self.neighbour(peer, number)
+        for peer in peers:
+            memories = self._of_peers[peer].memories
+            found[peer] = memories[number % len(memories)]
         return found
 
+    def collect_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
+        """Tells the neighbours that this rank has copied to their buffers what belongs there, and waits until they have
+        copied to this rank's. Then it sends and receives the messages of an export's round between nodes."""
+        self._own.filled.set(number + 1)
+        for peer in round_.same_node_peers(round_.receives):
+            owner = self._of_peers[peer]
+            peers.expect(peer, _Counted(owner.filled, owner.process, number + 1))
+        peers.wait(receipts=False)
+        self._begin_messages(peers, number, round_)
+        peers.wait()  # afterwards neighbours may copy to where messages lie
+        return None
+
+    def _begin_messages(self, peers: Connections, number: int, round_: Round) -> None:
+        memory = self[number]
+        for peer, offset, size in round_.messages(round_.receives):
+            if size:
+                peers.receive(peer, memory[offset : offset + size], receipt=True)
+        for peer, offset, size in round_.messages(round_.sends):
+            if size:
+                peers.send(peer, memory[offset : offset + size], receipt=True)
+
+    def restart(self) -> None:
+        """Begins to count rounds again, for another export. All ranks have ended the one before."""
+        self._own.filled.set(0)
+        self._own.placed.set(0)
+
     def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
-        """Tells the neighbours that this rank does not read their buffers of a round any more, and waits until the
-        neighbours that read this rank's buffer do not, and until its messages have come."""
+        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
+        until those that `round_` sends to have, too, and until the messages of this rank have come."""
         self._own.placed.set(number + 1)
         for peer in round_.same_node_peers(round_.sends):
             owner = self._of_peers[peer]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -14,9 +12,7 @@ import torch
 from .._engine import _C, device_streams
 from .._engine.engine_errors import named_errors
 from .._engine.rows import CODE_DTYPES, dtype_code, int_table
-from .._observe.timeline import phase
 from .._plan.read_plan import PackedReads
-from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._ranks.nccl import DeviceGroup
@@ -24,12 +20,10 @@ from .._state.tensor_table import narrowed
 from ..errors import LoadFailedError
 from .device_buffer import DeviceBuffer
 from .node_buffer import NodeBuffer, open_on_all
+from .pipeline import Pipeline
 from .routes import BUFFERS, Round, Routes
 
 logger = logging.getLogger(__name__)
-
-# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
-ROUNDS_BETWEEN_CHECKS = 16
 
 
 class PieceReader(Protocol):
@@ -79,7 +73,6 @@ class RoutedRead:
         self._phase = phase
         self._devices = devices
         self._own_only = own_only
-        self._error: BaseException | None = None
 
     def deliver(self, reader: PieceReader, reads: PackedReads | None) -> bool:
         """Runs all rounds. `reads`: what this rank's routes were planned from (None: nothing).
@@ -98,9 +91,9 @@ class RoutedRead:
             self._exchange.end_device_group(self._phase)
             return False
         self._memory = memory
+        pipeline = Pipeline(self._exchange, self._phase, self.routes, memory)
         try:
-            with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
-                is_complete = self._run(pool, len(rounds))
+            is_complete = pipeline.run(self._read, memory.exchange_messages, self._place)
         except BaseException:
             memory.leave()
             raise
@@ -108,8 +101,8 @@ class RoutedRead:
             memory.release()
         if is_complete:
             self._exchange.end_device_group(self._phase)
-        if self._error is not None:
-            raise self._error
+        if pipeline.error is not None:
+            raise pipeline.error
         if not is_complete:
             raise FailedElsewhereError
         return True
@@ -138,92 +131,43 @@ class RoutedRead:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
         return memory
 
-    def _run(self, pool: ThreadPoolExecutor, count: int) -> bool:
-        """Runs the rounds, until all are done or one rank has failed: then it returns False."""
-        start = 0
-        read = {0: pool.submit(self._read, 0)}
-        placed: dict[int, Future[None]] = {}
-        while start < count:
-            stop = min(count, start + ROUNDS_BETWEEN_CHECKS)
-            with self._peers(start, stop - 1) as peers:
-                for number in range(start, stop):
-                    with phase("read"):
-                        read.pop(number).result()
-                    peers.progress(2 * number)
-                    if number - 2 in placed:  # the next round is read into the buffer of this one
-                        placed.pop(number - 2).result()
-                        self._memory.acknowledge(peers, number - 2, self.routes.rounds[number - 2])
-                    if number + 1 < count:
-                        read[number + 1] = pool.submit(self._read, number + 1)
-                    self._send(peers, number)
-                    placed[number] = pool.submit(self._place, number)
-            if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
-                return False
-            start = stop
-        return True  # leaving the pool waits for the last copies to targets
-
-    def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
-        # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
-        of = f"{len(self.routes.rounds)}, plan {self.routes.number:x}"
-        return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
-
-    # --- Steps of a round. After an error, which is kept, only messages are sent on: other ranks wait for them.
+    # --- Steps of a round.
 
     def _read(self, number: int) -> None:
-        def read() -> None:
-            round_, memory = self.routes.rounds[number], self._memory[number]
-            if len(round_.staged):
-                self._read_pieces(round_, memory)
-            if len(round_.packs):
-                _C.copy_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), self._reader.threads)
-
-        self._guarded(read)
-
-    def _send(self, peers: Connections, number: int) -> None:
-        peers.progress(2 * number + 1)
-        error = self._memory.exchange_messages(peers, number, self.routes.rounds[number])
-        self._error = self._error or error
+        round_, memory = self.routes.rounds[number], self._memory[number]
+        if len(round_.staged):
+            self._read_pieces(round_, memory)
+        if len(round_.packs):
+            _C.copy_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), self._reader.threads)
 
     def _place(self, number: int) -> None:
-        def place() -> None:
-            round_ = self.routes.rounds[number]
-            if not len(round_.placements):
-                return
-            assert self._reads is not None
-            memories = self._memory.sources(number, round_)
-            if isinstance(self._memory, DeviceBuffer):
-                with self._memory.placing():
-                    for placement in self._placements(round_.placements, None, memories):
-                        placement.target.copy_(placement.source())
-                return
-            table = int_table()
-            for peer, memory in memories.items():
-                table.extend((peer, memory.data_ptr(), len(memory)))
-            state, streams = self._reads.description, self._reader.streams
-            copies, devices, rest = _C.place_table(
-                state.inventory, round_.placements, state.sources, state.table, state.ready, table
-            )
-            names, left_out = state.names, set(rest)
+        round_ = self.routes.rounds[number]
+        if not len(round_.placements):
+            return
+        assert self._reads is not None
+        memories = self._memory.sources(number, round_)
+        if isinstance(self._memory, DeviceBuffer):
+            with self._memory.placing():
+                for placement in self._placements(round_.placements, None, memories):
+                    placement.target.copy_(placement.source())
+            return
+        table = int_table()
+        for peer, memory in memories.items():
+            table.extend((peer, memory.data_ptr(), len(memory)))
+        state, streams = self._reads.description, self._reader.streams
+        copies, devices, rest = _C.place_table(
+            state.inventory, round_.placements, state.sources, state.table, state.ready, table
+        )
+        names, left_out = state.names, set(rest)
 
-            def key_of(number: int) -> str:
-                rows = (row for at, row in enumerate(_rows(round_.placements, 5, 4)) if at not in left_out)
-                return names[next(islice(rows, number, None))[2]]
+        def key_of(number: int) -> str:
+            rows = (row for at, row in enumerate(_rows(round_.placements, 5, 4)) if at not in left_out)
+            return names[next(islice(rows, number, None))[2]]
 
-            with named_errors(key_of, self._phase):
-                _C.copy_boxes(
-                    copies, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
-                )
-            if rest:
-                self._convert(round_.placements, set(rest), memories)
-
-        self._guarded(place)
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                step()
-            except BaseException as error:
-                self._error = error
+        with named_errors(key_of, self._phase):
+            _C.copy_boxes(copies, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__))
+        if rest:
+            self._convert(round_.placements, set(rest), memories)
 
     def _read_pieces(self, round_: Round, memory: torch.Tensor) -> None:
         assert self._reads is not None

@@ -7,6 +7,7 @@ plan.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,24 +24,27 @@ from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSE
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
 from .._engine.engine_errors import named_errors
-from .._engine.options import engine_options
+from .._engine.options import engine_options, threads_of
 from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._observe.timeline import phase
-from .._plan.save_plan import ExportPart, GlobalSavePlan, JoinedRanges, PackedItems, SavePlans, pack_items
+from .._plan.save_plan import ExportPart, GlobalSavePlan, PackedItems, SavePlans, pack_items
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
 from .._ranks.steps import Steps
+from .._routes.routed_write import RoutedWrite, plan_writes, routes_from
 from .._state.describe import Description
 from .._state.shared_memory import empty_duplicates, shared_names
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import checked_bytes
-from .joined_write import LEAST_BYTES, WINDOW_BYTES, JoinedWrite
 from .layout import Layout, SaveOptions, Written
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
+LEAST_BYTES = 1 << 20  #: of a node, below which its ranks bring each other no short runs
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Safetensors:
         return tuple(checked_metadata({"format": "pt"} if self.metadata is None else dict(self.metadata)))
 
 
+_NO_PART = ExportPart("0", {}, b"", b"", b"")
+
+
 class SafetensorsLayout(Layout):
     """The files of one model in a folder of a file system."""
 
@@ -92,12 +99,12 @@ class SafetensorsLayout(Layout):
         self._layout: _C.ExportLayout | None = None
         self._folder: ExportFolder | None = None
         self._paths: list[str] = []
-        self._targets = b""
-        self._files: _C.SharedWriter | None = None
+        self._part = _NO_PART  # what is kept with the plan
+        self._boxes = b""  # what this rank writes from its own memory
+        self._files: _C.BoxWriter | None = None
         self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
         self._written_bytes = 0
-        self._ranges: JoinedRanges | None = None  # what the layout lets the ranks of this node put together
-        self._rounds: JoinedWrite | None = None  # if all ranks do, until they have
+        self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
 
     @property
     def _kept_by(self) -> tuple[Any, ...]:
@@ -133,7 +140,7 @@ class SafetensorsLayout(Layout):
     def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
         """Finds where in the files each rank writes. A kept layout is used if all ranks have it."""
         exchange = steps.exchange
-        part = items.exports.get(self._kept_by, ExportPart("0", {}, b"", None))
+        part = items.exports.get(self._kept_by, _NO_PART)
         have = int(part.token, 16) if part.tied == self._tied else 0
         if planned is not None and planned.exports.get(self._kept_by, ("",))[0] != part.token:
             have = 0  # the coordinator laid out the files again, and then failed to tell the other ranks
@@ -152,15 +159,14 @@ class SafetensorsLayout(Layout):
             steps.raise_together("make files")
         count, token, *made = unpack(answer)
         if made:
-            locations, rounds, ranks, ranges, targets, messages = made
-            table = _C.export_targets(items.description.inventory, items.local_plan, locations) + targets
-            joined = None
-            if int(rounds):
-                ranges = self._unpacked_ranges(ranges, exchange.size)
-                joined = JoinedRanges(int(rounds), [*words(ranks)], ranges, len(items), messages)
-            part = items.exports[self._kept_by] = ExportPart(token.decode(), self._tied, table, joined)
-        self._ranges = part.joined
-        self._write_to(int(count), token.decode(), part.targets)
+            locations, routes = made
+            boxes, own = (
+                _C.export_boxes(items.description.inventory, items.local_plan, locations, with_brought)
+                for with_brought in (True, False)
+            )
+            part = items.exports[self._kept_by] = ExportPart(token.decode(), self._tied, boxes, own, routes)
+        self._part = part
+        self._write_to(int(count), token.decode(), part.boxes)
 
     def _make_all(self, planned: GlobalSavePlan, size: int, of_all: list[list[bytes]]) -> list[bytes]:
         """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: empty if all ranks have kept
@@ -172,16 +178,11 @@ class SafetensorsLayout(Layout):
             return [pack(str(len(made.file_bytes)).encode(), token.encode())] * size
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
-        self._choose_ranges(made, [domains.index(domain) for domain in domains])
+        routes = self._plan_routes(made, planned.catalog(), [domains.index(domain) for domain in domains])
         token = self._make_files(made)
         planned.exports[self._kept_by] = token, made
         begin = str(len(made.file_bytes)).encode(), token.encode()
-        answers = []
-        for rank, domain in enumerate(domains):
-            ranks = int_table([other for other in range(len(domains)) if domains[other] == domain]).tobytes()
-            joined = self._packed_ranges(made, rank), made.joined_targets(rank), self._messages(made, rank)
-            answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
-        return answers
+        return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
     def _layout_of(
         self, planned: GlobalSavePlan, ties: dict[str, str], more_texts: Sequence[tuple[str, str]] = ()
@@ -202,35 +203,34 @@ class SafetensorsLayout(Layout):
         self._folder = ExportFolder(self.options.path, made.file_bytes)
         return self._folder.token
 
-    def _write_to(self, count: int, token: str, table: bytes) -> None:
-        """Sets what this rank will write to: the number of files, the end of their temporary names, and for each tensor
-        of the rank's part a row in the form of `_C.SharedWriter`."""
+    def _write_to(self, count: int, token: str, boxes: bytes) -> None:
+        """Sets what this rank will write to: the number of files, the end of their temporary names, and where its boxes
+        lie, `_C.export_boxes`."""
         self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in file_names(count)]
-        self._targets = table
+        self._boxes = boxes
 
-    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
-        """Chooses what ranks put together. `nodes`: a number for each rank, equal where ranks share memory."""
-        if len(nodes) > 1:
-            made.join(nodes, WINDOW_BYTES, LEAST_BYTES)
-
-    def _packed_ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
-        """From what `_unpacked_ranges` makes the ranges of the rank's node."""
-        return made.joined_ranges(rank)
-
-    def _unpacked_ranges(self, ranges: bytes, size: int) -> bytes:
-        return ranges
-
-    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
-        """What the rank sends to other nodes, or receives from them."""
-        return b""
+    def _plan_routes(self, made: _C.ExportLayout, catalog: _C.Catalog, nodes: list[int]) -> list[bytes]:
+        """The routes of each rank, packed, for what ranks bring to each other: column shards have a short run in each
+        row of a file. `nodes`: a number for each rank, equal where ranks share memory."""
+        made.bring_short_runs(nodes, LEAST_BYTES)
+        try:
+            return plan_writes(made, catalog, nodes, nodes)
+        except _C.EngineError as error:
+            logger.warning("%s: each rank writes its own bytes: %s", self.options.path, error)
+            return [b""] * len(nodes)
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Shares memory with the ranks of the node, to put short runs together."""
-        if self._ranges is not None:
+        """Shares memory with the ranks of the node, to bring them short runs."""
+        part, doing = self._part, steps.phase("write together")
+        if not part.routes or not (routes := routes_from(part.routes)).rounds:
+            return
+        with phase("write", "share memory"):
             ready = steps.error is None and in_one_table
-            with phase("write", "share memory"):
-                doing = steps.phase("write together")
-                self._rounds = JoinedWrite.begin(steps.exchange, doing, self._ranges, ready)
+            self._rounds, error = RoutedWrite.begin(steps.exchange, doing, routes, ready)
+        if error is not None:
+            logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
+        if self._rounds is not None:
+            self._boxes = part.own_boxes + routes.own
 
     def message(self) -> bytes:
         return pack(self._blocks)
@@ -251,34 +251,30 @@ class SafetensorsLayout(Layout):
         if paths and not storage_at(options.path).has(os.path.basename(paths[0])):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
-            self._files = _C.SharedWriter(paths, self._targets, for_engine)
-            if self._rounds is not None and self._ranges is not None:
-                writer = self._ranges.ranks.index(options.rank)
-                self._files.join(self._ranges.ranges, writer, WINDOW_BYTES, self._ranges.first_target)
+            self._files = _C.BoxWriter(paths, for_engine)
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         assert self._files is not None
         with named_errors(key_of, self.options.path):
-            self._files.write(table, int_table(rows))
-            if self._rounds is not None and self._ranges is not None:
-                if len(rows) != self._ranges.first_target:
-                    raise CheckpointError("ranks that put tensors together have all of theirs in one table")
-                self._take_rounds()
+            held = _C.HeldRows(table, int_table(rows))
+            self._files.write(held.box_table(self._boxes))
+            self._take_rounds(held)
 
-    def _take_rounds(self) -> None:
-        assert self._files is not None and self._rounds is not None
+    def _take_rounds(self, held: _C.HeldRows) -> None:
+        assert self._files is not None
         rounds, self._rounds = self._rounds, None
-        rounds.run(self._files)
+        if rounds is not None:
+            rounds.run(held, threads_of(self.options.thread_count), self._files.write)
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
         raise CheckpointError(f"{keys[0]}: safetensors files hold tensors only, and this is none", key=keys[0])
 
     def finish(self) -> Written:
-        if self._rounds is not None:  # this rank has no tensors, but may be a writer of the node's
+        if self._rounds is not None:  # this rank has no tensors, but others wait for it
             if self._files is None:
                 self.open(b"")
             with named_errors(str, self.options.path):
-                self._take_rounds()
+                self._take_rounds(_C.HeldRows(b"", b""))
         files, stats = self._files, []
         if files is not None:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
@@ -355,7 +351,7 @@ class SafetensorsLayout(Layout):
         else:
             inventory = pack_items(items)
             items = [items[item] for item in words(local_plan)[::PLAN_ROW]]
-        self._write_to(int(count), token.decode(), _C.export_targets(inventory, local_plan, locations))
+        self._write_to(int(count), token.decode(), _C.export_boxes(inventory, local_plan, locations, True))
         return items
 
     def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:

@@ -52,23 +52,23 @@ TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
   EXPECT_EQ(first[1], second[1]);          // of the tensor, not of the box
   EXPECT_EQ(second[3], first[1] - 3 * 4);  // "own" comes before "w"
   const std::vector<std::byte> packed = ranks.builder(1).pack(0);
-  const std::vector<int64_t> targets = make_export_targets(state::Inventory(packed), plan.local_plan(1), second);
+  const std::vector<int64_t> boxes = make_export_boxes(state::Inventory(packed), plan.local_plan(1), second, true);
   const int64_t float32 = plan::dtype_of("float32");
-  EXPECT_EQ(targets,
-            (std::vector<int64_t>{0, second[1], float32, 2, 4, 6, 0, 2, 4, 4, 0, second[3], float32, 1, 3, 0, 3}));
+  EXPECT_EQ(boxes, (std::vector<int64_t>{0, 0, second[1], 96, -1, float32, 2, 4, 6, 0, 2, 4, 4, 0, 0,  //
+                                         1, 0, second[3], 12, -1, float32, 1, 3, 0, 3, 0}));
   EXPECT_THROW(layout.record_locations(2), Error);
-  EXPECT_THROW(make_export_targets(state::Inventory(packed), plan.local_plan(1), first), Error);
+  EXPECT_THROW(make_export_boxes(state::Inventory(packed), plan.local_plan(1), first, true), Error);
 }
 
-TEST(ExportLayout, TargetsOfPiecesArePieces) {
+TEST(ExportLayout, BoxesOfPiecesArePieces) {
   plan::Ranks ranks(2);
   ranks.replicated("w", {10, 8}, "int8");
   const plan::GlobalPlan plan = ranks.plan({plan::Placement::balanced, 1});
   const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
   const std::vector<std::byte> packed = ranks.builder(1).pack(0);
   const std::vector<int64_t> places = layout.record_locations(1);
-  EXPECT_EQ(make_export_targets(state::Inventory(packed), plan.local_plan(1), places),
-            (std::vector<int64_t>{0, places[1], plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8}));
+  EXPECT_EQ(make_export_boxes(state::Inventory(packed), plan.local_plan(1), places, false),
+            (std::vector<int64_t>{0, 0, places[1], 80, -1, plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8, 0, 0}));
 }
 
 TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
@@ -76,14 +76,19 @@ TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
   ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
   ranks.shard(1, "w", {4, 6}, {0, 2}, {4, 4});
   const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, kTexts, {});
-  const std::vector<uint32_t> a = {0x12345678}, b = {0x01020304}, none, two = {1, 2};
+  const auto begin = static_cast<uint32_t>(layout.record_locations(0)[1]);
+  const auto words = [&](uint32_t bytes, uint32_t crc) {
+    return std::vector<uint32_t>{0, begin, 0, bytes, 0, 0, 1, crc};
+  };
+  const std::vector<uint32_t> a = words(32, 0x12345678), b = words(64, 0x01020304), none, two = {1, 2};
   const std::vector<std::span<const uint32_t>> blocks = {a, b};
   const std::vector<std::string> heads = layout.heads(blocks);
   ASSERT_EQ(heads.size(), 1u);
   const SafetensorsHeader header = SafetensorsHeader::parse(heads[0], layout.file_bytes(0), "file", true);
   ASSERT_EQ(header.tensors().size(), 1u);
-  EXPECT_EQ(header.blocks(header.tensors()[0])[0], a[0] ^ b[0]);
-  for (const auto& wrong : std::vector<std::vector<std::span<const uint32_t>>>{{a}, {a, none}, {a, two}, {a, b, b}}) {
+  EXPECT_EQ(header.blocks(header.tensors()[0])[0], a.back() ^ b.back());
+  for (const auto& wrong :
+       std::vector<std::vector<std::span<const uint32_t>>>{{a}, {a, none}, {a, b, two}, {a, b, b}}) {
     EXPECT_THROW(layout.heads(wrong), Error);
   }
 }
@@ -94,7 +99,12 @@ TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
   ranks.tensor(0, "other", {2});
   const std::vector<ExportLayout::Alias> aliases = {{"head", "embed"}, {"other", "embed"}, {"format", "other"}};
   const ExportLayout layout(ranks.plan().catalog(), 8, kTexts, aliases);
-  const std::vector<uint32_t> blocks = {1, 2};
+  std::vector<uint32_t> blocks;
+  for (size_t row = 0; row < 2; ++row) {  // a box of 8 bytes in each file
+    const auto place = layout.record_locations(0);
+    const uint32_t file = static_cast<uint32_t>(place[2 * row]), begin = static_cast<uint32_t>(place[2 * row + 1]);
+    blocks.insert(blocks.end(), {file, begin, 0, 8, 0, 0, 1, static_cast<uint32_t>(row)});
+  }
   const std::vector<std::span<const uint32_t>> of_ranks = {blocks};
   const std::vector<std::string> heads = layout.heads(of_ranks);
   const auto texts = [&](size_t file) {

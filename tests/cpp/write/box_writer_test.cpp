@@ -1,5 +1,5 @@
 // Files that several writers fill: each only its own bytes, whatever way they take, and checksums of the whole.
-#include "write/shared_writer.h"
+#include "write/box_writer.h"
 
 #include <algorithm>
 #include <functional>
@@ -41,7 +41,7 @@ std::vector<std::pair<Dims, Dims>> along(const Dims& shape, size_t dim, const st
   return boxes;
 }
 
-class SharedWriterTest : public AccessTest {
+class BoxWriterTest : public AccessTest {
  protected:
   static constexpr size_t kWriters = 3;
   static constexpr uint32_t kItem = 4;
@@ -79,23 +79,11 @@ class SharedWriterTest : public AccessTest {
     return cuts;
   }
 
-  std::vector<int64_t> targets(const std::vector<Cut>& cuts) const {
-    std::vector<int64_t> table;
-    for (const auto& [whole, box] : cuts) {
-      table.insert(table.end(),
-                   {0, static_cast<int64_t>(whole->begin), int64_t{dtype_}, static_cast<int64_t>(whole->shape.size())});
-      for (const Dims* dims : {&whole->shape, &box->first, &box->second}) {
-        table.insert(table.end(), dims->begin(), dims->end());
-      }
-    }
-    return table;
-  }
-
   // Copies of a writer's boxes, contiguous or with their dimensions the other way round in memory.
-  void write(size_t writer, bool turned, std::vector<uint32_t>* blocks, SharedWriter* given = nullptr) const {
+  void write(size_t writer, bool turned, std::vector<uint32_t>* blocks, BoxWriter* given = nullptr) const {
     const std::vector<Cut> cuts = cuts_of(writer);
     std::vector<Memory> memory;
-    std::vector<int64_t> table, rows;
+    std::vector<int64_t> table;
     for (const auto& [whole, box] : cuts) {
       const Dims& size = box->second;
       Dims strides = row_major(size);
@@ -107,14 +95,17 @@ class SharedWriterTest : public AccessTest {
       const io::Box place(kItem, whole->shape, box->first, size, strides);
       memory.emplace_back(place.bytes(), writer == 0 ? kTorchPlace : 4);
       place.scatter(content_->data() + whole->begin, 0, UINT64_MAX, memory.back().data());
-      rows.push_back(static_cast<int64_t>(rows.size()));
-      table.insert(table.end(), {int64_t{dtype_}, address(memory.back()), static_cast<int64_t>(size.size())});
-      table.insert(table.end(), size.begin(), size.end());
+      const uint64_t bytes = format::tensor_bytes(format::dtypes()[dtype_], whole->shape);
+      table.insert(table.end(), {0, static_cast<int64_t>(whole->begin), static_cast<int64_t>(bytes), -1,
+                                 int64_t{dtype_}, static_cast<int64_t>(size.size())});
+      for (const Dims* list : {&whole->shape, &box->first, &size})
+        table.insert(table.end(), list->begin(), list->end());
+      table.push_back(address(memory.back()));
       table.insert(table.end(), strides.begin(), strides.end());
     }
-    SharedWriter own({path("file")}, targets(cuts), options_);
-    SharedWriter& out = given != nullptr ? *given : own;
-    out.write(table, rows);
+    BoxWriter own({path("file")}, options_);
+    BoxWriter& out = given != nullptr ? *given : own;
+    out.write(table);
     const auto found = out.finish(true);
     if (blocks != nullptr) blocks->assign(found.begin(), found.end());
   }
@@ -142,9 +133,9 @@ class SharedWriterTest : public AccessTest {
   std::unique_ptr<Memory> content_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Ways, SharedWriterTest, ::testing::ValuesIn(every_access()), access_test_name);
+INSTANTIATE_TEST_SUITE_P(Ways, BoxWriterTest, ::testing::ValuesIn(every_access()), access_test_name);
 
-TEST_P(SharedWriterTest, EachWritesItsOwnBytesAndNoOther) {
+TEST_P(BoxWriterTest, EachWritesItsOwnBytesAndNoOther) {
   for (const bool turned : {false, true}) {
     for (size_t writer = 0; writer < kWriters; ++writer) {
       reset();
@@ -154,7 +145,7 @@ TEST_P(SharedWriterTest, EachWritesItsOwnBytesAndNoOther) {
   }
 }
 
-TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
+TEST_P(BoxWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
   for (const bool turned : {false, true}) {
     reset();
     std::vector<std::vector<uint32_t>> blocks(kWriters);
@@ -170,19 +161,15 @@ TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
       const Dims origin(whole.shape.size());
       const io::Box all(kItem, whole.shape, origin, whole.shape, origin);
       const uint64_t begin = whole.begin, end = begin + all.bytes();
+      if (begin == end) continue;
       std::vector<uint32_t> sums(format::cells(begin, end));
-      for (size_t writer = 0; writer < kWriters; ++writer) {
-        size_t at = 0;
-        for (const auto& [of, box] : cuts_of(writer)) {
-          const io::Box place(kItem, of->shape, box->first, box->second,
-                              origin.empty() ? origin : Dims(of->shape.size()));
-          const uint64_t from = of->begin + place.begin(), count = format::cells(from, of->begin + place.end());
-          for (uint64_t i = 0; of == &whole && i < count; ++i) {
-            sums[from / format::kChecksumBlock - begin / format::kChecksumBlock + i] ^= blocks[writer][at + i];
+      for (const std::vector<uint32_t>& words : blocks) {
+        for (size_t at = 0; at < words.size(); at += Boxes::kChecksumHead + words[at + 6]) {
+          EXPECT_EQ(words[at] + words[at + 2] + words[at + 4], 0u);
+          for (uint32_t i = 0; words[at + 1] == begin && i < words[at + 6]; ++i) {
+            sums.at(words[at + 5] + i) ^= words[at + Boxes::kChecksumHead + i];
           }
-          at += count;
         }
-        EXPECT_EQ(at, blocks[writer].size());
       }
       uint64_t at = begin;
       for (const uint32_t sum : sums) {
@@ -194,20 +181,18 @@ TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
   }
 }
 
-TEST_P(SharedWriterTest, SendsOnlyEdgesAndShortPiecesThroughThePageCache) {
-  constexpr uint64_t kItems = 700'000;
-  const std::vector<int64_t> layout = {0, 64,      int64_t{dtype_}, 1, kItems, 0, kItems,  // then one of three numbers
-                                       0, 8 << 20, int64_t{dtype_}, 1, 3,      0, 3};
+TEST_P(BoxWriterTest, SendsOnlyEdgesAndShortPiecesThroughThePageCache) {
+  constexpr int64_t kItems = 700'000;
   const Memory large(kItems * kItem), small(3 * kItem);
-  SharedWriter writer({path("file")}, layout, options_);
-  writer.write(std::vector<int64_t>{dtype_, address(large), 1, kItems, 1, dtype_, address(small), 1, 3, 1},
-               std::vector<int64_t>{0, 1});
+  BoxWriter writer({path("file")}, options_);
+  writer.write(std::vector<int64_t>{0, 64,      kItems * kItem, -1, dtype_, 1, kItems, 0, kItems, address(large), 1,
+                                    0, 8 << 20, 3 * kItem,      -1, dtype_, 1, 3,      0, 3,      address(small), 1});
   writer.finish(false);
   EXPECT_EQ(writer.stats().bytes(), (kItems + 3) * kItem);
   EXPECT_GE(writer.stats().by_access[static_cast<size_t>(access())], kItems * kItem - 2 * kBlock);
 }
 
-TEST_P(SharedWriterTest, FailsWithTheErrorOfAnyCall) {
+TEST_P(BoxWriterTest, FailsWithTheErrorOfAnyCall) {
   for (const Call call : {Call::open, Call::write, Call::sync}) {
     const ArmedFault fault(call, ENOSPC, call == Call::write ? 3 : 0, 1000);
     try {
@@ -219,34 +204,34 @@ TEST_P(SharedWriterTest, FailsWithTheErrorOfAnyCall) {
     }
   }
   write(1, false, nullptr);
-  SharedWriter cancelled({path("file")}, targets(cuts_of(1)), options_);
+  BoxWriter cancelled({path("file")}, options_);
   cancelled.cancel();
   EXPECT_THROW(write(1, false, nullptr, &cancelled), Error);
 }
 
-TEST_P(SharedWriterTest, RefusesTablesThatMakeNoSense) {
-  const std::vector<int64_t> fine = {0, 64, int64_t{dtype_}, 1, 10, 2, 3};
+TEST_P(BoxWriterTest, RefusesTablesThatMakeNoSense) {
+  const Memory memory(400);
+  const auto row = [&](int64_t file, int64_t begin, int64_t bytes, int64_t dtype, Dims numbers) {
+    std::vector<int64_t> table = {file, begin, bytes, -1, dtype, 1};
+    table.insert(table.end(), numbers.begin(), numbers.end());
+    table.insert(table.end(), {address(memory), 1});
+    return table;
+  };
+  const int64_t item = kItem;
+  BoxWriter writer({path("file")}, options_);
   for (const std::vector<int64_t>& table : std::vector<std::vector<int64_t>>{
-           {1, 64, int64_t{dtype_}, 1, 10, 2, 3},
-           {0, -1, int64_t{dtype_}, 1, 10, 2, 3},
-           {0, 64, 999, 1, 10, 2, 3},
-           {0, 64, int64_t{dtype_}, 1, 10, 8, 3},
-           {0, 64, int64_t{dtype_}, 1, INT64_MAX, 0, 1},
-           {0, 64, int64_t{dtype_}, 2, 10, 2, 3},
+           row(1, 64, 10 * item, dtype_, {10, 2, 3}),
+           row(0, -1, 10 * item, dtype_, {10, 2, 3}),
+           row(0, 64, 10 * item, 999, {10, 2, 3}),
+           row(0, 64, 10 * item, dtype_, {10, 8, 3}),
+           row(0, 64, 9 * item, dtype_, {10, 2, 3}),
+           row(0, 64, 10 * item, dtype_, {INT64_MAX, 0, 1}),
            {0, 64},
        }) {
-    EXPECT_THROW(SharedWriter({path("file")}, table, options_), Error);
+    EXPECT_EQ(row_of_error([&] { writer.write(table); }), 0);
   }
-  SharedWriter writer({path("file")}, fine, options_);
-  const Memory memory(400);
-  const std::vector<int64_t> row = {int64_t{dtype_}, address(memory), 1, 3, 1},
-                             other = {int64_t{dtype_}, address(memory), 1, 4, 1};
-  EXPECT_THROW(writer.write(other, std::vector<int64_t>{0}), Error);
-  EXPECT_THROW(writer.write(row, std::vector<int64_t>{1}), Error);
-  EXPECT_THROW(writer.write(row, std::vector<int64_t>{}), Error);
-  EXPECT_THROW(writer.write(row, std::vector<int64_t>{0, 0}), Error);
-  writer.write(row, std::vector<int64_t>{0});
-  EXPECT_EQ(writer.finish(false).size(), 1u);
+  writer.write(row(0, 64, 10 * item, dtype_, {10, 2, 3}));
+  EXPECT_EQ(writer.finish(false).size(), Boxes::kChecksumHead + 1);
 }
 
 }  // namespace

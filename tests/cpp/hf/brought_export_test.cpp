@@ -1,28 +1,30 @@
-// Exports whose ranks put ranges together in a node: the files and their checksums are those of the state, whoever
-// writes what.
+// Exports whose ranks bring short runs to each other in a node: the files and their checksums are those of the state,
+// whoever writes what.
 #include <gtest/gtest.h>
 
 #include <numeric>
-#include <thread>
 
 #include "access_test.h"
 #include "base/crc32.h"
 #include "data_files.h"
 #include "hf/export_layout.h"
+#include "io/box_copy.h"
 #include "io/table_cursor.h"
 #include "plan/ranks.h"
+#include "share/route_tables.h"
+#include "share/routes.h"
 #include "tables.h"
-#include "write/shared_writer.h"
+#include "write/box_writer.h"
 
 namespace vescale_ckpt::hf {
 namespace {
 
 using plan::Dims;
 
-constexpr uint64_t kWindow = 40 << 10;  // many rounds, and ranges cut within checksum cells
+constexpr uint64_t kPiece = 20 << 10;  // many rounds, and pieces cut within checksum cells
 constexpr uint64_t kTensorsBytes = 300'000;
 
-class JoinedExportTest : public AccessTest {
+class BroughtExportTest : public AccessTest {
  protected:
   // A tensor of which each rank has a part along `dim`.
   static void add(plan::Ranks& ranks, std::string_view name, const Dims& shape, size_t dim, const Dims& lengths,
@@ -57,8 +59,16 @@ class JoinedExportTest : public AccessTest {
     plan::Ranks ranks = state();
     const plan::GlobalPlan plan = ranks.plan({plan::Placement::balanced, 1});
     ExportLayout layout(plan.catalog(), most_file_bytes, {{"format", "pt"}}, {});
-    layout.join(nodes, kWindow, least_bytes);
-    rounds_ = layout.rounds();
+    layout.bring_short_runs(nodes, least_bytes);
+    const auto held = layout.held(plan.catalog());
+    std::vector<share::RankReads> reads;
+    for (size_t rank = 0; rank < 4; ++rank) reads.push_back({held[rank], {}, nodes[rank], nodes[rank]});
+    share::RouteOptions route_options;
+    route_options.piece_bytes = kPiece;
+    route_options.budget_bytes = 4 * kPiece;
+    std::vector<uint64_t> bytes = layout.straight_bytes();
+    const std::vector<share::RankRoutes> routes = share::plan_writes(reads, {}, route_options, bytes);
+    rounds_ = routes[0].rounds.size();
     std::vector<std::string> paths;
     std::vector<Memory> content;
     for (size_t file = 0; file < layout.files(); ++file) {
@@ -68,21 +78,24 @@ class JoinedExportTest : public AccessTest {
     }
 
     const io::EngineOptions options = small_options(access());
-    std::vector<std::unique_ptr<write::SharedWriter>> writers;
-    std::vector<Memory> memory, windows;  // a window of each rank
-    std::vector<std::vector<std::byte*>> of_node(4);
+    std::vector<std::unique_ptr<write::BoxWriter>> writers;
+    std::vector<Memory> memory;
+    std::vector<std::vector<int64_t>> tables(4), rows_of(4);
     for (uint32_t rank = 0; rank < 4; ++rank) {
-      windows.emplace_back(kWindow, 0);
-      of_node[nodes[rank]].push_back(windows.back().data());
       const std::vector<std::byte> packed = ranks.builder(rank).pack(0);
-      const auto own =
-          make_export_targets(state::Inventory(packed), plan.local_plan(rank), layout.record_locations(rank));
-      std::vector<int64_t> table, rows;
+      const auto boxes = [&](bool all) {
+        return make_export_boxes(state::Inventory(packed), plan.local_plan(rank), layout.record_locations(rank), all);
+      };
+      const std::vector<int64_t> own = boxes(true);
+      std::vector<int64_t>&table = tables[rank], &rows = rows_of[rank];
       for (io::TableCursor cursor(own); !cursor.at_end(); cursor.next_row()) {
+        cursor.take(1);
         const uint64_t file = cursor.size(), begin = cursor.size();
+        cursor.take(2);
         const uint32_t dtype = cursor.dtype();
         const uint64_t dims = cursor.size();
         const auto shape = cursor.take(dims), offset = cursor.take(dims), size = cursor.take(dims);
+        cursor.take(dims);
         Dims turned(size.rbegin(), size.rend());  // every other tensor with its dimensions the other way round
         Dims strides = row_major(cursor.row() % 2 == 0 ? Dims(size.begin(), size.end()) : turned);
         if (cursor.row() % 2 != 0) std::ranges::reverse(strides);
@@ -94,29 +107,38 @@ class JoinedExportTest : public AccessTest {
         table.insert(table.end(), size.begin(), size.end());
         table.insert(table.end(), strides.begin(), strides.end());
       }
-      std::vector<int64_t> targets = own;
-      const std::vector<int64_t> joined = layout.joined_targets(rank);
-      targets.insert(targets.end(), joined.begin(), joined.end());
-      writers.push_back(std::make_unique<write::SharedWriter>(paths, targets, options));
-      const auto number = static_cast<uint32_t>(std::count(nodes.begin(), nodes.begin() + rank, nodes[rank]));
-      writers.back()->join(layout.joined_ranges(rank), number, kWindow, rows.size());
-      writers.back()->write(table, rows);
+      writers.push_back(std::make_unique<write::BoxWriter>(paths, options));
+      std::vector<int64_t> straight = boxes(false);
+      straight.insert(straight.end(), routes[rank].own.begin(), routes[rank].own.end());
+      writers.back()->write(share::make_box_table(straight, share::HeldRows(table, rows)));
     }
-    const auto all = [&](const std::function<void(uint32_t)>& step) {
-      std::vector<std::jthread> threads;
-      for (uint32_t rank = 0; rank < 4; ++rank) threads.emplace_back(step, rank);
-    };
-    for (uint64_t round = 0; round < layout.rounds(); ++round) {
-      all([&](uint32_t rank) { writers[rank]->fill(round, of_node[nodes[rank]]); });
-      all([&](uint32_t rank) { writers[rank]->send(round, windows[rank].data()); });
+    for (size_t round = 0; round < rounds_; ++round) {
+      std::vector<Memory> windows;
+      std::vector<int64_t> all;
+      for (int64_t rank = 0; rank < 4; ++rank) {
+        const Memory& window = windows.emplace_back(routes[rank].rounds[round].memory_bytes, 0);
+        all.insert(all.end(), {rank, address(window), static_cast<int64_t>(window.size())});
+      }
+      for (size_t rank = 0; rank < 4; ++rank) {
+        const share::RouteRound& mine = routes[rank].rounds[round];
+        std::vector<int64_t> near = all;
+        near.insert(near.end(), {-1, address(windows[rank]), static_cast<int64_t>(windows[rank].size())});
+        const share::HeldRows held_rows(tables[rank], rows_of[rank]);
+        const auto copies = share::make_gather_table(mine.places, held_rows, near);
+        io::copy_boxes(io::parse_copy_table(copies), 2, io::CopyWay::gather);
+      }
+      for (size_t rank = 0; rank < 4; ++rank) {
+        writers[rank]->write(share::make_staging_table(routes[rank].rounds[round].staged, windows[rank].bytes()));
+      }
     }
     bytes_.clear();
-    std::vector<std::span<const uint32_t>> blocks;
+    std::vector<std::vector<uint32_t>> checksums;
     for (const auto& writer : writers) {
-      blocks.push_back(writer->finish(false));
+      checksums.push_back(writer->finish(false));
       bytes_.push_back(writer->stats().bytes());
     }
 
+    const std::vector<std::span<const uint32_t>> blocks(checksums.begin(), checksums.end());
     const std::vector<std::string> heads = layout.heads(blocks);
     for (size_t file = 0; file < layout.files(); ++file) {
       const SafetensorsHeader header = SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true);
@@ -138,9 +160,9 @@ class JoinedExportTest : public AccessTest {
   std::vector<uint64_t> bytes_;  // that each rank wrote
 };
 
-INSTANTIATE_TEST_SUITE_P(Ways, JoinedExportTest, ::testing::ValuesIn(every_access()), access_test_name);
+INSTANTIATE_TEST_SUITE_P(Ways, BroughtExportTest, ::testing::ValuesIn(every_access()), access_test_name);
 
-TEST_P(JoinedExportTest, OfOneNode) {
+TEST_P(BroughtExportTest, OfOneNode) {
   save({0, 0, 0, 0}, UINT64_MAX);
   EXPECT_GT(rounds_, 1u);
   const uint64_t total = std::accumulate(bytes_.begin(), bytes_.end(), uint64_t{0});
@@ -149,38 +171,16 @@ TEST_P(JoinedExportTest, OfOneNode) {
   EXPECT_EQ(std::accumulate(bytes_.begin(), bytes_.end(), uint64_t{0}), total);
 }
 
-TEST_P(JoinedExportTest, OfSeveralNodes) {
+TEST_P(BroughtExportTest, OfSeveralNodes) {
   save({0, 2, 2, 0}, UINT64_MAX);
   save({1, 1, 1, 3}, 100'000);
 }
 
-TEST_P(JoinedExportTest, NotWhereItDoesNotPay) {
+TEST_P(BroughtExportTest, NotWhereItDoesNotPay) {
   save({0, 1, 2, 3}, UINT64_MAX);
   EXPECT_EQ(rounds_, 0u);
   save({0, 0, 0, 0}, UINT64_MAX, 1 << 30);
   EXPECT_EQ(rounds_, 0u);
-}
-
-TEST(JoinedExport, RefusesRangesThatMakeNoSense) {
-  const std::vector<int64_t> target = {0, 64, code_of("uint8"), 1, 10'000, 8192 - 64, 100};
-  const std::vector<int64_t> fine = {0, 8192, 12288, 1, 0, 4096};
-  const auto row = [&](const std::vector<int64_t>& ranges, uint32_t writer, const std::vector<int64_t>& targets) {
-    write::SharedWriter out({"file"}, targets, {});
-    return row_of_error([&] { out.join(ranges, writer, 8192, 0); });
-  };
-  EXPECT_EQ(row(fine, 1, target), -2);
-  EXPECT_EQ(row(fine, 0, target), 0);  // another's range
-  EXPECT_EQ(row(fine, 1, {0, 64, code_of("uint8"), 1, 10'000, 8191 - 64, 100}), 0);
-  EXPECT_EQ(row(fine, 1, {0, 64, code_of("int32"), 1, 10'000, 8192 - 64, 100}), 0);
-  for (const std::vector<int64_t>& ranges : std::vector<std::vector<int64_t>>{{1, 8192, 12288, 1, 0, 4096},
-                                                                              {0, 8192, 12287, 1, 0, 4096},
-                                                                              {0, 8192, 8192, 1, 0, 4096},
-                                                                              {0, 8192, 16384, 1, 0, 4096},
-                                                                              {0, 8192, 12288, 1, 0, 8192},
-                                                                              {0, 8192, 12288, 1, 9, 4096},
-                                                                              {0, 8192}}) {
-    EXPECT_EQ(row(ranges, 1, target), 0);
-  }
 }
 
 }  // namespace

@@ -1,0 +1,96 @@
+#include "write/boxes.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <utility>
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "base/workers.h"
+#include "io/table_cursor.h"
+
+namespace vescale_ckpt::write {
+
+Boxes::Boxes(std::span<const int64_t> table, size_t files) {
+  std::vector<size_t> first;  // of each box: where its words are in checksums_
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint64_t file = cursor.size(), begin = cursor.size(), bytes = cursor.size();
+    cursor.take(1);
+    const uint32_t dtype = cursor.dtype();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), offsets = cursor.take(dims), lengths = cursor.take(dims);
+    const std::byte* data = cursor.address();
+    const auto strides = cursor.take(dims);
+    cursor.made_of_row([&] {
+      const format::DType& of = format::dtypes()[dtype];
+      uint64_t end = 0;
+      if (file >= files) throw Error::invalid("no such file");
+      if (format::tensor_bytes(of, sizes) != bytes || __builtin_add_overflow(begin, bytes, &end)) {
+        throw Error::invalid("a tensor's place is not of its size");
+      }
+      io::Box box(of.item_bytes, sizes, offsets, lengths, strides);
+      if (box.bytes() == 0) return 0;
+      const io::Box& kept = of_memory_.emplace_back(std::move(box));
+      const uint64_t from = begin + kept.begin(), to = begin + kept.end();
+      const uint64_t cell = from / format::kChecksumBlock, cells = format::cells(from, to);
+      boxes_.push_back({static_cast<uint32_t>(file), {{nullptr, begin, end, cell, {}}, data, &kept}});
+      const uint64_t first_cell = cell - begin / format::kChecksumBlock, in_box = kept.bytes();
+      for (const uint64_t word :
+           {file, begin & UINT32_MAX, begin >> 32, in_box & UINT32_MAX, in_box >> 32, first_cell, cells}) {
+        checksums_.push_back(static_cast<uint32_t>(word));
+      }
+      first.push_back(checksums_.size());
+      checksums_.resize(checksums_.size() + cells);
+      return 0;
+    });
+  }
+  for (size_t number = 0; number < boxes_.size(); ++number) {
+    boxes_[number].source.place.blocks = std::span(checksums_).subspan(first[number], checksums_[first[number] - 1]);
+  }
+  std::ranges::stable_sort(boxes_, {}, [](const PlacedBox& box) { return std::pair(box.file, box.begin()); });
+}
+
+void add_part(const PlacedBox& placed, uint64_t begin, uint64_t end, std::byte* out) {
+  const TileSource& source = placed.source;
+  const io::Box& box = *source.box;
+  const uint64_t from = begin - source.place.begin, to = end - source.place.begin;
+  if (box.dense()) {
+    add_checksum(source.place, begin, source.data + (from - box.begin()), to - from, out);
+    return;
+  }
+  std::unique_ptr<std::byte[]> scratch;
+  if (out == nullptr) {
+    scratch = std::make_unique_for_overwrite<std::byte[]>(to - from);
+    out = scratch.get();
+  }
+  box.gather(out, from, to, source.data);
+  box.runs(from, to, [&](uint64_t at, int64_t, uint64_t bytes) {
+    add_checksum(source.place, source.place.begin + at, out + (at - from), bytes, nullptr);
+  });
+}
+
+void add_checksums(Boxes& boxes, const io::EngineOptions& options) {
+  struct Step {
+    const PlacedBox* box;
+    uint64_t begin, end;
+  };
+  std::vector<Step> steps;
+  for (const PlacedBox& box : boxes.boxes()) {
+    for (uint64_t at = box.begin(); at < box.end();) {
+      const uint64_t next = std::min(box.end(), align_down(at, kBoxStep) + kBoxStep);
+      steps.push_back({&box, at, next});
+      at = next;
+    }
+  }
+  if (steps.empty()) return;
+  std::atomic<size_t> taken{0};
+  const auto work = [&](const std::atomic<bool>& stop) {
+    for (size_t number = taken++; number < steps.size() && !stop; number = taken++) {
+      add_part(*steps[number].box, steps[number].begin, steps[number].end, nullptr);
+    }
+  };
+  run_workers(static_cast<unsigned>(std::min<size_t>(options.threads, steps.size())), work, options.niceness);
+}
+
+}  // namespace vescale_ckpt::write

@@ -1,0 +1,101 @@
+"""Runs the rounds of one rank in a pipeline: buffers are filled, exchanged with other ranks, and emptied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from .._observe.timeline import phase
+from .._ranks.connections import Connections
+from .._ranks.exchange import Exchange
+from ..errors import CheckpointError
+from .routes import Round, Routes
+
+# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
+ROUNDS_BETWEEN_CHECKS = 16
+
+
+#: exchanges the buffers of a round with other ranks; returns an error that it need not raise at once
+Swap = Callable[[Connections, int, Round], CheckpointError | None]
+
+
+class Buffers(Protocol):
+    """The memory of the rounds."""
+
+    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
+        """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
+        and until the messages of this rank have come."""
+
+
+class Pipeline:
+    """The rounds of one load or export. One round is filled, one is exchanged, and one is emptied at a time.
+
+    `fill` and `empty` run in threads, one round after another. After an error, which is kept, only messages are sent
+    on: other ranks wait for them.
+    """
+
+    def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: Buffers) -> None:
+        self.error: BaseException | None = None
+        self._exchange = exchange
+        self._phase = phase
+        self._routes = routes
+        self._memory = memory
+
+    def run(
+        self,
+        fill: Callable[[int], None],
+        swap: Swap,
+        empty: Callable[[int], None],
+        *,
+        fills_others: bool = False,
+    ) -> bool:
+        """Runs the rounds, until all are done or one rank has failed: then it returns False. `fills_others`: whether
+        `fill` writes to the buffers of neighbours."""
+        name = "vescale_ckpt"
+        with ThreadPoolExecutor(1, name) as filling, ThreadPoolExecutor(1, name) as emptying:
+
+            def submit(pool: ThreadPoolExecutor, step: Callable[[int], None], number: int) -> Future[None]:
+                return pool.submit(self._guarded, step, number)
+
+            rounds = self._routes.rounds
+            start, count = 0, len(rounds)
+            filled = {0: submit(filling, fill, 0)}
+            emptied: dict[int, Future[None]] = {}
+            while start < count:
+                stop = min(count, start + ROUNDS_BETWEEN_CHECKS)
+                with self._peers(start, stop - 1) as peers:
+                    for number in range(start, stop):
+                        with phase("write" if fills_others else "read"):
+                            filled.pop(number).result()
+                        peers.progress(2 * number)
+                        if number - 2 in emptied:  # the next round has the buffers of this one
+                            emptied.pop(number - 2).result()
+                            shared = rounds[min(number + 1, count - 1) if fills_others else number - 2]
+                            self._memory.acknowledge(peers, number - 2, shared)
+                        if number + 1 < count:
+                            filled[number + 1] = submit(filling, fill, number + 1)
+                        self._swap(peers, number, swap)
+                        emptied[number] = submit(emptying, empty, number)
+                if stop < count and self._exchange.agree([int(self.error is None)], self._phase) != [1]:
+                    return False
+                start = stop
+            return True  # leaving the pools waits for the last rounds
+
+    def _swap(self, peers: Connections, number: int, swap: Swap) -> None:
+        peers.progress(2 * number + 1)
+        error = swap(peers, number, self._routes.rounds[number])
+        self.error = self.error or error
+
+    def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
+        # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
+        of = f"{len(self._routes.rounds)}, plan {self._routes.number:x}"
+        return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
+
+    def _guarded(self, step: Callable[[int], None], number: int) -> None:
+        if self.error is None:
+            try:
+                step(number)
+            except BaseException as error:
+                self.error = error

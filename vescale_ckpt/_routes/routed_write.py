@@ -1,0 +1,130 @@
+"""`RoutedWrite` brings the bytes of an export to the ranks that write them: a broadcast load with its arrows turned."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+
+from .._engine import _C
+from .._engine.rows import int_table
+from .._observe.timeline import phase
+from .._ranks.exchange import Exchange
+from .node_buffer import NodeBuffer, open_on_all
+from .pipeline import Pipeline
+from .routes import BUFFERS, Routes
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20  #: of a round, written by one rank, at most
+BUDGET_BYTES = 16 << 20  #: memory of a rank in a round
+_KEPT = "buffers of exports"  # of an exchange
+
+
+def plan_writes(
+    layout: _C.ExportLayout,
+    catalog: _C.Catalog,
+    groups: Sequence[int],
+    nodes: Sequence[int],
+    writers: Sequence[int] = (),
+) -> list[bytes]:
+    """The packed routes of all ranks, by rank: `routes_from` unpacks them. `groups`, `nodes`: numbers of the ranks that
+    bring bytes to each other, and of those that see each other's memory. `writers`: of each file; empty: whoever holds
+    a part of a piece writes it, so that all ranks write evenly."""
+    held, straight = layout.held(catalog), layout.straight_bytes()
+    planned = _C.plan_writes(held, groups, nodes, writers, straight, PIECE_BYTES, BUDGET_BYTES)
+    number = (secrets.randbits(62) | 1).to_bytes(8, "little")
+    return [number + packed for packed in planned]
+
+
+def routes_from(packed: bytes) -> Routes:
+    """What `plan_writes` made for one rank."""
+    return Routes(int.from_bytes(packed[:8], "little"), [packed[8:]])
+
+
+def writers_of(file_bytes: Sequence[int], ranks: int) -> list[int]:
+    """Deals files out to ranks, evenly by bytes."""
+    writers, done = [], [0] * ranks
+    for of_file in file_bytes:
+        writer = done.index(min(done))
+        done[writer] += of_file
+        writers.append(writer)
+    return writers
+
+
+class RoutedWrite:
+    """The rounds of one export. All ranks take each round, or none. `begin` makes it."""
+
+    def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: NodeBuffer) -> None:
+        self.routes = routes
+        self._exchange = exchange
+        self._phase = phase
+        self._memory = memory
+        self._pipeline = Pipeline(exchange, phase, routes, memory)
+        self._ran = False
+
+    @classmethod
+    def begin(
+        cls, exchange: Exchange, phase: str, routes: Routes, ready: bool
+    ) -> tuple[RoutedWrite | None, Exception | None]:
+        """Takes memory for the rounds, or that of an earlier export: all ranks have mapped its pages. `ready`: whether
+        this rank can take part. None on all ranks unless all have it and have mapped their neighbours'; and the error
+        of this rank, if it has one."""
+        rounds = routes.rounds
+        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
+        near = {peer for round_ in rounds for table in (round_.sends, round_.receives)
+                for peer in round_.same_node_peers(table)}  # fmt: skip
+        memory, error = exchange.kept.pop(_KEPT, None), None
+        if not (isinstance(memory, NodeBuffer) and memory.is_as(sizes, near)):
+            memory = None
+        else:
+            memory.restart()
+        # All ranks have ended their earlier exports when they agree: nobody looks at the buffers any more.
+        if exchange.agree([int(ready and memory is not None)], f"{phase}: memory of an earlier save") != [1]:
+            memory, error = open_on_all(exchange, phase, lambda: NodeBuffer(sizes), near, ready)
+        return (None if memory is None else cls(exchange, phase, routes, memory)), error
+
+    def run(self, held: _C.HeldRows, threads: int, write: Callable[[bytes], object]) -> bool:
+        """Takes all rounds. `held`: where this rank's tensors are in host memory. `write` is given boxes in memory that
+        this rank writes, in the order of their places. Raises this rank's error only. Returns whether all rounds were
+        taken: not if another rank has failed."""
+
+        def fill(number: int) -> None:
+            round_, table = self.routes.rounds[number], int_table()
+            for peer, memory in self._memory.targets(number, round_).items():
+                table.extend((peer, memory.data_ptr(), len(memory)))
+            _C.gather_boxes(held.gather_table(round_.placements, table), threads)
+
+        def empty(number: int) -> None:
+            round_, memory = self.routes.rounds[number], self._memory[number]
+            if len(round_.packs):
+                _C.gather_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), threads)
+            if len(round_.staged):
+                write(_C.staging_table(round_.staged, memory.data_ptr(), len(memory)))
+
+        complete = self._take_rounds(fill, empty)
+        if self._pipeline.error is not None:
+            raise self._pipeline.error
+        return complete
+
+    def give_up(self, error: BaseException) -> None:
+        """Takes the rounds of a rank that has failed before them, or in them. The other ranks wait for its messages."""
+        if not self._ran:
+            self._pipeline.error = error
+            self._take_rounds(lambda number: None, lambda number: None)
+
+    def _take_rounds(self, fill: Callable[[int], None], empty: Callable[[int], None]) -> bool:
+        self._ran = True
+        complete = False
+        try:
+            with phase("write", "with other ranks"):
+                complete = self._pipeline.run(fill, self._memory.collect_messages, empty, fills_others=True)
+        except BaseException:
+            self._memory.leave()
+            raise
+        finally:
+            if complete and self._pipeline.error is None:
+                self._exchange.kept[_KEPT] = self._memory
+            else:
+                self._memory.release()
+        return complete
