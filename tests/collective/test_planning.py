@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.logs import logged
 from harness.ranks import run_ranks
 from harness.states import assert_same, blank
 from torch.distributed.checkpoint import FileSystemReader
@@ -383,16 +384,9 @@ def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
 
 
 def _differing(way: str, path: str) -> list[str]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("vescale_ckpt")
-    logger.addHandler(handler)
-    try:
+    with logged(logging.WARNING) as texts:
         save(way, path, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
-    finally:
-        logger.removeHandler(handler)
-    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    return texts
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
+from harness.logs import logged
 from harness.ranks import run_ranks
 from harness.states import random_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,28 +22,15 @@ from vescale_ckpt import SavePlanner, StorageWriter
 MiB = 1 << 20
 
 
-class _Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _state(values: dict[str, float], elements: int) -> dict[str, torch.Tensor]:
     return {key: torch.full((4, elements // 4), value) for key, value in values.items()}
 
 
 def _saves(path: str, how: str, differs: list[bool], elements: int = MiB) -> list[tuple[dict[str, list[float]], str]]:
     """Saves again and again; what was saved, and what rank 0 has said to it."""
-    log = _Log()
-    logger = logging.getLogger("vescale_ckpt")
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
     planner = SavePlanner()
     results = []
-    try:
+    with logged() as texts:
         for number, differ in enumerate(differs):
             mine = float(number + differ * (dist.get_rank() + 1) * 100)
             name = f"own {how}"  # planners are kept from test to test
@@ -59,10 +46,8 @@ def _saves(path: str, how: str, differs: list[bool], elements: int = MiB) -> lis
                     target, state, planner=planner, format="safetensors" if how == "safetensors" else "dcp"
                 )
             loaded = vescale_ckpt.load(target)
-            results.append(({key: sorted(set(loaded[key].flatten().tolist())) for key in loaded}, " ".join(log.texts)))
-            log.texts.clear()
-    finally:
-        logger.removeHandler(log)
+            results.append(({key: sorted(set(loaded[key].flatten().tolist())) for key in loaded}, " ".join(texts)))
+            texts.clear()
     return results
 
 
@@ -87,17 +72,13 @@ def _hashed_in_two_ways(path: str) -> list[str]:
     """Rank 1 hashes in Python, as what lies on devices is; one tensor of it differs in the last save."""
     if dist.get_rank():
         steps.hash_in_python().start()
-    log = _Log()
-    logger = logging.getLogger("vescale_ckpt")
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(3)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.int8, torch.bool,
               torch.float8_e4m3fn, torch.uint16)  # fmt: skip
     shapes = ((), (1,), (8, 30), (1 << 11, 1 << 9))
     state = {f"{dtype} {shape}": random_tensor(shape, dtype) for dtype in dtypes for shape in shapes}
-    planner, texts = SavePlanner(), []
-    try:
+    planner, of_saves = SavePlanner(), []
+    with logged() as texts:
         for number in range(4):
             if dist.get_rank() and number == 1:  # other strides
                 state = {
@@ -107,11 +88,9 @@ def _hashed_in_two_ways(path: str) -> list[str]:
             if dist.get_rank() and number == 3:
                 state["torch.float32 (8, 30)"] = torch.zeros(8, 30)
             vescale_ckpt.save(f"{path}/{number}", state, planner=planner)
-            texts.append(" ".join(log.texts))
-            log.texts.clear()
-    finally:
-        logger.removeHandler(log)
-    return texts
+            of_saves.append(" ".join(texts))
+            texts.clear()
+    return of_saves
 
 
 def test_python_hashes_replicas_as_the_engine_does(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.logs import logged
 from harness.ranks import run_ranks
 from harness.states import MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,20 +217,10 @@ def _blind(directory: Path) -> tuple[int, list[str]]:
     vescale_ckpt.save(directory, {"w": full})
     state = {"w": torch.zeros_like(full)}
     blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
-    with blind if dist.get_rank() == 1 else contextlib.nullcontext(), _warnings() as texts:
+    with blind if dist.get_rank() == 1 else contextlib.nullcontext(), logged(logging.WARNING) as texts:
         stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
     assert_same(state["w"], full)
     return stats.shared_bytes, texts
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    rounds.logger.addHandler(handler)
-    yield texts
-    rounds.logger.removeHandler(handler)
 
 
 def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
