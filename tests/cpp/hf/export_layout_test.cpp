@@ -9,36 +9,6 @@ namespace {
 
 const SafetensorsHeader::Metadata kTexts = {{"format", "pt"}};
 
-// The error's text, empty if there is none.
-std::string layout_refusal(const plan::Ranks& ranks) {
-  try {
-    const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, kTexts, {});
-    return {};
-  } catch (const Error& error) {
-    return error.what();
-  }
-}
-
-TEST(ExportLayout, PutsTensorsInFilesInTheirOrderAndLargeOnesAlone) {
-  plan::Ranks ranks(1);
-  for (const auto& [name, bytes] : std::vector<std::pair<std::string, int64_t>>{
-           {"d", 60}, {"c", 40}, {"large", 101}, {"b", 1}, {"a", 99}, {"e", 1}}) {
-    ranks.tensor(0, name, {bytes}, "int8");
-  }
-  const ExportLayout layout(ranks.plan().catalog(), 100, kTexts, {});
-  ASSERT_EQ(layout.files(), 4u);
-  EXPECT_EQ(layout.tensor_bytes(), 302u);
-  const std::vector<int64_t> places = layout.record_locations(0);
-  std::vector<int64_t> files;
-  for (size_t i = 0; i < places.size(); i += 2) files.push_back(places[i]);
-  EXPECT_EQ(files, (std::vector<int64_t>{0, 0, 1, 2, 2, 3}));
-  EXPECT_EQ(places[1], places[3] + 40);  // within a file by name
-  const std::vector<std::string> names = {"1", "2", "3", "4"};
-  EXPECT_EQ(layout.index(names),
-            "{\n  \"metadata\": {\n    \"total_size\": 302\n  },\n  \"weight_map\": {\n    \"a\": \"3\",\n    \"b\": "
-            "\"3\",\n    \"c\": \"1\",\n    \"d\": \"1\",\n    \"e\": \"4\",\n    \"large\": \"2\"\n  }\n}\n");
-}
-
 TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
   plan::Ranks ranks(2);
   ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
@@ -112,20 +82,6 @@ TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
   };
   EXPECT_EQ(texts(0), (SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
   EXPECT_EQ(texts(1), kTexts);
-}
-
-TEST(ExportLayout, RefusesWhatIsNoTensorOrHasNoDtypeOrIsNoName) {
-  plan::Ranks objects(1), dtype(1), name(1);
-  objects.tensor(0, "w", {2});
-  objects.object(0, "step");
-  objects.object(0, "lr");
-  EXPECT_NE(layout_refusal(objects).find("step, lr"), std::string::npos) << layout_refusal(objects);
-  dtype.tensor(0, "w", {2}, "complex32");
-  EXPECT_NE(layout_refusal(dtype).find("w: safetensors files have no complex32"), std::string::npos)
-      << layout_refusal(dtype);
-  name.tensor(0, "__metadata__", {2});
-  EXPECT_NE(layout_refusal(name).find("__metadata__: "), std::string::npos) << layout_refusal(name);
-  EXPECT_EQ(layout_refusal(plan::Ranks(1)), "");
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "io/file.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cerrno>
@@ -128,42 +127,6 @@ TEST_F(FileTest, OnlySetsTheLengthWhereSpaceCannotBeReserved) {
     file->preallocate(1 << 20);
     EXPECT_EQ(std::filesystem::file_size(file->path()), 1u << 20);
   }
-}
-
-TEST_F(FileTest, TellsAFullDiskFromABadOne) {
-  const auto file = File::create(path("new"), Access::direct);
-  const auto expect = [](const Error& error, Error::Kind kind, int code) {
-    EXPECT_EQ(error.kind, kind) << error.what();
-    EXPECT_EQ(error.code, code) << error.what();
-  };
-  for (const int code : {ENOSPC, EDQUOT, EFBIG}) {
-    const ArmedFault fault(Call::allocate, code);
-    expect(error_of([&] { file->preallocate(1 << 20); }), Error::Kind::full, code);
-  }
-  for (const Call call : {Call::allocate, Call::truncate, Call::sync}) {
-    const ArmedFault fault(call, EIO);
-    expect(error_of([&] {
-             file->preallocate(1 << 20);
-             file->truncate(0);
-             file->sync();
-           }),
-           Error::Kind::io, EIO);
-  }
-}
-
-// No injection: the kernel itself refuses.
-TEST_F(FileTest, MeetsTheLimitOnFileSizes) {
-  ::signal(SIGXFSZ, SIG_IGN);
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const rlimit small{1 << 20, before.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  const auto file = File::create(path("new"), Access::direct);
-  const Error error = error_of([&] { file->preallocate(2 << 20); });
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
-  ::signal(SIGXFSZ, SIG_DFL);
-  EXPECT_EQ(error.kind, Error::Kind::full) << error.what();
-  EXPECT_EQ(error.code, EFBIG);
 }
 
 // A signal (a profiler's timer, a child's end) may interrupt these: fallocate on a tmpfs before Linux 6.9, all of them

@@ -1,6 +1,4 @@
 // What is written is what is read, on every way that bytes may take.
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -261,36 +259,6 @@ TEST_P(RoundTrip, ReadsBoxes) {
   }
 }
 
-TEST_P(RoundTrip, ReadsOnlyWhatABoxNeeds) {
-  const Tensor tensor("float32", {4, 1 << 20});  // 16 MB in rows of 4 MB
-  const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options());
-  drop_cache(file.path);
-  const Memory target(1 << 20);
-  const auto report =
-      read_items(file.path, {tensor.box_item(0, file.records[0], {2, 1000}, {1, 1 << 18}, target.data())}, options());
-  EXPECT_TRUE(target.text() == tensor.box({2, 1000}, {1, 1 << 18}).text());
-  EXPECT_LE(report->stats.in_place + report->stats.slots, (1u << 20) + 2 * kChecked);
-}
-
-TEST_P(RoundTrip, WorksWithoutChecksums) {
-  const std::vector<Tensor>& tensors = assorted();
-  const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options(), false);
-  EXPECT_EQ(file.bytes % kBlock, 0u);
-  std::vector<Memory> targets;
-  std::vector<ReadItem> items;
-  uint64_t bytes = 0;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    EXPECT_EQ(file.records[i].crc, 0u);
-    targets.emplace_back(tensors[i].memory.size());
-    items.push_back(tensors[i].item(0, file.records[i], targets.back().data()));
-    bytes += targets.back().size();
-  }
-  const auto report = read_items(file.path, items, options());
-  EXPECT_EQ(report->unverified_bytes, bytes);
-  EXPECT_TRUE(report->unread.empty());
-  for (size_t i = 0; i < tensors.size(); ++i) ASSERT_TRUE(targets[i].text() == tensors[i].memory.text()) << i;
-}
-
 // Tensors, more tensors, then bytes as they are, in one file.
 TEST_P(RoundTrip, WritesInSeveralGroups) {
   std::vector<Tensor> first, second;
@@ -330,19 +298,6 @@ TEST_P(RoundTrip, WritesInSeveralGroups) {
   for (size_t i = 0; i < objects.size(); ++i) {
     EXPECT_EQ(placed_objects[i].length, lengths[i]);
     EXPECT_TRUE(found[i].text() == objects[i].text()) << i;
-  }
-}
-
-// The checksum of bytes that are no tensor, small or large.
-TEST_P(RoundTrip, ChecksumsLargeObjects) {
-  const Memory object(6 * kSlotBytes + 9, kOddPlace);
-  fill_random(object.bytes(), 1);
-  const uint32_t crc = crc32(0, object.data(), object.size());
-  for (int round = 0; round < 3; ++round) {
-    const WrittenFile file = write_data_file(path(std::to_string(round)),
-                                             {write::RecordSource{nullptr, object.data(), object.size(), std::nullopt}},
-                                             small_options(GetParam(), 4));
-    EXPECT_EQ(file.records[0].crc, crc);
   }
 }
 
@@ -511,30 +466,6 @@ TEST_P(FarOffsets, WithinRecords) {
   EXPECT_EQ(report->unverified_bytes, 0u);
   EXPECT_EQ(target.text().substr(0, 4096), zeros.text().substr(0, 4096));
   EXPECT_EQ(target.text().substr(4096), row.text());
-}
-
-class ManyFiles : public ScratchTest {};
-
-// More than are held open at a time.
-TEST_F(ManyFiles, AreReadInTurns) {
-  const io::EngineOptions options = small_options(io::Access::buffered);
-  const Tensor tensor("int32", {3});
-  const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options);
-  std::vector<std::string> paths;
-  std::vector<ReadItem> items;
-  std::vector<Memory> targets;
-  for (uint32_t number = 0; number < 300; ++number) {
-    paths.push_back(path(std::to_string(number)));
-    std::filesystem::create_hard_link(file.path, paths.back());
-    items.push_back(tensor.item(number, file.records[0], targets.emplace_back(12).data()));
-  }
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-  const rlimit few{200, before.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
-  EXPECT_NO_THROW(EXPECT_TRUE(read_tensors(paths, items, true, options)->unread.empty()));
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-  for (const Memory& target : targets) EXPECT_EQ(target.text(), tensor.memory.text());
 }
 
 }  // namespace

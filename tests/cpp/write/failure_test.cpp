@@ -103,20 +103,6 @@ TEST_P(Failure, OfAWriteWakesWhoWaits) {
   }
 }
 
-TEST_P(Failure, OfAFullDiskSaysSo) {
-  for (const Call call : {Call::allocate, Call::write}) {
-    const ArmedFault fault(call, ENOSPC, 0, 1000);
-    try {
-      write("file");
-      FAIL();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::full);
-      EXPECT_EQ(error.code, ENOSPC);
-    }
-    EXPECT_TRUE(files().empty());
-  }
-}
-
 TEST_P(Failure, OfAnyCallEndsAReadCleanly) {
   const WrittenFile file = write("file");
   std::vector<Memory> targets;
@@ -165,35 +151,6 @@ TEST_P(Failure, OfNoKindIsSlowness) {
     const ArmedFault fault(Call::read, code, 0, times);
     expect_readable(file);
   }
-}
-
-// Which item a failed read belongs to.
-TEST_P(Failure, OfAReadNamesItsItem) {
-  const WrittenFile file = write("file");
-  for (size_t i = 0; i < tensors().size(); ++i) {
-    const Memory target(tensors()[i].memory.size());
-    std::vector<read::ReadItem> items(3, tensors()[i].item(0, file.records[i], target.data()));
-    const ArmedFault fault(Call::read, EIO);
-    try {
-      read_items(file.path, items, options());
-      FAIL();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.item, 0);
-    }
-  }
-}
-
-// A writer that is given up removes its file; one that never began leaves what was there.
-TEST_P(Failure, ToFinishRemovesTheFile) {
-  {
-    FileWriter writer(path("file"), 1 << 20, options(), true);
-    writer.write(sources_of(tensors()));
-    EXPECT_EQ(files(), (std::set<std::string>{"file"}));
-  }
-  EXPECT_TRUE(files().empty());
-  write_file(path("file"), "somebody else's");
-  EXPECT_THROW(FileWriter(path("file"), 1 << 20, options(), true), Error);
-  EXPECT_EQ(read_file(path("file")), "somebody else's");
 }
 
 // One slot, many threads, several files at a time: slow, but within the budget and to the end.
