@@ -25,7 +25,7 @@ class KeptLocalPlan:
     structure: str  #: `Structure.pack`: what the paths leave out
     coordinates: bool  #: whether this rank coordinated
     ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
-    holders: bytes = b""  #: which boxes other ranks hold, too: `_C.GlobalPlan.holders`
+    holders: bytes = b""  #: the boxes that other ranks hold, too: `_C.GlobalPlan.holders`
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 

@@ -32,7 +32,7 @@ Name = TypeVar("Name")
 
 LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # plans never split a smaller box
 
-_SMALL_SAMPLE, _LARGE_SAMPLE = 4, 16  # so many elements of a small and of a large box are compared
+_SMALL_SAMPLE, _LARGE_SAMPLE = 4, 16  # elements of a small and of a large box that are compared
 _SAMPLE = _SMALL_SAMPLE, _LARGE_SAMPLE, LARGE_BYTES
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63

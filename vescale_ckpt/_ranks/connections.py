@@ -108,7 +108,7 @@ class Connections:
         self.devices: DeviceGroup | None = None  #: the connections among the ranks' devices, once `devices_tried`
         self.devices_tried = False
         self.kept: dict[str, object] = {}  #: users keep values here as long as these connections are good
-        self._device_groups = 0  # so many were made
+        self._device_groups = 0  # the number of groups made so far
         self.ranks = ranks
         self._rendezvous = rendezvous
         self._lock = threading.Lock()

@@ -251,7 +251,7 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
         self._known -= {id(kind) for kind in _NEVER_CALLED}
         self._of_torch = {id(function) for function in self._torch_s.values()}
         self._rebuild = self._torch_s.get("torch._tensor._rebuild_from_type_v2")
-        self._unfinished = 0  # so many values have no state yet
+        self._unfinished = 0  # the number of values that have no state yet
 
     def load(self) -> Any:
         value = super().load()

@@ -546,7 +546,7 @@ class _Sent:
     def _end(self, began: float, beside: int) -> None:
         with self._changed:
             seconds = max(1e-6, time.monotonic() - began)
-            beside = max(beside, self._on_their_way)  # so many parts shared the link
+            beside = max(beside, self._on_their_way)  # the number of parts that shared the link
             self._on_their_way -= 1
             most = settings.number("object_store_requests")
             _parts_at_a_time[self._root] = max(1, min(most, int(self._enough * beside / seconds)))

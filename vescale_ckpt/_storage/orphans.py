@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 #: Where there are no locks, files count as orphans after so many seconds without a modification: a living writer
 #: modifies its files more often.
-SMALL_FILE_GRACE = 600.0  # for one file that is written at once
-SAVE_GRACE = 24 * 3600.0  # for the files of a save or an export
-NEVER = float("inf")  # for a folder: its modification time does not show writes to the files in it
+SMALL_FILE_GRACE = 600.0  # the age of one file that is written at once
+SAVE_GRACE = 24 * 3600.0  # the age of files of a save or an export
+NEVER = float("inf")  # the age of a folder: its modification time does not show writes to the files in it
 
 
 def _not_wanted() -> bool:

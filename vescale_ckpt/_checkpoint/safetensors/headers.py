@@ -45,7 +45,7 @@ _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
 ATTEMPTS = 5  #: a directory is read so often if exports into it commit meanwhile
-_OPENERS = 8  # so many threads read headers: headers are small, and most of the time is latency
+_OPENERS = 8  # threads that read headers: headers are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
 
