@@ -32,15 +32,6 @@ class WorkQueue {
     changed_.notify_one();
   }
 
-  // Before all that is ready.
-  void push_first(T item) {
-    {
-      const std::lock_guard lock(mutex_);
-      ready_.push_front(std::move(item));
-    }
-    changed_.notify_one();
-  }
-
   // Where the rest is in order, too: lower items come first.
   void push_in_order(T item) {
     {

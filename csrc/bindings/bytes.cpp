@@ -1,15 +1,12 @@
-// Files made of pieces: ranges of bytes read and checksummed, archives around bodies that are written elsewhere.
+// Ranges of bytes of files, read and checksummed.
 #include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
 #include "base/crc32.h"
 #include "bindings/bindings.h"
-#include "format/archive.h"
 #include "format/checksum_table.h"
 #include "io/table_cursor.h"
 #include "read/reader.h"
@@ -70,19 +67,6 @@ py::bytes crc32_of_cells(const py::buffer& buffer) {
 }  // namespace
 
 void bind_bytes(py::module_& module) {
-  py::class_<format::ArchiveWriter>(module, "ArchiveWriter")
-      .def(py::init<std::string>(), py::arg("root"))
-      .def("add", [](format::ArchiveWriter& archive, const std::string& name,
-                     const py::bytes& body) { archive.add(name, std::string_view(body)); })
-      .def("begin",
-           [](format::ArchiveWriter& archive, const std::string& name, uint64_t size) { archive.begin(name, size); })
-      .def("end", &format::ArchiveWriter::end, py::arg("crc"))
-      .def("finish", &format::ArchiveWriter::finish)
-      .def_property_readonly("position", &format::ArchiveWriter::position)
-      .def(
-          "take", [](format::ArchiveWriter& archive) { return py::bytes(archive.take()); },
-          "what was added since the last call");
-
   module.attr("CHECKSUM_BLOCK") = py::int_(format::kChecksumBlock);
   module.def("crc32_of_cells", &crc32_of_cells, py::arg("table"));
   module.def(

@@ -280,7 +280,7 @@ void bind_engine(py::module_& module) {
             write::RecordSource source;
             source.data = reinterpret_cast<const std::byte*>(address);
             source.bytes = bytes;
-            writer.write_tiled({&source, 1}, offset);
+            writer.write_dense({&source, 1}, offset);
           },
           py::arg("address"), py::arg("bytes"), py::arg("offset"), py::call_guard<py::gil_scoped_release>(),
           "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
@@ -289,7 +289,7 @@ void bind_engine(py::module_& module) {
           [](write::FileWriter& writer, const py::bytes& head, bool sync) {
             const std::span<const std::byte> bytes = view(head);
             const py::gil_scoped_release release;
-            return writer.finish_tiled(bytes, sync);
+            return writer.finish_dense(bytes, sync);
           },
           py::arg("head"), py::arg("sync"), "`head`: what the file begins with, over what was written there")
       .def("finish", &write::FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())

@@ -55,7 +55,7 @@ void ArchiveWriter::integer(Integer value) {
 
 void ArchiveWriter::begin(std::string_view name, uint64_t size) {
   ArchiveEntry entry;
-  entry.name = root_ + std::string(name);
+  entry.name = "archive/" + std::string(name);
   entry.header_offset = position_;
   entry.size = size;
   const uint16_t zip64 = size >= kClamped ? 20 : position_ >= kClamped ? 12 : 0;

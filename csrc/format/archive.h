@@ -8,7 +8,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace vescale_ckpt::format {
@@ -22,10 +21,9 @@ struct ArchiveEntry {
   size_t crc_field_central = 0;
 };
 
-// Writes an archive in memory. Bodies may be left out and only counted.
+// Writes an archive of the folder "archive" in memory. Bodies may be left out and only counted.
 class ArchiveWriter {
  public:
-  explicit ArchiveWriter(std::string root = "archive/") : root_(std::move(root)) {}  // before every name
   void add(std::string_view name, std::string_view body);
   // Begins an entry whose body somebody else writes: writes the header and skips `size` bytes; `end` writes the
   // descriptor. Names have up to 65535 bytes.
@@ -37,14 +35,11 @@ class ArchiveWriter {
   uint64_t position() const { return position_; }      // in the archive, skipped bodies counted
   const std::vector<ArchiveEntry>& entries() const { return entries_; }
   void reserve(size_t bytes) { bytes_.reserve(bytes); }
-  // Returns the bytes that were added since the last call, and drops them. The places of checksums become invalid.
-  std::string take() { return std::exchange(bytes_, {}); }
 
  private:
   void append(std::string_view text);
   template <typename Integer>
   void integer(Integer value);
-  const std::string root_;
   std::string bytes_;
   uint64_t position_ = 0;
   std::vector<ArchiveEntry> entries_;

@@ -12,7 +12,7 @@
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "write/boxes.h"
-#include "write/tiles.h"
+#include "write/write_ranges.h"
 
 namespace vescale_ckpt::hf {
 namespace {

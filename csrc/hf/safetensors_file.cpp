@@ -34,8 +34,8 @@ uint64_t write_safetensors(write::FileWriter& writer, const SafetensorsLayout& l
     sources[i].data = data[layout.order()[i]];
     sources[i].bytes = layout.bytes()[i];
   }
-  const std::string head = layout.head(writer.write_tiled(sources, layout.data_begin()));
-  return writer.finish_tiled(std::as_bytes(std::span(head)), sync);
+  const std::string head = layout.head(writer.write_dense(sources, layout.data_begin()));
+  return writer.finish_dense(std::as_bytes(std::span(head)), sync);
 }
 
 }  // namespace vescale_ckpt::hf

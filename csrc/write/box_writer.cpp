@@ -12,7 +12,7 @@ BoxWriter::BoxWriter(std::vector<std::string> paths, const io::EngineOptions& op
 
 void BoxWriter::write(std::span<const int64_t> table) {
   Boxes boxes(table, paths_.size());
-  std::vector<TileSource> sources;
+  std::vector<PlacedTensor> sources;
   sources.reserve(boxes.boxes().size());
   for (const PlacedBox& box : boxes.boxes()) {
     std::unique_ptr<io::File>& file = files_[box.file];
@@ -20,7 +20,7 @@ void BoxWriter::write(std::span<const int64_t> table) {
     sources.push_back(box.source);
     sources.back().place.file = file.get();
   }
-  write_tiles(sources, TileEdges::shared, options_, control_, stats_);
+  write_ranges(sources, Edges::shared, options_, control_, stats_);
   const std::vector<uint32_t> added = boxes.take_checksums();
   checksums_.insert(checksums_.end(), added.begin(), added.end());
 }

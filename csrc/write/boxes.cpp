@@ -52,7 +52,7 @@ Boxes::Boxes(std::span<const int64_t> table, size_t files) {
 }
 
 void add_part(const PlacedBox& placed, uint64_t begin, uint64_t end, std::byte* out) {
-  const TileSource& source = placed.source;
+  const PlacedTensor& source = placed.source;
   const io::Box& box = *source.box;
   const uint64_t from = begin - source.place.begin, to = end - source.place.begin;
   if (box.dense()) {

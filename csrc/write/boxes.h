@@ -9,13 +9,13 @@
 
 #include "io/box.h"
 #include "io/transfer_control.h"
-#include "write/tiles.h"
+#include "write/write_ranges.h"
 
 namespace vescale_ckpt::write {
 
 struct PlacedBox {
   uint32_t file;
-  TileSource source;                                                           // `place.file` is null
+  PlacedTensor source;                                                         // `place.file` is null
   uint64_t begin() const { return source.place.begin + source.box->begin(); }  // in the file
   uint64_t end() const { return source.place.begin + source.box->end(); }
 };
@@ -32,8 +32,9 @@ class Boxes {
   // Those that are not empty, in the order of files and offsets.
   std::span<PlacedBox> boxes() { return boxes_; }
 
-  // What was added for these boxes (write/tiles.h), a row for each: file, offset of the tensor in it and bytes of the
-  // box (low and high words), number of the first cell from the tensor's first on, number of cells, a word for each.
+  // What was added for these boxes (write/write_ranges.h), a row for each: file, offset of the tensor in it and bytes
+  // of the box (low and high words), number of the first cell from the tensor's first on, number of cells, a word for
+  // each.
   std::vector<uint32_t> take_checksums() { return std::move(checksums_); }
 
   static constexpr size_t kChecksumHead = 7;

@@ -45,29 +45,29 @@ uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
 }
 
 std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> records) {
-  std::vector<TileSource> tiles = lay_out(records);
-  const std::vector<uint32_t> blocks = send(tiles);
+  std::vector<PlacedTensor> tensors = lay_out(records);
+  const std::vector<uint32_t> blocks = send(tensors);
   std::vector<PlacedRecord> placed;
-  placed.reserve(tiles.size());
-  for (const TileSource& tile : tiles) {
-    const TensorPlace& place = tile.place;
+  placed.reserve(tensors.size());
+  for (const PlacedTensor& tensor : tensors) {
+    const TensorPlace& place = tensor.place;
     const uint32_t crc = format::joined_crc(place.begin, place.end, place.blocks);
-    placed.push_back({tile.begin(), tile.end() - tile.begin(), crc});
+    placed.push_back({tensor.begin(), tensor.end() - tensor.begin(), crc});
     // Blocks are for parts of tensors; objects are read whole, and one checksum does.
-    if (checksums_ && tile.framing != nullptr) {
-      table_.add(tile.begin(), place.begin, place.end - place.begin, crc, place.blocks);
+    if (checksums_ && tensor.framing != nullptr) {
+      table_.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
     }
-    cursor_ = align_up(tile.end(), kBlock);
+    cursor_ = align_up(tensor.end(), kBlock);
   }
   return placed;
 }
 
 // See docs/format.md, "Where records lie".
-std::vector<TileSource> FileWriter::lay_out(std::span<const RecordSource> sources) const {
+std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources) const {
   // Room that a group leaves for the prologue and first bytes of a large record behind it.
   constexpr uint64_t kSlack = 4 * kBlock;
-  std::vector<TileSource> tiles;
-  tiles.reserve(sources.size());
+  std::vector<PlacedTensor> tensors;
+  tensors.reserve(sources.size());
   uint64_t cursor = cursor_, group = cursor_;  // where the latest record ends, and where its group begins
   bool after_large = false;
   for (const RecordSource& source : sources) {
@@ -84,28 +84,28 @@ std::vector<TileSource> FileWriter::lay_out(std::span<const RecordSource> source
       apart = true;
     }
     const uint64_t body = begin + prologue;
-    tiles.push_back({{file_.get(), body, body + source.bytes, body / format::kChecksumBlock, {}},
-                     source.data,
-                     source.strided ? &*source.strided : nullptr,
-                     source.framing.get(),
-                     apart});
+    tensors.push_back({{file_.get(), body, body + source.bytes, body / format::kChecksumBlock, {}},
+                       source.data,
+                       source.strided ? &*source.strided : nullptr,
+                       source.framing.get(),
+                       apart});
     cursor = begin + total;
     after_large = large;
   }
-  return tiles;
+  return tensors;
 }
 
-std::vector<uint32_t> FileWriter::send(std::span<TileSource> tiles) {
+std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors) {
   uint64_t count = 0;
-  for (const TileSource& tile : tiles) count += format::cells(tile.place.begin, tile.place.end);
+  for (const PlacedTensor& tensor : tensors) count += format::cells(tensor.place.begin, tensor.place.end);
   std::vector<uint32_t> blocks(count);
   std::span<uint32_t> rest(blocks);
-  for (TileSource& tile : tiles) {
-    const auto of_tile = rest.first(format::cells(tile.place.begin, tile.place.end));
-    if (checksums_) tile.place.blocks = of_tile;
-    rest = rest.subspan(of_tile.size());
+  for (PlacedTensor& tensor : tensors) {
+    const auto of_tensor = rest.first(format::cells(tensor.place.begin, tensor.place.end));
+    if (checksums_) tensor.place.blocks = of_tensor;
+    rest = rest.subspan(of_tensor.size());
   }
-  write_tiles(tiles, TileEdges::ours, options_, control_, stats_);
+  write_ranges(tensors, Edges::ours, options_, control_, stats_);
   return blocks;
 }
 
@@ -114,31 +114,31 @@ uint64_t FileWriter::finish(bool sync) {
   if (checksums_) {
     // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
     const std::string table = table_.serialize(cursor_);
-    const TileSource tile{{file_.get(), cursor_, cursor_ + table.size(), 0, {}},
-                          reinterpret_cast<const std::byte*>(table.data())};
+    const PlacedTensor tensor{{file_.get(), cursor_, cursor_ + table.size(), 0, {}},
+                              reinterpret_cast<const std::byte*>(table.data())};
     io::EngineOptions alone = options_;
     alone.threads = 1;
     io::TransferControl unlimited(file_->path(), 0);
     io::TransferStats uncounted;
-    write_tiles({&tile, 1}, TileEdges::ours, alone, unlimited, uncounted);
+    write_ranges({&tensor, 1}, Edges::ours, alone, unlimited, uncounted);
     cursor_ += table.size();
   }
   return seal(cursor_, sync);
 }
 
-std::vector<uint32_t> FileWriter::write_tiled(std::span<const RecordSource> sources, uint64_t offset) {
-  std::vector<TileSource> tiles;
-  tiles.reserve(sources.size());
+std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset) {
+  std::vector<PlacedTensor> tensors;
+  tensors.reserve(sources.size());
   for (const RecordSource& source : sources) {
-    tiles.push_back({{file_.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
+    tensors.push_back({{file_.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  std::vector<uint32_t> blocks = send(tiles);
+  std::vector<uint32_t> blocks = send(tensors);
   cursor_ = offset;
   return blocks;
 }
 
-uint64_t FileWriter::finish_tiled(std::span<const std::byte> head, bool sync) {
+uint64_t FileWriter::finish_dense(std::span<const std::byte> head, bool sync) {
   control_.check();
   io::write_exactly(*file_, 0, head);
   return seal(cursor_, sync);

@@ -23,7 +23,7 @@
 #include "io/transfer_control.h"
 #include "io/transfer_loop.h"
 #include "io/transfer_stats.h"
-#include "write/tiles.h"
+#include "write/write_ranges.h"
 
 namespace vescale_ckpt::write {
 
@@ -65,9 +65,9 @@ class FileWriter {
   // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
   // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source; zeros if the
   // writer has no checksums.
-  std::vector<uint32_t> write_tiled(std::span<const RecordSource> sources, uint64_t offset);
-  // Instead of finish(), after write_tiled(): `head` is what stands before it. The file ends with the last source.
-  uint64_t finish_tiled(std::span<const std::byte> head, bool sync);
+  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset);
+  // Instead of finish(), after write_dense(): `head` is what stands before it. The file ends with the last source.
+  uint64_t finish_dense(std::span<const std::byte> head, bool sync);
 
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
   // running.
@@ -82,10 +82,10 @@ class FileWriter {
   bool checksums() const { return checksums_; }
 
  private:
-  std::vector<TileSource> lay_out(std::span<const RecordSource> sources) const;
-  // Writes the tiles. Returns the checksums of all their blocks, of which each tile is given its own; zeros without
+  std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources) const;
+  // Writes the tensors. Returns the checksums of all their blocks, of which each is given its own; zeros without
   // checksums.
-  std::vector<uint32_t> send(std::span<TileSource> tiles);
+  std::vector<uint32_t> send(std::span<PlacedTensor> tensors);
   uint64_t seal(uint64_t length, bool sync);
 
   const io::EngineOptions options_;

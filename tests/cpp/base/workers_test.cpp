@@ -89,19 +89,6 @@ TEST(WorkQueue, GivesEachItemOnceInOrder) {
   EXPECT_FALSE(queue.take(item));  // all expected were taken: no waiting
 }
 
-TEST(WorkQueue, GivesWhatIsPushedFirstBeforeAllThatIsReady) {
-  WorkQueue<int> queue;
-  queue.expect(3);
-  queue.push(1);
-  queue.push(2);
-  queue.push_first(3);
-  for (const int expected : {3, 1, 2}) {
-    int item = 0;
-    EXPECT_TRUE(queue.take(item));
-    EXPECT_EQ(item, expected);
-  }
-}
-
 TEST(WorkQueue, OfNothingIsDone) {
   WorkQueue<int> queue;
   int item = 0;

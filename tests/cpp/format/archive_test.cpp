@@ -72,31 +72,6 @@ TEST(Archive, LeavesABodyOut) {
 }
 
 // Entries behind more than 4 GiB, and of that size: the directory alone tells.
-TEST(Archive, IsTakenInPiecesAroundBodiesThatAreElsewhere) {
-  const std::string one(300, '1'), two(70, '2');
-  ArchiveWriter archive("");
-  std::string bytes;
-  for (const std::string* body : {&one, &two}) {
-    archive.begin(body == &one ? "one.npy" : "two.npy", body->size());
-    bytes += archive.take() + *body;
-    EXPECT_EQ(archive.position(), bytes.size());
-    EXPECT_EQ((bytes.size() - body->size()) % 64, 0);
-    archive.end(crc32(0, body->data(), body->size()));
-  }
-  archive.finish();
-  bytes += archive.take();
-  EXPECT_EQ(archive.take(), "");
-  const auto directory = find_directory(view(bytes), bytes.size());
-  ASSERT_TRUE(directory);
-  const auto entries = parse_directory(view(bytes).subspan(directory->offset, directory->size), *directory);
-  ASSERT_TRUE(entries);
-  EXPECT_EQ(entries->front().name, "one.npy");
-  EXPECT_EQ(text(*find_body(view(bytes), "one.npy")), one);
-  EXPECT_EQ(text(*find_body(view(bytes), "two.npy")), two);
-  EXPECT_TRUE(has_checksums(view(bytes)));
-  EXPECT_EQ(entries->back().crc, crc32(0, two.data(), two.size()));
-}
-
 TEST(Archive, KnowsLargeOffsetsAndSizes) {
   constexpr uint64_t kFourGiB = uint64_t{1} << 32;
   for (const uint64_t size : {kFourGiB - 5000, kFourGiB - 2, kFourGiB - 1, kFourGiB, 3 * kFourGiB}) {

@@ -1,6 +1,6 @@
-// Writes tensors to their places in files, by segments: ranges of a file of at most one slot, cut where it suits the
-// disk. A segment may hold many small tensors, the end of one and the start of the next, a piece of a large one, or
-// only a few rows of a column shard.
+// Writes tensors to their places in files, by ranges of a file of at most one slot, cut where it suits the disk. A
+// range may hold many small tensors, the end of one and the start of the next, a piece of a large one, or only a few
+// rows of a column shard.
 //
 // A large tensor's whole blocks travel from its own memory where its address allows; what is left passes through slots.
 // A block that another writer may share is written through the page cache, and only the bytes that are ours: nothing is
@@ -8,8 +8,8 @@
 //
 // Checksums of blocks are put together from pieces in any order, by any thread or rank: what a piece contributes is its
 // CRC-32 moved to its place in its block (crc32_combine with what follows it), and a block's CRC-32 is the exclusive or
-// of them. A record's epilogue holds its tensor's CRC-32, so a segment with an epilogue waits for the segments that
-// hold other pieces of that tensor.
+// of them. A record's epilogue holds its tensor's CRC-32, so a range with an epilogue waits for the ranges that hold
+// other pieces of that tensor.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@
 
 namespace vescale_ckpt::write {
 
-// Runs of a box in a file that are shorter go through the page cache, many for one segment.
+// Runs of a box in a file that are shorter go through the page cache, many for one range.
 inline constexpr uint64_t kShortRun = 512 << 10;
 
 // The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
@@ -43,22 +43,20 @@ struct TensorPlace {
 };
 
 // What is written of one tensor: all of it (no box), or a box, which is of the tensor's bytes over strided memory.
-struct TileSource {
+struct PlacedTensor {
   TensorPlace place;
   const std::byte* data = nullptr;  // of the first element
   const io::Box* box = nullptr;
   // What stands before the tensor and behind it, if anything. Epilogues are not cut, so a record that is not large is
   // set apart where a slot does not hold it with what is before it.
   const format::TensorRecord* framing = nullptr;
-  bool apart = false;  // begins a segment, on a block of its own
-  // With a box: only what lies in this range of the tensor's bytes is written.
-  uint64_t from = 0, to = UINT64_MAX;
+  bool apart = false;  // begins a range, on a block of its own
 
   uint64_t begin() const { return place.begin - (framing != nullptr ? framing->prologue().size() : 0); }
   uint64_t end() const { return place.end + (framing != nullptr ? framing->epilogue_bytes() : 0); }
 };
 
-enum class TileEdges {
+enum class Edges {
   ours,    // nobody else writes to the files: blocks are filled up, and gaps filled, with zeros
   shared,  // others write to the same files, and perhaps to the same blocks
 };
@@ -69,7 +67,7 @@ void add_checksum(const TensorPlace& place, uint64_t at, const std::byte* data, 
 
 // Writes them all. Within a file sources come in rising order and do not overlap; sources of one file follow each
 // other. They, and what they point to, live until this returns. Throws the first Error.
-void write_tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,
-                 io::TransferControl& control, io::TransferStats& stats);
+void write_ranges(std::span<const PlacedTensor> sources, Edges edges, const io::EngineOptions& options,
+                  io::TransferControl& control, io::TransferStats& stats);
 
 }  // namespace vescale_ckpt::write

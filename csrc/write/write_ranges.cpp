@@ -1,4 +1,4 @@
-#include "write/tiles.h"
+#include "write/write_ranges.h"
 
 #include <algorithm>
 #include <atomic>
@@ -16,23 +16,23 @@ namespace {
 // What follows one another in a shared file and is shorter, too: one call instead of one for each end and the middle.
 constexpr uint64_t kShortExtent = 64 << 10;
 
-class Tiles {
+class Ranges {
  public:
-  Tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,
-        io::TransferControl& control, io::TransferStats& stats)
-      : shared_(edges == TileEdges::shared), options_(options), control_(control), stats_(stats) {
-    for (const TileSource& source : sources) add(source);
+  Ranges(std::span<const PlacedTensor> sources, Edges edges, const io::EngineOptions& options,
+         io::TransferControl& control, io::TransferStats& stats)
+      : shared_(edges == Edges::shared), options_(options), control_(control), stats_(stats) {
+    for (const PlacedTensor& source : sources) add(source);
     close_extent();
   }
 
   // Edges come first: many small writes, which the disk does while the rest is sent.
   void run() {
     check_no_hole();
-    queue_.expect(segments_.size());
+    queue_.expect(ranges_.size());
     for (const bool edges : {true, false}) {
-      for (size_t index = 0; index < segments_.size(); ++index) {
-        const Segment& segment = segments_[index];
-        if ((segment.way == Way::edge) != edges || segment.awaited != 0) continue;
+      for (size_t index = 0; index < ranges_.size(); ++index) {
+        const Range& range = ranges_[index];
+        if ((range.way == Way::edge) != edges || range.awaited != 0) continue;
         if (edges) ++edges_left_;
         queue_.push(index);
       }
@@ -40,14 +40,14 @@ class Tiles {
     io::run_transfers(
         queue_, options_,
         [this](size_t index) {
-          wait_for_room(segments_[index]);
-          return needs_slot(segments_[index]);
+          wait_for_room(ranges_[index]);
+          return needs_slot(ranges_[index]);
         },
-        [this](size_t index, io::Flight& flight) { prepare(segments_[index], flight); },
+        [this](size_t index, io::Flight& flight) { prepare(ranges_[index], flight); },
         [this](io::Flight& flight) {
           stats_.count(flight, flight.transfer.size + flight.moved_before);
           flight.transfer.file->start_writeback(flight.transfer.offset, flight.transfer.size);
-          const bool edge = static_cast<const Segment*>(flight.item)->way == Way::edge;
+          const bool edge = static_cast<const Range*>(flight.item)->way == Way::edge;
           if (edge && --edges_left_ == 0) write_back();
         },
         &control_);
@@ -56,7 +56,7 @@ class Tiles {
  private:
   // Bytes [begin, end) of a file that are of one source: of its prologue, its tensor or its epilogue.
   struct Part {
-    const TileSource* source;
+    const PlacedTensor* source;
     uint64_t begin, end;
     uint64_t bytes() const { return end - begin; }
     uint64_t body() const { return begin - source->place.begin; }  // where in the tensor
@@ -66,22 +66,22 @@ class Tiles {
   enum class Way {
     blocks,  // whole blocks that nobody else writes to
     edge,    // as they are, through the page cache
-    runs,    // the short runs of one source's box that lie in the segment's only part
+    runs,    // the short runs of one source's box that lie in the range's only part
   };
 
   // One transfer: a range of a file.
-  struct Segment {
+  struct Range {
     uint64_t begin = 0, end = 0;
     size_t first_part = 0, parts = 0;
     Way way = Way::blocks;
-    // An epilogue follows a tensor with pieces in other segments: how many of them are still to be checksummed.
+    // An epilogue follows a tensor with pieces in other ranges: how many of them are still to be checksummed.
     uint32_t awaited = 0;
-    size_t waiter = 0;  // the segment that waits for this one; 0: none, for the first has none to wait for
+    size_t waiter = 0;  // the range that waits for this one; 0: none, for the first has none to wait for
   };
 
   // --- Layout. What lies one behind another in a file is an extent: without a gap where others write to the file.
 
-  void add(const TileSource& source) {
+  void add(const PlacedTensor& source) {
     const TensorPlace& place = source.place;
     const io::Box* box = source.box;
     if (source.apart) close_extent();
@@ -89,10 +89,9 @@ class Tiles {
     if (box == nullptr) {
       add_run({&source, place.begin, place.end});
     } else if (box->run_bytes() == box->end() - box->begin()) {
-      const uint64_t begin = std::max(box->begin(), source.from), end = std::min(box->end(), source.to);
-      if (begin < end) add_run({&source, place.begin + begin, place.begin + end});
+      add_run({&source, place.begin + box->begin(), place.begin + box->end()});
     } else if (box->run_bytes() >= kShortRun) {
-      box->runs(source.from, source.to, [&](uint64_t at, int64_t, uint64_t bytes) {
+      box->runs(box->begin(), box->end(), [&](uint64_t at, int64_t, uint64_t bytes) {
         add_run({&source, place.begin + at, place.begin + at + bytes});
       });
     } else {
@@ -110,14 +109,14 @@ class Tiles {
     extent_.push_back(run);
   }
 
-  void add_scattered(const TileSource& source) {
+  void add_scattered(const PlacedTensor& source) {
     Part part{&source, 0, 0};
     const auto close = [&] {
       if (part.bytes() == 0) return;
-      segments_.push_back({part.begin, part.end, parts_.size(), 1, Way::runs});
+      ranges_.push_back({part.begin, part.end, parts_.size(), 1, Way::runs});
       parts_.push_back(part);
     };
-    source.box->runs(source.from, source.to, [&](uint64_t begin, int64_t, uint64_t bytes) {
+    source.box->runs(source.box->begin(), source.box->end(), [&](uint64_t begin, int64_t, uint64_t bytes) {
       const uint64_t end = begin + bytes;
       if (source.place.begin + end - part.begin > options_.slot_bytes || part.bytes() == 0) {
         close();
@@ -134,7 +133,7 @@ class Tiles {
     whole_ = shared_ && end - begin < kShortExtent;
     head_end_ = shared_ ? align_up(begin, kBlock) : 0;
     tail_begin_ = shared_ ? align_down(end, kBlock) : UINT64_MAX;
-    open_segment(shared_ ? begin : align_down(begin, kBlock));
+    open_range(shared_ ? begin : align_down(begin, kBlock));
     for (const Part& run : extent_) {
       if (whole_ || run.bytes() < io::kLargeBody) {
         add_packed(run);
@@ -144,71 +143,71 @@ class Tiles {
       // end on multiples of the slot size.
       const uint64_t interior = align_up(run.begin, kBlock), interior_end = align_down(run.end, kBlock);
       add_packed({run.source, run.begin, interior});
-      close_segment(interior);
+      close_range(interior);
       for (uint64_t next = interior; next < interior_end;) {
         const uint64_t stop = std::min(align_down(next, options_.slot_bytes) + options_.slot_bytes, interior_end);
         take_part({run.source, next, stop});
-        close_segment(stop);
+        close_range(stop);
         next = stop;
       }
       add_packed({run.source, interior_end, run.end});
     }
-    close_segment(end);
+    close_range(end);
     extent_.clear();
   }
 
   void add_packed(Part part) {
     while (part.bytes() != 0) {
-      const uint64_t limit = segment_limit();
+      const uint64_t limit = range_limit();
       const uint64_t stop = std::min(part.end, limit);
       take_part({part.source, part.begin, stop});
       part.begin = stop;
-      if (stop == limit) close_segment(limit);
+      if (stop == limit) close_range(limit);
     }
   }
 
-  // Where the segment must end: a slot holds so much, and what others may write to begins or ends.
-  uint64_t segment_limit() const {
-    const uint64_t slot = align_down(segment_.begin, kBlock) + options_.slot_bytes;
+  // Where the range must end: a slot holds so much, and what others may write to begins or ends.
+  uint64_t range_limit() const {
+    const uint64_t slot = align_down(range_.begin, kBlock) + options_.slot_bytes;
     if (whole_) return slot;
-    if (segment_.begin < head_end_) return head_end_;
-    return segment_.begin < tail_begin_ ? std::min(slot, tail_begin_) : slot;
+    if (range_.begin < head_end_) return head_end_;
+    return range_.begin < tail_begin_ ? std::min(slot, tail_begin_) : slot;
   }
 
   void take_part(const Part& part) {
     parts_.push_back(part);
-    ++segment_.parts;
+    ++range_.parts;
     const TensorPlace& place = part.source->place;
     if (place.blocks.empty()) return;
-    if (part.begin == place.begin) body_segment_ = segments_.size();
+    if (part.begin == place.begin) body_range_ = ranges_.size();
     if (!part.is_epilogue()) return;
-    segment_.awaited = static_cast<uint32_t>(segments_.size() - body_segment_);
-    for (; body_segment_ < segments_.size(); ++body_segment_) segments_[body_segment_].waiter = segments_.size();
+    range_.awaited = static_cast<uint32_t>(ranges_.size() - body_range_);
+    for (; body_range_ < ranges_.size(); ++body_range_) ranges_[body_range_].waiter = ranges_.size();
   }
 
-  void open_segment(uint64_t begin) {
-    segment_ = {};
-    segment_.begin = begin;
-    segment_.first_part = parts_.size();
+  void open_range(uint64_t begin) {
+    range_ = {};
+    range_.begin = begin;
+    range_.first_part = parts_.size();
   }
 
-  void close_segment(uint64_t end) {
-    segment_.end = shared_ ? end : align_up(end, kBlock);
-    if (whole_ || segment_.begin % kBlock != 0 || segment_.end % kBlock != 0) segment_.way = Way::edge;
-    const uint64_t next = segment_.end;
-    if (segment_.parts != 0) segments_.push_back(segment_);
-    open_segment(next);
+  void close_range(uint64_t end) {
+    range_.end = shared_ ? end : align_up(end, kBlock);
+    if (whole_ || range_.begin % kBlock != 0 || range_.end % kBlock != 0) range_.way = Way::edge;
+    const uint64_t next = range_.end;
+    if (range_.parts != 0) ranges_.push_back(range_);
+    open_range(next);
   }
 
   // --- Sending.
 
-  std::span<const Part> parts_of(const Segment& segment) const {
-    return std::span(parts_).subspan(segment.first_part, segment.parts);
+  std::span<const Part> parts_of(const Range& range) const {
+    return std::span(parts_).subspan(range.first_part, range.parts);
   }
 
   // Where a part's bytes lie one behind another in memory, too; null if they do not, or are to be made.
   static const std::byte* contiguous(const Part& part) {
-    const TileSource& source = *part.source;
+    const PlacedTensor& source = *part.source;
     if (part.begin < source.place.begin) {
       return reinterpret_cast<const std::byte*>(source.framing->prologue().data()) + (part.begin - source.begin());
     }
@@ -218,35 +217,35 @@ class Tiles {
   }
 
   // A remote file is sent in order, so writers may be ahead of it only so far (io/part_window.h). They wait before they
-  // have a slot: whoever has one goes on. And no writer waits for ever, because the lowest segment that is not written
+  // have a slot: whoever has one goes on. And no writer waits for ever, because the lowest range that is not written
   // is soon taken by one, and then has room:
   // - If it was ready from the start, nobody took a higher one before it, for the queue is in order.
   // - If it waited for its tensor's pieces, these are lower, so they are written. The writer that prepared the last of
-  //   them queued it, in order, then wrote that piece, and takes the lowest segment of the queue next.
-  void wait_for_room(const Segment& segment) {
-    io::PartWindow* window = parts_[segment.first_part].source->place.file->window();
-    if (window != nullptr) window->wait_for_room(segment.end, [this] { return queue_.closed(); });
+  //   them queued it, in order, then wrote that piece, and takes the lowest range of the queue next.
+  void wait_for_room(const Range& range) {
+    io::PartWindow* window = parts_[range.first_part].source->place.file->window();
+    if (window != nullptr) window->wait_for_room(range.end, [this] { return queue_.closed(); });
   }
 
-  bool needs_slot(const Segment& segment) const {
-    const Part& part = parts_[segment.first_part];
+  bool needs_slot(const Range& range) const {
+    const Part& part = parts_[range.first_part];
     if (io::PartWindow* window = part.source->place.file->window()) {
-      return window->place(segment.begin, segment.end - segment.begin) == nullptr;
+      return window->place(range.begin, range.end - range.begin) == nullptr;
     }
-    if (segment.way == Way::runs) return !part.source->box->runs_are_dense();
-    const std::byte* data = contiguous(segment);
-    return data == nullptr || !(segment.way == Way::edge || can_send(*part.source->place.file, data));
+    if (range.way == Way::runs) return !part.source->box->runs_are_dense();
+    const std::byte* data = contiguous(range);
+    return data == nullptr || !(range.way == Way::edge || can_send(*part.source->place.file, data));
   }
 
-  // Where all bytes of a segment lie one behind another in memory; null if they do not.
-  const std::byte* contiguous(const Segment& segment) const {
-    const std::byte* data = contiguous(parts_[segment.first_part]);
-    uint64_t at = segment.begin;
-    for (const Part& part : parts_of(segment)) {
-      if (data == nullptr || part.begin != at || contiguous(part) != data + (at - segment.begin)) return nullptr;
+  // Where all bytes of a range lie one behind another in memory; null if they do not.
+  const std::byte* contiguous(const Range& range) const {
+    const std::byte* data = contiguous(parts_[range.first_part]);
+    uint64_t at = range.begin;
+    for (const Part& part : parts_of(range)) {
+      if (data == nullptr || part.begin != at || contiguous(part) != data + (at - range.begin)) return nullptr;
       at = part.end;
     }
-    return at == segment.end ? data : nullptr;
+    return at == range.end ? data : nullptr;
   }
 
   static bool can_send(const io::File& file, const std::byte* data) {
@@ -255,62 +254,57 @@ class Tiles {
 
   // A part of a remote file with a hole would never be complete.
   void check_no_hole() const {
-    for (size_t index = 1; index < segments_.size(); ++index) {
-      const io::File& file = *parts_[segments_[index].first_part].source->place.file;
-      if (file.window() != nullptr && segments_[index].begin != segments_[index - 1].end) {
+    for (size_t index = 1; index < ranges_.size(); ++index) {
+      const io::File& file = *parts_[ranges_[index].first_part].source->place.file;
+      if (file.window() != nullptr && ranges_[index].begin != ranges_[index - 1].end) {
         throw Error::invalid("the layout of " + file.path() + " has a hole at " +
-                             std::to_string(segments_[index - 1].end));
+                             std::to_string(ranges_[index - 1].end));
       }
     }
   }
 
   void write_back() {
     io::File* last = nullptr;
-    for (const Segment& segment : segments_) {
-      io::File* file = parts_[segment.first_part].source->place.file;
+    for (const Range& range : ranges_) {
+      io::File* file = parts_[range.first_part].source->place.file;
       if (file != last) file->write_back();
       last = file;
     }
   }
 
-  void prepare(const Segment& segment, io::Flight& flight) {
-    const Part& first = parts_[segment.first_part];
-    flight.item = &segment;
+  void prepare(const Range& range, io::Flight& flight) {
+    const Part& first = parts_[range.first_part];
+    flight.item = &range;
     flight.transfer.call = Call::write;
     flight.transfer.file = first.source->place.file;
-    flight.transfer.offset = segment.begin;
-    flight.transfer.size = flight.transfer.needed = segment.end - segment.begin;
-    flight.transfer.part_of_block = segment.way != Way::blocks;
-    if (segment.way == Way::runs) {
+    flight.transfer.offset = range.begin;
+    flight.transfer.size = flight.transfer.needed = range.end - range.begin;
+    flight.transfer.part_of_block = range.way != Way::blocks;
+    if (range.way == Way::runs) {
       send_runs(first, flight);
     } else if (flight.slot) {
       flight.transfer.data = flight.slot->data();
-      fill(segment, flight.slot->data());
+      fill(range, flight.slot->data());
     } else if (io::PartWindow* window = flight.transfer.file->window()) {
-      flight.transfer.data = window->place(segment.begin, flight.transfer.size);  // it is sent from there
-      fill(segment, flight.transfer.data);
+      flight.transfer.data = window->place(range.begin, flight.transfer.size);  // it is sent from there
+      fill(range, flight.transfer.data);
     } else {
       flight.transfer.data = const_cast<std::byte*>(contiguous(first));
-      for (const Part& part : parts_of(segment)) {
+      for (const Part& part : parts_of(range)) {
         add_checksum(part.source->place, part.begin, contiguous(part), part.bytes(), nullptr);
       }
     }
-    if (segment.waiter == 0) return;
-    const std::atomic_ref awaited(segments_[segment.waiter].awaited);
-    if (awaited.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (shared_) {
-      queue_.push_first(segment.waiter);
-    } else {
-      queue_.push_in_order(segment.waiter);
-    }
+    if (range.waiter == 0) return;
+    const std::atomic_ref awaited(ranges_[range.waiter].awaited);
+    if (awaited.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_.push_in_order(range.waiter);
   }
 
-  void fill(const Segment& segment, std::byte* slot) {
-    uint64_t at = segment.begin;
-    for (const Part& part : parts_of(segment)) {
-      const TileSource& source = *part.source;
-      std::byte* out = slot + (part.begin - segment.begin);
-      std::memset(slot + (at - segment.begin), 0, part.begin - at);
+  void fill(const Range& range, std::byte* slot) {
+    uint64_t at = range.begin;
+    for (const Part& part : parts_of(range)) {
+      const PlacedTensor& source = *part.source;
+      std::byte* out = slot + (part.begin - range.begin);
+      std::memset(slot + (at - range.begin), 0, part.begin - at);
       at = part.end;
       if (part.is_epilogue()) {
         source.framing->write_epilogue(format::joined_crc(source.place.begin, source.place.end, source.place.blocks),
@@ -322,12 +316,12 @@ class Tiles {
         add_checksum(source.place, part.begin, out, part.bytes(), nullptr);
       }
     }
-    std::memset(slot + (at - segment.begin), 0, segment.end - at);
+    std::memset(slot + (at - range.begin), 0, range.end - at);
   }
 
   // All runs but the last are written here: through the page cache that is a copy, which has no use for a channel.
   void send_runs(const Part& part, io::Flight& flight) {
-    const TileSource& source = *part.source;
+    const PlacedTensor& source = *part.source;
     const uint64_t begin = part.body(), end = begin + part.bytes();
     io::Transfer& last = flight.transfer;
     last.size = 0;
@@ -353,11 +347,11 @@ class Tiles {
   std::vector<Part> extent_;
   bool whole_ = false;  // the extent is one edge
   uint64_t head_end_ = 0, tail_begin_ = 0;
-  Segment segment_;
-  size_t body_segment_ = 0;  // where the latest tensor begins
+  Range range_;
+  size_t body_range_ = 0;  // where the latest tensor begins
   // As it was laid out.
   std::vector<Part> parts_;
-  std::vector<Segment> segments_;
+  std::vector<Range> ranges_;
   std::atomic<size_t> edges_left_{0};
   WorkQueue<size_t> queue_;
 };
@@ -395,9 +389,9 @@ void add_checksum(const TensorPlace& place, uint64_t at, const std::byte* data, 
   }
 }
 
-void write_tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,
-                 io::TransferControl& control, io::TransferStats& stats) {
-  Tiles(sources, edges, options, control, stats).run();
+void write_ranges(std::span<const PlacedTensor> sources, Edges edges, const io::EngineOptions& options,
+                  io::TransferControl& control, io::TransferStats& stats) {
+  Ranges(sources, edges, options, control, stats).run();
 }
 
 }  // namespace vescale_ckpt::write
