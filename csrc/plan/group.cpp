@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <span>
 
-#include "plan/messages.h"
+#include "plan/error_texts.h"
 #include "plan/row_check.h"
 #include "plan/validate.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "format/torch_record.h"
-#include "plan/messages.h"
+#include "plan/error_texts.h"
 
 namespace vescale_ckpt::plan {
 namespace {

@@ -40,7 +40,7 @@ from vescale_ckpt import (
     StorageWriter,
     safetensors,
 )
-from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
+from vescale_ckpt._checkpoint.safetensors import export_folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors import model_names
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks, orphans

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
-from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
+from vescale_ckpt._checkpoint.safetensors import export_folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors.model_names import INDEX_NAME, SINGLE_NAME, object_names
 from vescale_ckpt._routes import routed_write
 from vescale_ckpt._storage import object_store, orphans

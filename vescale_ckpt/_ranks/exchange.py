@@ -1,4 +1,4 @@
-"""`Exchange` runs the collectives of saves and loads, with a timeout and with names of missing ranks.
+"""`Exchange` runs the collectives of saves and loads for one group of ranks, each with a timeout.
 
 Messages travel along a tree of ranks (`agree`, `broadcast`) or between each rank and the coordinator (`gather`,
 `scatter`). They are point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective

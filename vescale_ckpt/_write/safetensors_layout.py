@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.safetensors.commit import holds_model
-from .._checkpoint.safetensors.folder import ExportFolder, file_numbers
+from .._checkpoint.safetensors.export_folder import ExportFolder, file_numbers
 from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS, checked_metadata, with_ties
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C

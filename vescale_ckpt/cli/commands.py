@@ -150,7 +150,7 @@ COMMANDS = (
     Command(
         "prune",
         "remove old checkpoints of a manager by a rule",
-        "tidy:prune",
+        "prune_repair:prune",
         (
             _DIRECTORY,
             value("--keep", "how many stay: those saved last, or with --best the best ones", type=int, metavar="N"),
@@ -168,7 +168,7 @@ COMMANDS = (
     Command(
         "repair",
         "remove what saves, exports and copies that died have left, write copies of extra files that are missing",
-        "tidy:repair",
+        "prune_repair:repair",
         (
             value(
                 "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports", metavar="DIR"

@@ -1,4 +1,4 @@
-#include "plan/messages.h"
+#include "plan/error_texts.h"
 
 namespace vescale_ckpt::plan {
 namespace {
