@@ -8,10 +8,11 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -274,10 +275,10 @@ def test_exclusive_locks_are_asked_for_by_those_who_may_write(
 
 def _save_where_a_lock_hangs(directory: Path, rank_that_hangs: int) -> str:
     rank = torch.distributed.get_rank()
-    if rank == rank_that_hangs:
-        fcntl.flock = lambda descriptor, how: time.sleep(12)  # as a server that is down does
+    hangs = mock.patch.object(fcntl, "flock", lambda descriptor, how: time.sleep(12))  # as a server that is down does
     try:
-        vescale_ckpt.save(directory, {f"tensor {rank}": torch.ones(1000)}, timeout=2)
+        with hangs if rank == rank_that_hangs else nullcontext():
+            vescale_ckpt.save(directory, {f"tensor {rank}": torch.ones(1000)}, timeout=2)
     except CheckpointTimeoutError as error:
         return str(error.late_ranks)
     return "saved"
