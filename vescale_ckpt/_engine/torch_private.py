@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import _weights_only_unpickler
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import increment_version
+from torch.autograd.profiler import record_function
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _version, state_dict_saver
@@ -58,6 +61,7 @@ __all__ = [
     "flattens_as_torch_2_3",
     "local_tensors",
     "new_store_client",
+    "profiled",
     "ranks_of_dcp_save",
     "set_element",
     "sharded_tensor_over",
@@ -139,6 +143,12 @@ def tensor_facts(tensors: list[torch.Tensor]) -> tuple[array[int], bytes]:
     0."""
     counters, flags = _C.tensor_facts(tensors)
     return array("q", counters), flags
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """A context that profiles of torch show under this name. Without a profile it costs next to nothing; torch's own
+    would take 10 microseconds."""
+    return record_function(name) if _profiler_enabled() else nullcontext()
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:

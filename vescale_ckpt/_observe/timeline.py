@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from torch.autograd.profiler import record_function
-
 from .. import settings
+from .._engine.torch_private import profiled
 from ..reports import LoadStats, SaveStats
 from . import lines, listeners, slow_phases, write_trace
 from .listeners import Finished
@@ -49,7 +48,7 @@ class Timeline(PhaseTimes):
         """A phase, which profiles of torch show, too."""
         self.open(OpenPhase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name))
         try:
-            with record_function(f"vescale_ckpt {self.kind}: {name}"):
+            with profiled(f"vescale_ckpt {self.kind}: {name}"):
                 yield
         finally:
             now = time.perf_counter_ns()
