@@ -23,26 +23,36 @@ std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
   return {reinterpret_cast<const std::byte*>(address), bytes};
 }
 
+// Plans routes without the GIL, from the table of each rank, and packs those of each rank.
+template <typename Plan>
+std::vector<py::bytes> packed_routes(const std::vector<py::buffer>& rows, const std::vector<uint32_t>& groups,
+                                     const std::vector<uint32_t>& nodes, const Plan& plan) {
+  std::vector<Table> tables;
+  tables.reserve(rows.size());
+  for (const py::buffer& of_rank : rows) tables.emplace_back(of_rank);
+  std::vector<std::vector<int64_t>> packed(rows.size());
+  {
+    const py::gil_scoped_release release;
+    std::vector<share::RankReads> ranks;
+    for (size_t i = 0; i < rows.size(); ++i) ranks.push_back({tables[i].values(), {}, groups[i], nodes[i]});
+    const std::vector<share::RankRoutes> routes = plan(ranks);
+    for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
+  }
+  std::vector<py::bytes> result;
+  for (const auto& words : packed) result.push_back(bytes_of(words));
+  return result;
+}
+
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
                             const share::RouteOptions& options, std::vector<uint64_t>& bytes) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
     throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
   }
-  std::vector<Table> tables;
-  tables.reserve(reads.size());
-  for (const py::buffer& of_rank : reads) tables.emplace_back(of_rank);
-  std::vector<std::vector<int64_t>> packed(reads.size());
-  {
-    const py::gil_scoped_release release;
-    std::vector<share::RankReads> ranks;
-    for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i], nodes[i]});
-    const std::vector<share::RankRoutes> routes = share::plan_routes(ranks, options, bytes);
-    for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
-  }
-  std::vector<py::bytes> result;
-  for (const auto& words : packed) result.push_back(bytes_of(words));
-  return result;
+  return packed_routes(reads, groups, nodes, [&](std::vector<share::RankReads>& ranks) {
+    for (size_t i = 0; i < ranks.size(); ++i) ranks[i].files = files[i];
+    return share::plan_routes(ranks, options, bytes);
+  });
 }
 
 std::tuple<py::bytes, py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
@@ -61,23 +71,12 @@ std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const st
   if (groups.size() != held.size() || nodes.size() != held.size()) {
     throw py::value_error("expected as many groups and nodes as ranks");
   }
-  std::vector<Table> tables;
-  tables.reserve(held.size());
-  for (const py::buffer& of_rank : held) tables.emplace_back(of_rank);
-  std::vector<std::vector<int64_t>> packed(held.size());
-  {
-    const py::gil_scoped_release release;
-    std::vector<share::RankReads> ranks;
-    for (size_t i = 0; i < held.size(); ++i) ranks.push_back({tables[i].values(), {}, groups[i], nodes[i]});
-    share::RouteOptions options;
-    options.piece_bytes = piece_bytes;
-    options.budget_bytes = budget_bytes;
-    const std::vector<share::RankRoutes> routes = share::plan_writes(ranks, writers, options, bytes);
-    for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
-  }
-  std::vector<py::bytes> result;
-  for (const auto& words : packed) result.push_back(bytes_of(words));
-  return result;
+  share::RouteOptions options;
+  options.piece_bytes = piece_bytes;
+  options.budget_bytes = budget_bytes;
+  return packed_routes(held, groups, nodes, [&](const std::vector<share::RankReads>& ranks) {
+    return share::plan_writes(ranks, writers, options, bytes);
+  });
 }
 
 // The words of a table and of its rows' numbers, and where in memory what they name lies.

@@ -19,17 +19,20 @@ constexpr size_t kNotHeld = SIZE_MAX;
 
 // One row: a head whose last word is the number of dimensions, and three lists of so many.
 struct Row {
-  std::span<const int64_t> head, first, second, third;
+  std::span<const int64_t> head, first, second, third, fourth;
+  size_t size() const { return head.size() + first.size() + second.size() + third.size() + fourth.size(); }
 };
 
-Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row) {
+// A row of `head` words, of which the last is the number of dimensions n, and three or four lists of n words.
+Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row, size_t lists = 3) {
   const auto rest = table.subspan(at);
   const auto malformed = [row] { return Error::invalid("a table of a round is malformed", row); };
   if (rest.size() < head) throw malformed();
   const int64_t dims = rest[head - 1];
-  if (dims < 0 || dims > state::kMostDims || rest.size() - head < 3 * static_cast<size_t>(dims)) throw malformed();
+  if (dims < 0 || dims > state::kMostDims || rest.size() - head < lists * static_cast<size_t>(dims)) throw malformed();
   const auto n = static_cast<size_t>(dims);
-  return {rest.first(head), rest.subspan(head, n), rest.subspan(head + n, n), rest.subspan(head + 2 * n, n)};
+  const auto list = [&](size_t number) { return rest.subspan(head + number * n, n); };
+  return {rest.first(head), list(0), list(1), list(2), lists > 3 ? list(3) : std::span<const int64_t>()};
 }
 
 void append_contiguous_strides(std::vector<int64_t>& to, std::span<const int64_t> sizes) {
@@ -51,7 +54,7 @@ std::vector<int64_t> translated(std::span<const int64_t> table, size_t head, std
   int64_t number = 0;
   for (size_t at = 0; at < table.size(); ++number) {
     const Row row = row_at(table, at, head, number);
-    at += head + 3 * row.first.size();
+    at += row.size();
     const auto [offset, dtype] = append_head(row, number, made);
     for (const auto list : {row.first, row.second, row.third}) append(made, list);
     made.push_back(state::address_in(memory, offset, dtype, row.third, number));
@@ -118,18 +121,14 @@ std::vector<int64_t> make_box_table(std::span<const int64_t> own, const HeldRows
   std::vector<int64_t> made;
   int64_t number = 0;
   for (size_t at = 0; at < own.size(); ++number) {
-    const Row row = row_at(own, at, kOwnHead, number);
-    const size_t dims = row.first.size();
-    at += kOwnHead + 3 * dims;
-    if (own.size() - at < dims) throw Error::invalid("a table of a round is malformed", number);
-    const auto offsets = own.subspan(at, dims);
-    at += dims;
+    const Row row = row_at(own, at, kOwnHead, number, 4);
+    at += row.size();
     const HeldRows::Held* memory = held.find(row.head[0]);
     if (memory == nullptr) continue;
     if (memory->dtype != row.head[5]) throw Error::invalid("a tensor is not of the layout's dtype", number);
     append(made, row.head.subspan(1));
     for (const auto list : {row.first, row.second, row.third}) append(made, list);
-    made.push_back(memory->address_of(offsets, row.third, number));
+    made.push_back(memory->address_of(row.fourth, row.third, number));
     append(made, memory->strides);
   }
   return made;
@@ -140,12 +139,8 @@ std::vector<int64_t> make_gather_table(std::span<const int64_t> places, const He
   std::vector<int64_t> made;
   int64_t number = 0;
   for (size_t at = 0; at < places.size(); ++number) {
-    const Row row = row_at(places, at, kPlaceHead, number);
-    const size_t dims = row.first.size();
-    at += kPlaceHead + 3 * dims;
-    if (places.size() - at < dims) throw Error::invalid("a table of a round is malformed", number);
-    const auto offsets = places.subspan(at, dims);
-    at += dims;
+    const Row row = row_at(places, at, kPlaceHead, number, 4);
+    at += row.size();
     const HeldRows::Held* from = held.find(row.head[2]);
     if (from == nullptr || from->dtype != row.head[3]) throw Error::invalid("no such box is held", number);
     std::span<const std::byte> memory;
@@ -155,9 +150,9 @@ std::vector<int64_t> make_gather_table(std::span<const int64_t> places, const He
                 static_cast<size_t>(memories[i + 2])};
     }
     append(made, std::array{from->dtype, state::address_in(memory, row.head[1], from->dtype, row.first, number),
-                            static_cast<int64_t>(dims)});
+                            static_cast<int64_t>(row.first.size())});
     for (const auto list : {row.first, row.second, row.third}) append(made, list);
-    made.push_back(from->address_of(offsets, row.third, number));
+    made.push_back(from->address_of(row.fourth, row.third, number));
     append(made, from->strides);
   }
   return made;
