@@ -47,7 +47,7 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
                             const share::RouteOptions& options, std::vector<uint64_t>& bytes) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
-    throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
+    throw py::value_error("expected files, a group and a node for each of " + std::to_string(reads.size()) + " ranks");
   }
   return packed_routes(reads, groups, nodes, [&](std::vector<share::RankReads>& ranks) {
     for (size_t i = 0; i < ranks.size(); ++i) ranks[i].files = files[i];

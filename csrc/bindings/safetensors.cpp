@@ -27,7 +27,9 @@ hf::SafetensorsLayout make_file_layout(const std::vector<std::string>& names, co
                                        const hf::SafetensorsHeader::Metadata& metadata) {
   const Table words(table);
   const state::TensorTable rows(words.values());
-  if (names.size() != rows.size()) throw Error::invalid("as many names as tensors are wanted");
+  if (names.size() != rows.size())
+    throw Error::invalid("expected names of " + std::to_string(rows.size()) + " tensors, got " +
+                         std::to_string(names.size()));
   std::vector<hf::SafetensorsLayout::Tensor> tensors(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     const state::LocalTensor row = rows[i];

@@ -277,7 +277,9 @@ std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uin
 }
 
 std::string ExportLayout::index(std::span<const std::string> names) const {
-  if (names.size() != files_.size()) throw Error::invalid("as many names as files are wanted");
+  if (names.size() != files_.size())
+    throw Error::invalid("expected names of " + std::to_string(files_.size()) + " files, got " +
+                         std::to_string(names.size()));
   std::vector<size_t> order(tensors_.size());
   std::iota(order.begin(), order.end(), 0);
   std::ranges::sort(order, {}, [this](size_t number) -> const std::string& { return tensors_[number].name; });

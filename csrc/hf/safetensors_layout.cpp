@@ -89,7 +89,7 @@ SafetensorsLayout::SafetensorsLayout(std::vector<Tensor> tensors, SafetensorsHea
   if (data_begin_ - kSafetensorsLengthBytes > kMostSafetensorsHeader) {
     throw Error::invalid("the header would have " + std::to_string(data_begin_ - kSafetensorsLengthBytes) +
                          " bytes, readers take " + std::to_string(kMostSafetensorsHeader) +
-                         ": fewer tensors, or shorter names, are wanted in a file");
+                         ": put fewer tensors, or shorter names, into a file");
   }
   file_bytes_ = data_begin_ + at;
 }

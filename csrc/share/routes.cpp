@@ -64,7 +64,9 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes) {
-  if (bytes.size() != ranks.size()) throw Error::invalid("as many numbers of bytes as ranks are wanted");
+  if (bytes.size() != ranks.size())
+    throw Error::invalid("expected bytes of " + std::to_string(ranks.size()) + " ranks, got " +
+                         std::to_string(bytes.size()));
   std::vector<RankRoutes> routes(ranks.size());
   uint64_t once = 0, alone = 0;
   for (const auto& [group, members] : groups_of(ranks)) {

@@ -43,7 +43,9 @@ void hash_block(const std::byte* block, const uint64_t* key, uint64_t* out) {
 
 std::vector<TensorHashes> hash_tensors(std::span<const RecordSource> tensors, std::span<const uint64_t> key,
                                        const io::EngineOptions& options) {
-  if (key.size() != kHashKeyWords) throw Error::invalid("a key of another length is wanted");
+  if (key.size() != kHashKeyWords)
+    throw Error::invalid("expected a key of " + std::to_string(kHashKeyWords) + " words, got " +
+                         std::to_string(key.size()));
   std::vector<TensorHashes> hashes(tensors.size());
   std::vector<Piece> pieces;
   for (size_t i = 0; i < tensors.size(); ++i) {

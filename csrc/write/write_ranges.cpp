@@ -361,12 +361,12 @@ class Ranges {
 const io::EngineOptions& usable_for_writing(const io::EngineOptions& options) {
   if (options.slot_bytes % format::kChecksumBlock != 0 ||
       options.slot_bytes < io::kLargeBody + format::kChecksumBlock) {
-    throw Error::invalid("slots of " + std::to_string(options.slot_bytes) + " bytes: a multiple of " +
-                         std::to_string(format::kChecksumBlock) + " from " +
-                         std::to_string(io::kLargeBody + format::kChecksumBlock) + " on is wanted");
+    throw Error::invalid("slots: expected a multiple of " + std::to_string(format::kChecksumBlock) + " bytes from " +
+                         std::to_string(io::kLargeBody + format::kChecksumBlock) + " on, got " +
+                         std::to_string(options.slot_bytes));
   }
   if (options.niceness < 0 || options.niceness > 19) {
-    throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
+    throw Error::invalid("niceness: expected 0 to 19, got " + std::to_string(options.niceness));
   }
   return options;
 }

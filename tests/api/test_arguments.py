@@ -74,7 +74,7 @@ CASES = [
         for value in ("4", 4.0, True, 0, -1, 257)
     ),
     *(
-        refused(call, "direct_io", value, "'auto', True or False is wanted")
+        refused(call, "direct_io", value, "direct_io: expected 'auto', True or False, got ")
         for call in (StorageWriter, StorageReader)
         for value in ("on", "off", 1, None, [])
     ),
@@ -98,19 +98,19 @@ CASES = [
     ),
     *(refused(call, "metadata", {"a": "b"}, "put it into the state") for call in (save, StorageWriter)),
     *(refused(call, "metadata", ["a"], "expected a mapping of texts or None") for call in (save, StorageWriter)),
-    refused(save, "gate", 3, "a torch.optim.Optimizer is wanted"),
+    refused(save, "gate", 3, "expected a torch.optim.Optimizer or several, got int"),
     refused(save, "planner", DefaultSavePlanner(), "expected a vescale_ckpt.SavePlanner"),
     refused(load, "planner", LoadPlanner, "expected a planner of loads"),
     refused(load, "keys", 3, "expected names or patterns"),
     *(refused(load, "rename", value, "rename: ") for value in (3, "x", {1: 2})),
     *(refused(convert, "rename", value, "rename: ") for value in (3, "x", {1: 2})),
-    *(refused(convert, "stack", value, "stack: a mapping of names") for value in ("x", {1: 2})),
+    *(refused(convert, "stack", value, "stack: expected a mapping of names") for value in ("x", {1: 2})),
     *(refused(SavePlanner, "placement", value, "one of balanced, lowest_rank, local") for value in ("x", [])),
 ]
 
 
 @pytest.mark.parametrize(("call", "name", "value", "wanted"), CASES)
-def test_what_is_wanted_is_said(call: Any, name: str, value: Any, wanted: str, tmp_path: Path) -> None:
+def test_what_is_expected_is_said(call: Any, name: str, value: Any, wanted: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         save: {"path": tmp_path / "new", "state": STATE},
         prepare: {"state": STATE},

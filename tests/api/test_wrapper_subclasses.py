@@ -181,7 +181,7 @@ def test_another_class_or_other_settings_are_refused(checkpoint: Path) -> None:
         vescale_ckpt.load(checkpoint, {"q": Quantized.zeros(ROWS, sign=-1)})
     assert raised.value.key == "q"
     other = Quantized(torch.zeros(ROWS, 8, dtype=torch.uint8), torch.zeros(1, 8), torch.float32)
-    with pytest.raises(CheckpointError, match=r"^q: .*scale: torch.float32 \(1, 8\) is wanted"):
+    with pytest.raises(CheckpointError, match=r"^q: .*scale: expected torch.float32 \(1, 8\)"):
         vescale_ckpt.load(checkpoint, {"q": other})
 
 

@@ -684,7 +684,7 @@ def test_the_command_line(
     assert main(["convert", str(made), str(made)]) == 2
     assert "itself" in capsys.readouterr().err
     assert main(["convert", str(made), str(tmp_path / "what")]) == 2
-    assert "--format is wanted" in capsys.readouterr().err
+    assert "expected --format" in capsys.readouterr().err
     rename = ["--rename-pattern", r"^blocks\.=b", "--dtype", "large=float32", "--json"]
     assert main(["convert", str(made), str(tmp_path / "a.npz"), *rename]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 4

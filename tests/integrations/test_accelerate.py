@@ -145,7 +145,7 @@ def test_what_is_prepared_and_registered_is_in_the_state(tmp_path: Path) -> None
 
 
 def test_bad_input_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"an accelerate\.Accelerator is wanted, not a dict"):
+    with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator, got dict"):
         accelerate.state_of({})  # type: ignore[arg-type]
     with pytest.raises(vescale_ckpt.CheckpointError, match=r"Call accelerator\.prepare before"):
         accelerate.state_of(Accelerator(cpu=True))

@@ -115,7 +115,7 @@ def test_one_of_several_adapters_is_restored_into_another_model(tmp_path: Path) 
 
 
 def test_bad_input_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"a peft\.PeftModel is wanted, not a Linear"):
+    with pytest.raises(TypeError, match=r"expected a peft\.PeftModel, got Linear"):
         Adapter(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="adapter_name='other': the model has 'default'"):
         Adapter(_model(), "other")

@@ -125,7 +125,7 @@ def test_from_pretrained_reads_what_save_pretrained_wrote(model: Any, tmp_path: 
 
 
 def test_other_objects_are_no_models_of_transformers(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="PreTrainedModel is wanted, not a Linear"):
+    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
         save_pretrained(nn.Linear(2, 2), tmp_path)
 
 

@@ -129,7 +129,7 @@ def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
         return rename_function(rename)  # type: ignore[arg-type]
     if isinstance(rename, str) or not isinstance(rename, Iterable):
         kind = type(rename).__name__
-        raise ValueError(f"rename: a function, a mapping of names or pairs of texts are wanted, or None, not {kind}")
+        raise ValueError(f"rename: expected a function, a mapping of names, pairs of texts or None, got {kind}")
     rules = []
     for rule in rename:
         try:
@@ -157,7 +157,7 @@ def restacked(outputs: Sequence[Output], stack: Stack) -> list[Output]:
     `CheckpointError` for layers that are missing or differ from each other, or tensors without dimensions to split.
     """
     if not isinstance(stack, Mapping) or not all(isinstance(text, str) for pair in stack.items() for text in pair):
-        raise ValueError("stack: a mapping of names is wanted, such as {'layers.*.w': 'layers.w'}")
+        raise ValueError(f"stack: expected a mapping of names such as {{'layers.*.w': 'layers.w'}}, got {stack!r}")
     result = list(outputs)
     for old, new in stack.items():
         layers = old.count("*") - new.count("*")
@@ -237,7 +237,7 @@ def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
     if not isinstance(dtype, Mapping):
         wanted = dtype_named(dtype)
         if not wanted.is_floating_point:
-            raise ValueError(f"dtype={wanted}: for all tensors only a floating-point dtype is wanted")
+            raise ValueError(f"dtype: expected a floating-point dtype for all tensors, got {wanted}")
         if wanted == _PACKED:
             raise TypeError(f"dtype={wanted}: torch has no conversion to it")
         return lambda name, stored: wanted if stored.is_floating_point and stored != _PACKED else stored
@@ -268,7 +268,7 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     """The dtype that `torch.bfloat16`, "bfloat16", "torch.bfloat16" or "bf16" names. Raises ValueError otherwise."""
     if not isinstance(dtype, str):
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype={dtype!r}: a dtype of torch, or its name, is wanted")
+            raise ValueError(f"dtype: expected a dtype of torch or its name, got {dtype!r}")
         return dtype
     name = dtype.removeprefix("torch.")
     found = getattr(torch, _SHORT.get(name.lower(), name), None)

@@ -162,7 +162,7 @@ class _Conversion:
         def prepare() -> int:
             for name, value, known in (("format", self._format, Format), ("on_objects", on_objects, Objects)):
                 if value not in get_args(known):
-                    raise ValueError(f"{name}={value!r}: one of {', '.join(get_args(known))} is wanted")
+                    raise ValueError(f"{name}: expected one of {', '.join(get_args(known))}, got {value!r}")
             self._overwrite = checked_flag("overwrite", overwrite)
             settings.check()
             self._buffers = Buffers()

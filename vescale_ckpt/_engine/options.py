@@ -18,7 +18,7 @@ _REQUEST_GAP = 2 << 20
 def direct_io_setting(argument: DirectIO) -> DirectIO:
     """The caller's `direct_io`; for "auto" that of the environment. Raises ValueError for other values."""
     if argument != "auto" and not isinstance(argument, bool):
-        raise ValueError(f"direct_io={argument!r}: 'auto', True or False is wanted")
+        raise ValueError(f"direct_io: expected 'auto', True or False, got {argument!r}")
     if argument == "auto":
         return {"auto": "auto", "on": True, "off": False}[str(settings.lenient("direct_io"))]  # type: ignore[return-value]
     return argument

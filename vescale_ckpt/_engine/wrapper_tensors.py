@@ -108,14 +108,14 @@ def _pairs(target: torch.Tensor, stored: torch.Tensor) -> Iterator[tuple[str, to
     """The inner tensors of both, with their names. Raises ValueError if they do not fit."""
     names, other_names = (tensor.__tensor_flatten__()[0] for tensor in (target, stored))  # type: ignore[attr-defined]
     if list(names) != list(other_names):
-        raise ValueError(f"inner tensors {', '.join(names)} are wanted, {', '.join(other_names)} are stored")
+        raise ValueError(f"expected inner tensors {', '.join(names)}, got {', '.join(other_names)}")
     for name in names:
         part, other = getattr(target, name), getattr(stored, name)
         if type(part) is type(other) and is_wrapper(part):
             yield from ((f"{name}.{inner}", one, two) for inner, one, two in _pairs(part, other))
         elif (part.dtype, part.shape) != (other.dtype, other.shape):
             raise ValueError(
-                f"{name}: {part.dtype} {tuple(part.shape)} is wanted, {other.dtype} {tuple(other.shape)} is stored"
+                f"{name}: expected {part.dtype} {tuple(part.shape)}, got {other.dtype} {tuple(other.shape)}"
             )
         else:
             yield name, part, other

@@ -80,7 +80,7 @@ class FrozenTensors:
         named: list[torch.Tensor] = []
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"frozen: tensors are wanted, not {type(tensor).__name__}")
+                raise TypeError(f"frozen: expected tensors, got {type(tensor).__name__}")
             if tensor.requires_grad:
                 raise ValueError("frozen: a tensor that requires grad is among them: training changes it")
             for part in local_parts(tensor):

@@ -41,11 +41,11 @@ class Gate:
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], *, allow_capturable: bool = False) -> None:
         if not isinstance(optimizers, (Optimizer, Iterable)):
-            raise TypeError(f"gate: a torch.optim.Optimizer is wanted, or several, not {type(optimizers).__name__}")
+            raise TypeError(f"gate: expected a torch.optim.Optimizer or several, got {type(optimizers).__name__}")
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"gate: a torch.optim.Optimizer is wanted, not {type(optimizer).__name__}")
+                raise TypeError(f"gate: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
             if not allow_capturable and any(group.get("capturable") for group in optimizer.param_groups):
                 raise ValueError(
                     f"gate: {type(optimizer).__name__} has capturable=True. A step that is replayed from a CUDA graph "

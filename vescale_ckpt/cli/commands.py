@@ -136,7 +136,7 @@ COMMANDS = (
         (_PATH, value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"), _JSON),
         "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
         ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
-        json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is wanted), `unexpected`"),
+        json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is expected), `unexpected`"),
     ),
     Command(
         "latest",

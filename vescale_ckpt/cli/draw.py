@@ -18,7 +18,7 @@ def check(path: str | None) -> None:
     if path is None:
         return
     if path.rpartition(".")[2].lower() not in FORMATS:
-        raise ValueError(f"--plot {path}: a name that ends in .{', .'.join(FORMATS)} is wanted")
+        raise ValueError(f"--plot: expected a name that ends in .{', .'.join(FORMATS)}, got {path}")
     directory = os.path.dirname(checkpoint_path(path))
     if not is_folder(directory):
         raise FileNotFoundError(f"--plot {path}: {directory} is no directory")

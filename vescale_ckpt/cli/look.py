@@ -209,7 +209,7 @@ def restorable(options: Namespace) -> int:
     for key in missing:
         print(f"missing: {clean(key)}")
     for key, (stored, wanted) in mismatched.items():
-        print(f"does not fit: {clean(key)}: {stored} is stored, {wanted} is wanted")
+        print(f"does not fit: {clean(key)}: expected {wanted}, stored is {stored}")
     if found.unexpected:
         print(f"{len(found.unexpected):,} more keys are stored, which such a load leaves")
     if found.rename:

@@ -18,7 +18,7 @@ def prune(options: Namespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
     root = checkpoint_path(options.directory)
     if options.keep is None:
-        raise ValueError("--keep is wanted: how many checkpoints stay")
+        raise ValueError("expected --keep: how many checkpoints stay")
     retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
     found = prune_steps(root, retention, dry_run=options.dry_run)
     if options.json:

@@ -19,7 +19,7 @@ _NODES = 8  # of the example
 
 def run(options: Namespace) -> int:
     if options.repeats < 1:
-        raise ValueError(f"--repeats {options.repeats}: at least 1 is wanted")
+        raise ValueError(f"--repeats: expected at least 1, got {options.repeats}")
     draw.check(options.plot)
     count = None if options.bytes is None else checked_bytes("--bytes", options.bytes)
     with output.progress("measuring") as progress:

@@ -25,7 +25,7 @@ def convert(options: Namespace) -> int:
     """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
     if format is None:
-        raise ValueError(f"{options.dst}: its name says no format: --format is wanted")
+        raise ValueError(f"{options.dst}: expected --format, as the name says none")
     if options.rename and options.rename_pattern:
         raise ValueError("--rename and --rename-pattern exclude each other")
     rename = dict(_pairs("--rename", options.rename)) or _pairs("--rename-pattern", options.rename_pattern) or None

@@ -46,7 +46,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     check_version("accelerate", TESTED)
     kind = hook("accelerate", "Accelerator")
     if not isinstance(accelerator, kind):
-        raise TypeError(f"accelerator: an accelerate.Accelerator is wanted, not a {type(accelerator).__name__}")
+        raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     if (name := accelerator.distributed_type.name) in _WITH_OWN_CHECKPOINTS:
         raise CheckpointError(f"state_of: what Accelerate prepares with {name} has checkpoints of its own kind")
     prepared = {name: _attribute(accelerator, attribute) for name, attribute in _PREPARED.items()}

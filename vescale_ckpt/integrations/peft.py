@@ -96,7 +96,7 @@ def _peft_model(model: Any) -> Any:
     while not isinstance(model, kind) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # that of DDP
     if not isinstance(model, kind):
-        raise TypeError(f"model: a peft.PeftModel is wanted, not a {type(model).__name__}")
+        raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
     return model
 
 

@@ -145,7 +145,7 @@ def save_pretrained(
     while not isinstance(model, kind):  # what is inside DDP or torch.compile
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
         if not isinstance(inner, nn.Module):
-            raise TypeError(f"model: a transformers.PreTrainedModel is wanted, not a {type(model).__name__}")
+            raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
         model = inner
     exchange = Exchange.of(process_group, None, purpose="pretrained")
 

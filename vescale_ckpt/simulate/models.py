@@ -113,7 +113,7 @@ def _entry(name: str, value: Any, dtype: torch.dtype) -> Entry:
     if isinstance(fields, dict) and fields.keys() == {"bytes"} and _is_size(fields["bytes"]):
         return Entry(name, bytes=fields["bytes"])
     if not isinstance(fields, dict) or not {"shape"} <= fields.keys() <= {"shape", "dtype"}:
-        raise ValueError(f"{name}: a shape, or an object of shape and dtype, or of bytes, is wanted, not {value!r}")
+        raise ValueError(f"{name}: expected a shape, or an object of shape and dtype, or of bytes, got {value!r}")
     shape = fields["shape"]
     dtype = dtype_named(fields["dtype"]) if "dtype" in fields else dtype
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > _MOST_DIMS:
