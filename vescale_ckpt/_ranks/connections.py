@@ -36,8 +36,9 @@ from .._engine.torch_private import Store
 from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
+from .diagnose import ElsewhereError, Failure, LostError, last_seen, late_ranks, ranks_behind
 from .nccl import Device, DeviceGroup
-from .rendezvous import FailureReport, Notes, Rendezvous
+from .rendezvous import FailureReport, Rendezvous
 from .store_thread import GRACE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
@@ -66,22 +67,6 @@ class _Awaited(NamedTuple):
     peer: int
     works: list[Arrival]
     receipt: bool = False  #: whether the peer waits for a receipt
-
-
-class _LostError(Exception):
-    """A message from or to `peer` failed. `in_time`: it failed before the deadline, so the connection is closed."""
-
-    def __init__(self, peer: int, in_time: bool) -> None:
-        self.peer = peer
-        self.in_time = in_time
-
-
-class _ElsewhereError(Exception):
-    """`peer` is in another collective."""
-
-    def __init__(self, peer: int, step: str) -> None:
-        self.peer = peer
-        self.step = step
 
 
 def _parent(rank: int) -> int | None:
@@ -167,7 +152,7 @@ class Connections:
                     yield
                     self.wait()
                 self._rendezvous.note(self.calls, step, inside=False)
-            except (_LostError, _ElsewhereError) as error:
+            except (LostError, ElsewhereError) as error:
                 raise self._end(phase, step, timeout, error).error() from error.__cause__
             except BaseException as error:
                 self._end(phase, step, timeout, error)
@@ -181,8 +166,8 @@ class Connections:
         if self.rank != 0:
             return peer or "other ranks"
         notes = self._rendezvous.notes()
-        late = self._late(notes) or self._behind(notes)
-        return f"{self._rendezvous.named(late)}{_last_seen(notes, late)}" if late else peer or "other ranks"
+        late = late_ranks(notes, self.calls) or ranks_behind(notes, self.calls, self._progress)
+        return f"{self._rendezvous.named(late)}{last_seen(notes, late)}" if late else peer or "other ranks"
 
     def progress(self, progress: int) -> None:
         """Notes the progress of this rank in a long collective, for the error of a rank that times out."""
@@ -255,8 +240,8 @@ class Connections:
     def _left(self) -> float:
         return max(_TICK, self._deadline - time.monotonic())
 
-    def _lost(self, peer: int) -> _LostError:
-        return _LostError(peer, in_time=time.monotonic() < self._deadline - _TICK)
+    def _lost(self, peer: int) -> LostError:
+        return LostError(peer, in_time=time.monotonic() < self._deadline - _TICK)
 
     def _greet(self, step: str) -> None:
         digest = hashlib.blake2b(f"{self.calls} {step}".encode(), digest_size=_DIGEST_BYTES).digest()
@@ -270,7 +255,7 @@ class Connections:
         self.wait()
         for peer, buffer in heard.items():
             if buffer != greeting:
-                raise _ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
+                raise ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
         # A greeting from a neighbour proves that ranks d hops away have finished collective n - d. So buffers that were
         # sent earlier can be freed.
         while self._sent and self._sent[0][0] + self._farthest < self.calls:
@@ -279,16 +264,16 @@ class Connections:
     def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
         """Makes or reads the failure report, then closes the connections. All ranks get the same report."""
         until, store_answers = time.monotonic() + _LONGEST_END, True
+        failed = Failure(self._rendezvous, self.calls, phase, step, self._progress, timeout, error)
         try:
             failure = None
-            if (
-                isinstance(error, _LostError) and error.in_time
-            ):  # the peer closed the connection, perhaps after a report
+            if isinstance(error, LostError) and error.in_time:  # the peer closed it, perhaps after a report
                 failure = self._rendezvous.failure(wait=GRACE_SECONDS)
             if failure is None:
-                failure = self._rendezvous.settle(lambda notes: self._diagnose(phase, step, timeout, error, notes))
+                failure = self._rendezvous.settle(failed.diagnose)
         except StoreGoneError as gone:
-            failure = replace(self._diagnose_alone(phase, timeout, error, gone), commit_is_known=False)
+            store_host = self.ranks.index(0) if 0 in self.ranks else None
+            failure = replace(failed.diagnose_without_store(gone, store_host), commit_is_known=False)
             store_answers = False
         self.failure = failure
         self._rendezvous.note(self.calls, step, self._progress, inside=False)
@@ -316,92 +301,6 @@ class Connections:
         if self.devices is not None:
             self.devices.end()
         self.kept.clear()
-
-    def _diagnose(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> FailureReport:
-        def report(late: list[int], text: str, mismatch: bool = False) -> FailureReport:
-            return FailureReport(self.calls, phase, late, f"{phase}: {text}", mismatch)
-
-        def named(rank: int) -> str:
-            return self._rendezvous.named([rank])
-
-        def elsewhere(rank: int, there: str) -> FailureReport:
-            text = f"ranks are in different places: {named(self.rank)} in {step}, {named(rank)} in {there}"
-            return report([], text, mismatch=True)
-
-        if isinstance(error, _ElsewhereError):
-            return elsewhere(error.peer, error.step)
-        if self.calls == 0:
-            came = [rank for rank, note in notes.items() if note is not None]
-            silent = self._rendezvous.silent(notes, came)
-            why = (
-                f"; {self._rendezvous.named(silent)} went silent (stopped, or cut off from the network)"
-                if silent
-                else ""
-            )
-            return report(silent, f"{named(self.rank)} could not connect: {error}{why}")
-        if not isinstance(error, _LostError):
-            return report([self.rank], f"{named(self.rank)} has left with {type(error).__name__}: {error}")
-        if error.in_time:
-            text = f"the connection to {named(error.peer)} is closed: it has died or ended"
-            return report([error.peer], text + _last_seen(notes, [error.peer]))
-        for rank, note in notes.items():
-            if note is not None and note.inside and note.calls == self.calls and note.step != step:
-                return elsewhere(rank, note.step)
-        return self._diagnose_by_notes(error.peer, phase, timeout, notes)
-
-    def _late(self, notes: Notes) -> list[int]:
-        """Returns the ranks that have not come to this collective."""
-        return [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
-
-    def _behind(self, notes: Notes) -> list[int]:
-        """Returns the ranks with the least progress of all that are inside collectives, if it is less than this
-        rank's."""
-        places = {rank: (note.calls, note.progress) for rank, note in notes.items() if note is not None and note.inside}
-        last = min(places.values(), default=(0, 0))  # all other ranks wait for these
-        return [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
-
-    def _diagnose_by_notes(self, peer: int, phase: str, timeout: float, notes: Notes) -> FailureReport:
-        """Makes the report for the case that all ranks are in one collective, no connection is closed, and nothing came
-        from `peer`. The peer may itself wait for another rank."""
-        rendezvous = self._rendezvous
-        late = self._late(notes)
-        waiting = {rank: note for rank, note in notes.items() if note is not None and note.inside}
-        silent = rendezvous.silent(notes, [*waiting])
-        if late or silent:
-            texts = [f"{rendezvous.named(late)} did not come within {timeout:g} s"] if late else []
-            if silent:
-                texts.append(
-                    f"{rendezvous.named(silent)} came, and then went silent (stopped, or cut off from the network)"
-                )
-            missing = sorted([*late, *silent])
-            return FailureReport(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{_last_seen(notes, missing)}")
-        if behind := self._behind(notes):
-            text = f"{rendezvous.named(behind)} did not come within {timeout:g} s"
-            return FailureReport(self.calls, phase, behind, f"{phase}: {text}{_last_seen(notes, behind)}")
-        # If the peer has left the collective, its message was lost. Otherwise the two ranks cannot reach each other,
-        # although both reach the store.
-        late = [] if peer in waiting else [peer]
-        text = f"all ranks came, but nothing arrived from {rendezvous.named([peer])} for the rest of {timeout:g} s"
-        return FailureReport(self.calls, phase, late, f"{phase}: {text}")
-
-    def _diagnose_alone(self, phase: str, timeout: float, error: BaseException, gone: StoreGoneError) -> FailureReport:
-        if self.calls == 0:
-            return FailureReport(
-                0, phase, [], f"{phase}: {self._rendezvous.named([self.rank])} could not connect: {error}; {gone}"
-            )
-        if not isinstance(error, _LostError):
-            return self._diagnose(phase, "", timeout, error, {})
-        # A peer may be silent because it waits for a third rank. It does not if there is no third rank, or if it hosts
-        # the store, which is gone.
-        certain = self.size == 2 or self.ranks[error.peer] == 0
-        what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
-        text = f"{phase}: {self._rendezvous.named([error.peer])} is lost, {what}, and {gone}"
-        return FailureReport(self.calls, phase, [error.peer] if certain else [], text)
-
-
-def _last_seen(notes: Notes, ranks: list[int]) -> str:
-    steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
-    return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:
