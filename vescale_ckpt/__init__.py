@@ -24,7 +24,7 @@ _NAMES = {
     "_write.optimizer_gate": ("Gate",),
     "_write.safetensors_layout": ("Safetensors",),
     "api": ("load", "prepare", "save"),
-    "_convert.run": ("ConvertReport", "convert"),
+    "_convert.convert": ("ConvertReport", "convert"),
     "errors": (
         "CheckpointError",
         "CheckpointTimeoutError",

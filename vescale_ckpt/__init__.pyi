@@ -8,8 +8,8 @@ from . import safetensors as safetensors
 from . import settings as settings
 from ._checkpoint.verify import verify as verify
 from ._collective.handle import SaveHandle as SaveHandle
-from ._convert.run import ConvertReport as ConvertReport
-from ._convert.run import convert as convert
+from ._convert.convert import ConvertReport as ConvertReport
+from ._convert.convert import convert as convert
 from ._dcp.load_planner import LoadPlanner as LoadPlanner
 from ._dcp.save_planner import SavePlanner as SavePlanner
 from ._dcp.stager import Stager as Stager

@@ -16,14 +16,14 @@ from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
-from vescale_ckpt._load import packed
+from vescale_ckpt._load import load_packed
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.groups import PerGroup
 from vescale_ckpt._ranks.nccl import DeviceGroup
 from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
 from vescale_ckpt._ranks.store_thread import StoreGoneError
 from vescale_ckpt._routes import routes
-from vescale_ckpt._routes.begin import BroadcastLoad
+from vescale_ckpt._routes.broadcast_load import BroadcastLoad
 from vescale_ckpt._routes.pipeline import Pipeline
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
@@ -86,7 +86,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read the metadata": (StorageReader, "unpack_metadata"),
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
-    "fill what is packed": (packed, "fill_packed"),
+    "fill what is packed": (load_packed, "fill_packed"),
     "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
     "read a header": (headers._Reading, "_header"),

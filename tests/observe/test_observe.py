@@ -23,8 +23,8 @@ import vescale_ckpt
 from vescale_ckpt import metrics
 from vescale_ckpt._inspect import merge_traces as traces
 from vescale_ckpt._observe import bar, lines
+from vescale_ckpt._observe.amounts import seconds_text, size
 from vescale_ckpt._observe.bar import Bar
-from vescale_ckpt._observe.texts import seconds_text, size
 from vescale_ckpt._observe.timeline import Timeline, phase
 from vescale_ckpt.cli import main
 from vescale_ckpt.reports import JobStats

@@ -23,7 +23,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
 from vescale_ckpt._checkpoint import numpy_checkpoint, torch_checkpoint
 from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
-from vescale_ckpt._load import packed
+from vescale_ckpt._load import load_packed
 from vescale_ckpt._load.rank_load import Load
 from vescale_ckpt._state import objects
 
@@ -123,13 +123,13 @@ def test_safetensors_files_that_are_overwritten(checkpoint: Path, monkeypatch: p
     tensors = {name: value for name, value in state(1).items() if name != "step"}
     file = checkpoint / "model.safetensors"
     safetensors.save_file(tensors, file)
-    original = packed.fill_packed
+    original = load_packed.fill_packed
 
     def fill_packed(*args: Any) -> None:
         original(*args)
         file.write_bytes(file.read_bytes())
 
-    monkeypatch.setattr(packed, "fill_packed", fill_packed)
+    monkeypatch.setattr(load_packed, "fill_packed", fill_packed)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was read"):
         vescale_ckpt.load(checkpoint, {name: torch.zeros_like(value) for name, value in tensors.items()})
 

@@ -27,7 +27,7 @@ from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, P
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.node import ranks_of_this_node
-from vescale_ckpt._routes.begin import BroadcastLoad
+from vescale_ckpt._routes.broadcast_load import BroadcastLoad
 
 FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)

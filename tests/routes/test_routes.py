@@ -186,7 +186,10 @@ def _crossed(directory: Path) -> str:
         of_all.number += dist.get_rank()
         return of_all
 
-    with mock.patch("vescale_ckpt._routes.begin.routes_of_all", other_plan), pytest.raises(CheckpointError) as caught:
+    with (
+        mock.patch("vescale_ckpt._routes.broadcast_load.routes_of_all", other_plan),
+        pytest.raises(CheckpointError) as caught,
+    ):
         _load(directory, {"w": torch.zeros(100, 10)})
     return str(caught.value)
 

@@ -10,9 +10,8 @@ from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.message import pack, unpack
 from .._storage.open_storage import is_file, is_folder, is_inconclusive, storage_at
 from ..errors import CheckpointError
-from .archive_entries import open_archive
+from .archive_entries import advice_for_file, kind_of_file, open_archive
 from .checkpoint import Checkpoint
-from .file_kinds import advice_for_file, kind_of_file
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
 from .native.file_names import INDEX_NAME, is_metadata_file

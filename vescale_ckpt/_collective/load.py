@@ -27,7 +27,7 @@ from .._engine.gc import gc_paused
 from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
-from .._routes.begin import BroadcastLoad
+from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
-from .._load.match import check_all_there, mismatch, mismatches_on_index
+from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
 from .._state.describe import Description
 from ..errors import Mismatch
 from .load_planner import LoadPlanner

@@ -21,8 +21,8 @@ from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
-from .._load.by_items import ItemTargets
-from .._load.match import check_all_there, mismatch, mismatches_on_index, target_elements
+from .._load.check_fit import check_all_there, mismatch, mismatches_on_index, target_elements
+from .._load.load_items import ItemTargets
 from .._plan.read_plan import PackedReads
 from .._state import objects
 from .._state.chunks import chunks_to_read, copy_protocol, read_items, shard_at, tells_chunks

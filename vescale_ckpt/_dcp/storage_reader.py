@@ -28,15 +28,15 @@ from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
 from .._checkpoint.seen_files import SeenFiles
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
-from .._load.by_items import ItemLoad
-from .._load.packed import load_packed
+from .._load.load_items import ItemLoad
+from .._load.load_packed import load_packed
 from .._load.rank_load import Load
 from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.groups import resolve_group
-from .._routes.begin import BroadcastLoad
+from .._routes.broadcast_load import BroadcastLoad
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError

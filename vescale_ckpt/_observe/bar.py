@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from .texts import size
+from .amounts import size
 
 _QUIET_SECONDS = 1.0  # nothing is shown if it is over sooner
 

@@ -7,8 +7,8 @@ import os
 
 from .. import settings
 from ..reports import LoadStats, SaveStats
+from .amounts import seconds_text, size
 from .phase_times import OpenPhase, PhaseTimes
-from .texts import seconds_text, size
 
 logger = logging.getLogger("vescale_ckpt")
 

@@ -20,7 +20,7 @@ from .._state.shared_memory import sharing_memory
 from .._state.tensor_table import NOT_READY
 from .._state.watch import local_parts, tensors_of
 from ..errors import CheckpointError
-from .samples import samples_of
+from .host_batches import samples_of
 
 
 class Content(NamedTuple):

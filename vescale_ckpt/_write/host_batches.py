@@ -5,6 +5,7 @@ One batch is written while the next one is copied.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +26,13 @@ from .._plan.save_plan import PackedItems
 from .._state import objects
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
-from .device_notes import note_device
 from .layout import Layout, SaveOptions
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_ELEMENTS = 4  # of each tensor
+_notes: dict[str, None] = {}  # what slows copies down and the engine does not note itself, in order
+_logged_notes: set[str] = set()
 
 
 class _Batch(NamedTuple):
@@ -53,6 +59,13 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
     """
     streams = producers(devices, torch.cuda.current_stream)
     return _C.Snapshot(table, budget, threads, devices, streams, settings.number("pack_bytes"))
+
+
+def samples_of(table: Any, devices: Any = b"") -> memoryview:
+    """A hash for each row of a table of tensors to write or to copy, which differs if some of its elements do: finds
+    changes that raise no version counter. `devices`: as for `new_snapshot`. 0 for tensors on a device: to read them
+    would wait for it."""
+    return memoryview(_C.sample_hashes(table, devices, _SAMPLED_ELEMENTS)).cast("Q")
 
 
 def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
@@ -164,10 +177,29 @@ def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor | byt
             key=item.index.fqn,
         )
     if tensor.device.type != "cpu" and not tensor.is_meta:
-        note_device(tensor.device.type)
+        _note_device(tensor.device.type)
     try:
         if is_wrapper(tensor):
             return objects.dump(stored_form(tensor), item.index.fqn), True
         return as_host_tensor(tensor)
     except CheckpointError as error:
         raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error
+
+
+def _note_device(kind: str) -> None:
+    """Notes that torch copies the tensors of a kind of device, because the engine cannot."""
+    _notes.setdefault(
+        f"tensors on {kind} devices are copied by torch, one after the other, while training waits: the engine copies "
+        "from CUDA devices"
+        + (", and has found no CUDA (vescale_ckpt._engine._C.device_info() says why)" if kind == "cuda" else "")
+    )
+
+
+def device_notes() -> tuple[str, ...]:
+    """What the devices of this process refused, so that copies were slower. New notes are logged."""
+    notes = (*_C.device_notes(), *_notes)
+    for text in notes:
+        if text not in _logged_notes:
+            _logged_notes.add(text)
+            logger.warning("%s", text)
+    return notes

@@ -19,8 +19,7 @@ from .._state import objects
 from .._state.watch import WatchedState
 from ..errors import CheckpointError
 from ..reports import SaveStats
-from .device_notes import device_notes
-from .host_batches import ItemBatch, item_batches, write_rows, write_table
+from .host_batches import ItemBatch, device_notes, item_batches, write_rows, write_table
 from .layout import Layout
 
 Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`

@@ -18,10 +18,9 @@ from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
 from . import snapshot_budget
-from .host_batches import converted, new_snapshot, write_rows, write_table
+from .host_batches import converted, new_snapshot, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
-from .samples import samples_of
 
 logger = logging.getLogger(__name__)
 

@@ -81,7 +81,7 @@ COMMANDS = (
     Command(
         "verify",
         "check every byte of a checkpoint against its checksums",
-        "look:verify",
+        "verify_compare:verify",
         (_PATH, flag("--quick", "check metadata and the lengths of files only"), _JSON),
         "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
@@ -93,7 +93,7 @@ COMMANDS = (
     Command(
         "diff",
         "compare two checkpoints, of any format",
-        "look:diff",
+        "verify_compare:diff",
         (
             value("a", "a checkpoint", metavar="A"),
             value("b", "another one", metavar="B"),
@@ -117,7 +117,7 @@ COMMANDS = (
     Command(
         "stats",
         "show the range, mean, norm, zeros, NaN and infinite values of each tensor",
-        "look:stats",
+        "verify_compare:stats",
         (_PATH, _KEYS, _PLOT, _JSON),
         "Exit status 1 if a tensor has NaN or infinite values.",
         (
@@ -132,7 +132,7 @@ COMMANDS = (
     Command(
         "restorable",
         "tell whether a checkpoint would load into a state like another checkpoint's",
-        "look:restorable",
+        "verify_compare:restorable",
         (_PATH, value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"), _JSON),
         "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
         ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
@@ -141,7 +141,7 @@ COMMANDS = (
     Command(
         "latest",
         "print the path of the newest sound checkpoint of a manager",
-        "look:latest",
+        "verify_compare:latest",
         (_DIRECTORY, flag("--full", "verify every byte, not only lengths"), _JSON),
         "Exit status 1 if all are damaged, 2 if there is none.",
         ("vescale-ckpt latest checkpoints",),

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .._bench.measure_disk import DISK, OURS, STOCK, BenchReport, bench
-from .._observe.texts import size
+from .._observe.amounts import size
 from ..settings import checked_bytes
 from . import draw, output
 from .output import FINE

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from .._observe.texts import size
+from .._observe.amounts import size
 from ..reports import CheckpointInfo
 from . import output
 from .output import FINE, clean

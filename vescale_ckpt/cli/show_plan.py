@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import torch
 
-from .._observe.texts import size
+from .._observe.amounts import size
 from .._storage.open_storage import is_file, is_folder
 from ..settings import Broadcast
 from ..simulate import models

@@ -11,11 +11,11 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
+from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
 from .._convert.plan import RenameRules, plan
-from .._convert.run import Objects, convert_by_plan
-from .._observe.texts import size
+from .._observe.amounts import size
 from ..errors import MissingKeysError
 from . import output
 from .output import FINE, clean

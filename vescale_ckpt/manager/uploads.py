@@ -20,7 +20,7 @@ from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
 from .._engine.engine_errors import named_system_errors
 from .._engine.live_objects import LiveObjects
-from .._observe.texts import size
+from .._observe.amounts import size
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .clean_up import clean_up, to_remove

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from .. import settings
 from .._engine import _C
-from .._routes.begin import pays, reads_own_only
+from .._routes.broadcast_load import pays, reads_own_only
 from .._routes.routes import BUFFERS, Routes, parts_of, segment_of
 from ..settings import Broadcast
 from .models import Entry

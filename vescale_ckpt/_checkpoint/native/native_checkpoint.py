@@ -24,7 +24,7 @@ from ..._storage.open_storage import is_inconclusive, read_twice, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from .. import file_kinds
+from ..archive_entries import advice_for_directory
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
 from ..record_reader import ReadOptions, RecordReader
@@ -301,7 +301,7 @@ def explained(directory: str) -> Iterator[None]:
 def _what_it_holds(directory: str) -> str | None:
     if model_names.holds_unfinished_export(directory):
         return "it holds an export that did not finish"
-    if advice := file_kinds.advice_for_directory(directory):
+    if advice := advice_for_directory(directory):
         return f"not a checkpoint; {advice}"
     try:
         last = step_order.SavedOrder(directory).last

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .._observe.texts import size
+from .._observe.amounts import size
 from . import draw, output
 from .output import FINE, FOUND, UNUSABLE, clean, figure
 

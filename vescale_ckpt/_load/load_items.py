@@ -22,14 +22,14 @@ from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads
-from .._routes.begin import BroadcastLoad
+from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .match import check_fits, target_elements
-from .packed import begin_reading, fill_packed
+from .check_fit import check_fits, target_elements
+from .load_packed import begin_reading, fill_packed
 from .rank_load import Load, overlaps_itself
 
 
