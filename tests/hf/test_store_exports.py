@@ -152,24 +152,50 @@ def test_files_are_dealt_out_evenly() -> None:
     assert routed_write.writers_of([], 2) == []
 
 
-def changing(state: State) -> Any:
+def changing(tensor: torch.Tensor, when: str = "after") -> Any:
+    """Changes a value while tensors are summed; "unseen": after that, in a way that raises no counter."""
     summed = store_layout.StoreLayout.sum
 
     def sum_and_change(files: Any, held: Any) -> bytes:
+        if when == "before":
+            tensor[5, 5] += 1
         blocks = summed(files, held)
-        state["large"][5, 5] += 1
+        if when == "after":
+            tensor[5, 5] += 1
+        elif when == "unseen":
+            tensor.numpy()[5, 5] += 1
         return blocks
 
     return mock.patch.object(store_layout.StoreLayout, "sum", sum_and_change)
 
 
-def test_tensors_that_change_meanwhile_are_an_error(url: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [("before", "large was changed"), ("after", "large was changed"), ("unseen", "have changed while")],
+)
+def test_tensors_that_change_meanwhile_are_an_error(when: str, error: str) -> None:
+    url = f"memory://changed_{when}/run"
     save(url, model(0))
     before = names(url)
     state = model(1)
-    with changing(state), pytest.raises(CheckpointError, match="have changed while"):
+    with changing(state["large"], when), pytest.raises(CheckpointError, match=error):
         save(url, state)
     assert names(url) == before and loads(url, model(0))
+
+
+def test_parts_of_rows_that_one_process_holds() -> None:
+    """Two chunks of columns in one tensor, the last columns first."""
+    expected = torch.arange(600_000.0).view(300, 2000)
+    value: Any = torch.cat([expected[:, 1200:], expected[:, :1200]], 1)
+    value.global_shape, value.global_offsets = (300, 2000), ((0, 1200), (0, 0))
+    value.local_offsets, value.local_sizes = ((0, 0), (0, 800)), ((300, 800), (300, 1200))
+    with pieces_of(64 << 10):
+        vescale_ckpt.save("memory://parts/run", {"a": value}, format="safetensors")
+    assert loads("memory://parts/run", {"a": expected})
+    fails = mock.patch.object(store_layout.StoreLayout, "write", side_effect=OSError(errno.EIO, "the network is gone"))
+    with fails, pytest.raises(CheckpointError, match="the network is gone"):
+        vescale_ckpt.save("memory://parts/fails", {"a": value}, format="safetensors")
+    assert names("memory://parts/fails") == set()
 
 
 def test_of_two_jobs_that_race_one_commits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +320,7 @@ def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
         elif dist.get_rank() == 1 and what in ("send", "send of nodes", "die"):
             stack.enter_context(mock.patch.object(store_layout.StoreLayout, "write", fails))
         elif dist.get_rank() == 1 and what == "change":
-            local = state["a"].to_local()
-            stack.enter_context(changing({"large": local}))
+            stack.enter_context(changing(state["a"].to_local(), "unseen"))
         try:
             save(url, state, timeout=20.0)
         except CheckpointError as raised:

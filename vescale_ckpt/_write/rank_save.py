@@ -63,7 +63,10 @@ class RankSave:
                 contents = [objects.dump(items.description.objects[key], key) for key in keys]
                 layout.write_records(contents, keys, range(len(tensors), len(items)), of_tensors=False)
             items.check_unchanged()
-            return self.finish(len(tensors), len(keys))
+            stats = self.finish(len(tensors), len(keys))
+            if layout.reads_in_finish:
+                items.check_unchanged()
+            return stats
 
     def write_items(
         self, items: Sequence[WriteItem], resolve: Resolve, state: Mapping[str, Any], *, makes_tensors: bool
