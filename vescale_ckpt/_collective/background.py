@@ -115,8 +115,8 @@ class BackgroundQueue:
 
     def abandon(self) -> None:
         """Cancels a running save. It is not committed."""
-        if (save := self._save) is not None and save.staged_plan is not None:
-            save.staged_plan.cancel()
+        if (save := self._save) is not None:
+            save.abandon()
 
 
 _queues = PerGroup(BackgroundQueue)

@@ -30,6 +30,7 @@ from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
+from ..errors import CheckpointError
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 
@@ -63,6 +64,7 @@ class Save:
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # by this rank
+        self._abandoned = False
 
     @property
     def _by_node(self) -> bool:
@@ -140,6 +142,19 @@ class Save:
                 self._layout.end()
             return self._end()
 
+    def abandon(self) -> None:
+        """Makes `finish` fail soon on all ranks, unless the commit has begun. Any thread may call it."""
+        self._abandoned = True
+        if self.staged_plan is not None:
+            self.staged_plan.cancel()
+
+    def _check_not_abandoned(self) -> None:
+        """Raises `CheckpointError` after `abandon`, also if that came before there was anything to cancel."""
+        if self._abandoned:
+            error = CheckpointError(f"{self.timeline.doing}: given up, because the process ends", path=self.path)
+            self._layout.discard(error)
+            raise error
+
     def _write_and_commit(self) -> None:
         layout, items = self._layout, self._items
         if (
@@ -165,6 +180,7 @@ class Save:
         """Writes this rank's part. Returns what the coordinator needs from it."""
         if self.staged_plan is not None:
             self.stats = self.staged_plan.write()
+            self._check_not_abandoned()
         else:
             assert self._items is not None
             layout, items = self._layout, self._items
@@ -190,6 +206,7 @@ class Save:
 
     def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
         """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
+        self._check_not_abandoned()
         self.exchange.may_commit()
         step(*arguments)
         self._committed = True
