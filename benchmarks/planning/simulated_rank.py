@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt._engine.torch_private import DTensorLayout
-from vescale_ckpt._state.shard_boxes import boxes_at, local_shape
+from vescale_ckpt._state.shard_chunks import chunks_at, local_shape
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, coordinate
 
@@ -65,7 +65,7 @@ def state_of(entries: Sequence[Entry], parallelism: Parallelism) -> dict[str, An
         if shape not in meshes:
             meshes[shape] = init_device_mesh("cpu", shape)
         layout = DTensorLayout(placements, meshes[shape], torch.Size(entry.shape))
-        local = torch.empty(local_shape(boxes_at(layout, shape, coordinate(rank, shape))), dtype=entry.dtype)
+        local = torch.empty(local_shape(chunks_at(layout, shape, coordinate(rank, shape))), dtype=entry.dtype)
         stride = torch.empty(entry.shape, device="meta").stride()
         state[entry.name] = DTensor.from_local(
             local, layout.mesh, placements, run_check=False, shape=layout.shape, stride=stride

@@ -148,7 +148,7 @@ void bind_export(py::module_& module) {
         std::vector<uint32_t> checksums;
         {
           const py::gil_scoped_release release;
-          write::Boxes made(table.values(), files);
+          write::PlacedBoxes made(table.values(), files);
           write::add_checksums(made, options);
           checksums = made.take_checksums();
         }

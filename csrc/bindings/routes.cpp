@@ -9,7 +9,6 @@
 #include "bindings/bindings.h"
 #include "bindings/make_device_load.h"
 #include "io/box_copy.h"
-#include "io/shared_counter.h"
 #include "io/shared_map.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
@@ -169,15 +168,15 @@ void bind_routes(py::module_& module) {
   module.def("last_record", [](const py::buffer& reads) { return share::last_record(Table(reads).values()); });
   module.def(
       "split_reads",
-      [](const py::buffer& reads, const std::vector<std::string>& files, uint32_t parts, uint64_t segment) {
+      [](const py::buffer& reads, const std::vector<std::string>& files, uint32_t parts, uint64_t range_bytes) {
         const Table table(reads);
         std::vector<py::bytes> result;
-        for (const auto& part : share::split_reads(table.values(), files, parts, segment)) {
+        for (const auto& part : share::split_reads(table.values(), files, parts, range_bytes)) {
           result.push_back(bytes_of(part));
         }
         return result;
       },
-      py::arg("reads"), py::arg("files"), py::arg("parts"), py::arg("segment"));
+      py::arg("reads"), py::arg("files"), py::arg("parts"), py::arg("range_bytes"));
   module.def(
       "staging_table",
       [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {

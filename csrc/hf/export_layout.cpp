@@ -11,7 +11,7 @@
 #include "format/json.h"
 #include "format/torch_record.h"
 #include "io/box.h"
-#include "write/boxes.h"
+#include "write/placed_boxes.h"
 #include "write/write_ranges.h"
 
 namespace vescale_ckpt::hf {
@@ -249,10 +249,10 @@ std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uin
   }
   for (std::span<const uint32_t> rest : checksums) {
     while (!rest.empty()) {
-      if (rest.size() < write::Boxes::kChecksumHead) throw Error::invalid(kOthers);
+      if (rest.size() < write::PlacedBoxes::kChecksumHead) throw Error::invalid(kOthers);
       const uint64_t file = rest[0], begin = rest[1] | uint64_t{rest[2]} << 32;
       const uint64_t bytes = rest[3] | uint64_t{rest[4]} << 32, first = rest[5], count = rest[6];
-      rest = rest.subspan(write::Boxes::kChecksumHead);
+      rest = rest.subspan(write::PlacedBoxes::kChecksumHead);
       if (file >= at.size()) throw Error::invalid(kOthers);
       const auto found = at[file].find(begin);
       if (found == at[file].end()) throw Error::invalid(kOthers);

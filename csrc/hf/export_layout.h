@@ -54,8 +54,8 @@ class ExportLayout {
   // it.
   std::vector<int64_t> record_locations(uint32_t rank) const;
 
-  // Length and header of each file, which complete it. `checksums`: of each rank, as Boxes::take_checksums
-  // (write/boxes.h). Throws Error(invalid) if they are not of this layout.
+  // Length and header of each file, which complete it. `checksums`: of each rank, as PlacedBoxes::take_checksums
+  // (write/placed_boxes.h). Throws Error(invalid) if they are not of this layout.
   std::vector<std::string> heads(std::span<const std::span<const uint32_t>> checksums) const;
 
   // The index that names the file of each tensor; `names`: of the files.

@@ -1,4 +1,4 @@
-// Maps a file into memory that is shared with other processes: ranks of a node see there what one of them has read.
+// Maps a file into memory that processes share: ranks of a node see there what one of them has read, and counters.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,22 @@ class SharedMap {
 
  private:
   std::span<std::byte> bytes_;
+};
+
+// A number in memory that processes share: one process counts up, and others sleep until it has come far enough.
+class SharedCounter {
+ public:
+  // `word`: four bytes of a SharedMap, at a multiple of four.
+  explicit SharedCounter(std::byte* word) : word_(reinterpret_cast<uint32_t*>(word)) {}
+
+  // What this process has written to the memory before, others see who have seen the value.
+  void set(uint32_t value);
+  uint32_t value() const;
+  // Returns the value as soon as it is `least` or more, and else after so many seconds, or when a signal comes.
+  uint32_t wait(uint32_t least, double seconds) const;
+
+ private:
+  uint32_t* word_;
 };
 
 }  // namespace vescale_ckpt::io

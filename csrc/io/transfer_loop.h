@@ -37,6 +37,19 @@ struct Flight {
   uint64_t moved_before = 0;   // bytes that were moved while it was prepared
 };
 
+// Counts bytes by the way they took. Thread-safe.
+struct TransferStats {
+  std::atomic<uint64_t> in_place{0};  // between the tensor's own memory and the file
+  std::atomic<uint64_t> slots{0};     // through a slot, or memory of a remote store's client
+  std::atomic<uint64_t> by_access[3] = {0, 0, 0};
+
+  void count(const Flight& flight, uint64_t bytes) {
+    (flight.slot || flight.transfer.lent ? slots : in_place).fetch_add(bytes, std::memory_order_relaxed);
+    by_access[static_cast<size_t>(flight.transfer.access)].fetch_add(bytes, std::memory_order_relaxed);
+  }
+  uint64_t bytes() const { return in_place + slots; }
+};
+
 // Runs `queue` empty on options.threads workers. For each item taken:
 //   needs_slot(item)      whether it passes through a slot
 //   prepare(item, flight) sets up flight.transfer, and flight.item as it likes

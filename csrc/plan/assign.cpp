@@ -17,8 +17,8 @@ void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
     return nodes[a.rank] != nodes[b.rank] ? nodes[a.rank] < nodes[b.rank] : a.rank < b.rank;
   };
   for (const Layout::Class& of : layout.classes) {
-    for (size_t box = 0; box < of.boxes; ++box) {
-      const std::span<Holder> holders = layout.holders_of(of, box);
+    for (size_t chunk = 0; chunk < of.chunks; ++chunk) {
+      const std::span<Holder> holders = layout.holders_of(of, chunk);
       if (!std::is_sorted(holders.begin(), holders.end(), before)) std::sort(holders.begin(), holders.end(), before);
     }
   }
@@ -39,18 +39,18 @@ class Assigner {
   }
 
  private:
-  // A box of one class.
+  // A chunk of one class.
   struct Shared {
     uint32_t set;     // set of ranks
     uint64_t weight;  // bytes
   };
 
   void group();
-  void add_group(const Layout::Class& of, uint32_t box, uint64_t weight, std::span<const Holder> holders);
+  void add_group(const Layout::Class& of, uint32_t chunk, uint64_t weight, std::span<const Holder> holders);
   void share();
   std::vector<bool> whole_keys() const;
   std::span<const Shared> shared_of(uint32_t number) const {
-    const uint32_t* first = result_.first_shared_box.data() + number;
+    const uint32_t* first = result_.first_shared_chunk.data() + number;
     return std::span(shared_).subspan(first[0], first[1] - first[0]);
   }
 
@@ -59,7 +59,7 @@ class Assigner {
   const PlanOptions& options_;
   HolderSets sets_;
   std::vector<int64_t> bytes_, numbers_;  // what each rank alone can write
-  std::vector<Shared> shared_;            // in the order of shared_boxes
+  std::vector<Shared> shared_;            // in the order of shared_chunks
   Assignment result_;
 };
 
@@ -76,11 +76,11 @@ void Assigner::group() {
   result_.first_group.reserve(layout_.first_holder.size());
   uint64_t total = 0;
   for (const Layout::Class& of : layout_.classes) {
-    result_.first_shared_box.push_back(static_cast<uint32_t>(shared_.size()));
-    for (uint32_t box = 0; box < of.boxes; ++box) {
+    result_.first_shared_chunk.push_back(static_cast<uint32_t>(shared_.size()));
+    for (uint32_t chunk = 0; chunk < of.chunks; ++chunk) {
       result_.first_group.push_back(static_cast<uint32_t>(result_.groups.size()));
-      const std::span<const Holder> holders = layout_.holders_of(of, box);
-      const uint64_t weight = layout_.bytes(of, box);
+      const std::span<const Holder> holders = layout_.holders_of(of, chunk);
+      const uint64_t weight = layout_.bytes(of, chunk);
       for (size_t begin = 0, end = 0; begin < holders.size(); begin = end) {
         end = holders.size();
         if (options_.placement == Placement::local) {
@@ -93,16 +93,16 @@ void Assigner::group() {
           }
           total += weight * of.keys;
         }
-        add_group(of, box, weight, holders.subspan(begin, end - begin));
+        add_group(of, chunk, weight, holders.subspan(begin, end - begin));
       }
     }
   }
   if (result_.groups.size() >= UINT32_MAX) throw Error::invalid("the ranks write more than 4 billion items together");
   result_.first_group.push_back(static_cast<uint32_t>(result_.groups.size()));
-  result_.first_shared_box.push_back(static_cast<uint32_t>(shared_.size()));
+  result_.first_shared_chunk.push_back(static_cast<uint32_t>(shared_.size()));
 }
 
-void Assigner::add_group(const Layout::Class& of, uint32_t box, uint64_t weight, std::span<const Holder> holders) {
+void Assigner::add_group(const Layout::Class& of, uint32_t chunk, uint64_t weight, std::span<const Holder> holders) {
   const auto number = static_cast<uint32_t>(result_.groups.size());
   const auto take = [&](const Holder& holder) {
     result_.group_of[result_.first_slot[holder.rank] + holder.slot] = number;
@@ -117,10 +117,10 @@ void Assigner::add_group(const Layout::Class& of, uint32_t box, uint64_t weight,
     return;
   }
   std::for_each(holders.begin(), holders.end(), take);
-  const auto shared = static_cast<uint32_t>(shared_.size() - result_.first_shared_box.back());
+  const auto shared = static_cast<uint32_t>(shared_.size() - result_.first_shared_chunk.back());
   result_.groups.push_back({Assignment::Group::kByKey, shared});
   shared_.push_back({sets_.add(holders), weight});
-  result_.shared_boxes.push_back(box);
+  result_.shared_chunks.push_back(chunk);
 }
 
 std::vector<bool> Assigner::whole_keys() const {
@@ -133,12 +133,12 @@ std::vector<bool> Assigner::whole_keys() const {
 
 void Assigner::share() {
   const std::vector<bool> whole = whole_keys();
-  std::vector<SharedPiece> sized, weightless;
+  std::vector<SharedChunk> sized, weightless;
   for (uint32_t key = 0; key < layout_.class_of.size(); ++key) {
     const uint32_t number = layout_.class_of[key];
-    const uint32_t* box = result_.shared_boxes.data() + result_.first_shared_box[number];
+    const uint32_t* chunk = result_.shared_chunks.data() + result_.first_shared_chunk[number];
     for (const Shared& shared : shared_of(number)) {
-      const std::span<const int64_t> size = layout_.size(layout_.classes[number], *box++);
+      const std::span<const int64_t> size = layout_.size(layout_.classes[number], *chunk++);
       const bool marked = layout_.classes[number].flags & state::kUncut;
       const bool uncut = shared.weight == 0 || whole[key] || marked;
       (shared.weight == 0 ? weightless : sized)

@@ -1,18 +1,22 @@
 #include "plan/balance.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <numeric>
 #include <utility>
 
 #include "base/fill_level.h"
-#include "plan/even_split.h"
 
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr int64_t kSlack = 200;     // whole boxes may exceed the level by 1/200 of it
+constexpr int64_t kSlack = 200;     // whole chunks may exceed the level by 1/200 of it
 constexpr int64_t kMostRuns = 256;  // the smallest piece has at most so many runs of memory
+
+constexpr uint64_t kMostSteps = uint64_t{1} << 26;  // so many members are visited at most, also if many sets overlap
+constexpr uint64_t kMostTurns = 64;
+constexpr int64_t kSettled = 1000;  // the last turn moves less than 1/1000 of the level
 
 int64_t rounded_up(int64_t a, int64_t b) {
   return a / b + (a % b != 0);
@@ -23,6 +27,32 @@ size_t member_of(std::span<const uint32_t> ranks, uint32_t rank) {
 }
 
 }  // namespace
+
+std::vector<int64_t> split_evenly(const HolderSets& sets, std::span<const uint32_t> order,
+                                  std::span<const int64_t> bytes, std::span<int64_t> loads) {
+  std::vector<int64_t> split(sets.members());
+  const uint64_t affordable = kMostSteps / std::max<uint64_t>(1, sets.members());
+  const uint64_t turns = sets.size() > 1 ? std::clamp<uint64_t>(affordable, 1, kMostTurns) : 1;
+  bool moving = true;
+  for (uint64_t turn = 0; turn < turns && moving; ++turn) {
+    moving = false;
+    for (const uint32_t set : order) {
+      const std::span<const uint32_t> ranks = sets[set];
+      int64_t* part = split.data() + sets.begin(set);
+      for (size_t i = 0; i < ranks.size(); ++i) loads[ranks[i]] -= part[i];
+      const int64_t level = fill_level<int64_t>(ranks, loads, bytes[set]);
+      int64_t left = bytes[set];
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        const int64_t now = std::min(left, std::max<int64_t>(0, level - loads[ranks[i]]));
+        left -= now;
+        moving |= std::abs(now - part[i]) > level / kSettled;
+        part[i] = now;
+        loads[ranks[i]] += now;
+      }
+    }
+  }
+  return split;
+}
 
 // Tracks the room of each member of a set, and which member has the most.
 class Balance::MostRoom {
@@ -63,44 +93,44 @@ Balance::Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t le
       loads_(std::move(loads)),
       least_piece_bytes_(static_cast<int64_t>(std::clamp<uint64_t>(least_piece_bytes, 1, INT64_MAX))) {}
 
-Balance::Cut Balance::cut_along(const SharedPiece& box, int32_t dim) const {
-  if (dim < 0) return {-1, 1, box.bytes, 1};
+Balance::Cut Balance::cut_along(const SharedChunk& chunk, int32_t dim) const {
+  if (dim < 0) return {-1, 1, chunk.bytes, 1};
   int64_t runs = 1;  // a piece lies in so many runs
-  for (const int64_t length : box.size.first(static_cast<size_t>(dim))) runs *= length;
-  const int64_t rows = box.size[static_cast<size_t>(dim)], row_bytes = box.bytes / rows;
+  for (const int64_t length : chunk.size.first(static_cast<size_t>(dim))) runs *= length;
+  const int64_t rows = chunk.size[static_cast<size_t>(dim)], row_bytes = chunk.bytes / rows;
   const int64_t least =
       std::max(rounded_up(least_piece_bytes_, row_bytes), rounded_up(least_piece_bytes_ / kMostRuns, row_bytes / runs));
   return {dim, rows, row_bytes, least};
 }
 
 // Returns the cuts with at least two pieces, from large rows in few runs of memory to small rows in many.
-std::vector<Balance::Cut> Balance::cuts_of(const SharedPiece& box) const {
+std::vector<Balance::Cut> Balance::cuts_of(const SharedChunk& chunk) const {
   std::vector<Cut> cuts;
   int64_t longest = 1;
-  for (size_t dim = 0; dim < box.size.size(); ++dim) {
-    if (box.size[dim] <= longest) continue;
-    longest = box.size[dim];
-    const Cut cut = cut_along(box, static_cast<int32_t>(dim));
+  for (size_t dim = 0; dim < chunk.size.size(); ++dim) {
+    if (chunk.size[dim] <= longest) continue;
+    longest = chunk.size[dim];
+    const Cut cut = cut_along(chunk, static_cast<int32_t>(dim));
     if (cut.rows / 2 >= cut.least_rows) cuts.push_back(cut);
   }
   return cuts;
 }
 
-void Balance::place(std::span<const SharedPiece> boxes) {
+void Balance::place(std::span<const SharedChunk> chunks) {
   std::vector<int64_t> bytes(sets_.size());
-  std::vector<uint32_t> sorted(boxes.size());
+  std::vector<uint32_t> sorted(chunks.size());
   std::iota(sorted.begin(), sorted.end(), 0);
   std::sort(sorted.begin(), sorted.end(), [&](uint32_t a, uint32_t b) {
-    if (boxes[a].set != boxes[b].set) return boxes[a].set < boxes[b].set;
-    return boxes[a].bytes != boxes[b].bytes ? boxes[a].bytes > boxes[b].bytes : a < b;
+    if (chunks[a].set != chunks[b].set) return chunks[a].set < chunks[b].set;
+    return chunks[a].bytes != chunks[b].bytes ? chunks[a].bytes > chunks[b].bytes : a < b;
   });
-  std::vector<size_t> begins(sets_.size() + 1);  // start of each set's boxes in `sorted`
-  for (const SharedPiece& box : boxes) {
-    bytes[box.set] += box.bytes;
-    ++begins[box.set + 1];
+  std::vector<size_t> begins(sets_.size() + 1);  // start of each set's chunks in `sorted`
+  for (const SharedChunk& chunk : chunks) {
+    bytes[chunk.set] += chunk.bytes;
+    ++begins[chunk.set + 1];
   }
   std::partial_sum(begins.begin(), begins.end(), begins.begin());
-  places_.resize(boxes.size());
+  places_.resize(chunks.size());
 
   // The smallest sets come first, because they have the least choice. The larger sets then fill the remaining room.
   std::vector<uint32_t> order(sets_.size());
@@ -117,11 +147,11 @@ void Balance::place(std::span<const SharedPiece> boxes) {
       loads_[ranks[i]] -= parts[sets_.begin(set) + i];
       movable_[ranks[i]] -= parts[sets_.begin(set) + i];
     }
-    place_set(set, bytes[set], boxes, std::span(sorted).subspan(begins[set], begins[set + 1] - begins[set]));
+    place_set(set, bytes[set], chunks, std::span(sorted).subspan(begins[set], begins[set + 1] - begins[set]));
   }
 }
 
-void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece> boxes,
+void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedChunk> chunks,
                         std::span<const uint32_t> sorted) {
   const std::span<const uint32_t> ranks = sets_[set];
   const int64_t level = fill_level<int64_t>(ranks, loads_, bytes), slack = level / kSlack;
@@ -134,34 +164,34 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece
     places_[i].count = static_cast<uint32_t>(shares_.size() - places_[i].begin);
     places_[i].dim = dim;
   };
-  std::vector<uint32_t> too_large;  // these boxes exceed every room; they are split over the remaining room at the end
+  std::vector<uint32_t> too_large;  // these chunks exceed every room; they are split over the remaining room at the end
   for (const uint32_t i : sorted) {
-    const SharedPiece& box = boxes[i];
+    const SharedChunk& chunk = chunks[i];
     begin(i);
     const size_t member = room.most();
-    if (room[member] + slack < box.bytes && !cuts_of(box).empty()) {
+    if (room[member] + slack < chunk.bytes && !cuts_of(chunk).empty()) {
       too_large.push_back(i);
       continue;
     }
     shares_.push_back({ranks[member], 0, 1});
-    room.take(member, box.bytes);
+    room.take(member, chunk.bytes);
     end(i, -1);
   }
   for (const uint32_t i : too_large) {
-    const SharedPiece& box = boxes[i];
+    const SharedChunk& chunk = chunks[i];
     begin(i);
-    end(i, split(box, ranks, room, slack));
+    end(i, split(chunk, ranks, room, slack));
   }
   for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] = level - room[i];
 }
 
 // Returns the dimension of the split. A later dimension is worth its many runs of memory only if it lowers the highest
 // rank by more than the slack, without the bytes that larger sets can move elsewhere.
-int32_t Balance::split(const SharedPiece& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
+int32_t Balance::split(const SharedChunk& chunk, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
   int64_t least_excess = INT64_MAX;
   std::vector<Share> best;
   Cut best_cut{};
-  for (const Cut& cut : cuts_of(box)) {
+  for (const Cut& cut : cuts_of(chunk)) {
     std::vector<Share> shares = fill(cut, ranks, room, slack);
     int64_t excess = 0;
     for (const Share& share : shares) {
@@ -176,7 +206,7 @@ int32_t Balance::split(const SharedPiece& box, std::span<const uint32_t> ranks, 
     if (least_excess <= slack) break;
   }
   if (best.size() == 1) {
-    best_cut = cut_along(box, -1);
+    best_cut = cut_along(chunk, -1);
     best[0].length = 1;
   }
   for (const Share& share : best) room.take(member_of(ranks, share.rank), share.length * best_cut.row_bytes);

@@ -1,5 +1,5 @@
-// Distributes boxes that several ranks hold over these ranks so that each writes about the same number of bytes. Boxes
-// stay whole if that is even enough; otherwise they are split.
+// Distributes chunks that several ranks hold over these ranks so that each writes about the same number of bytes.
+// Chunks stay whole if that is even enough; otherwise they are split.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,28 @@
 
 namespace vescale_ckpt::plan {
 
-// `length` rows of a box from `start` on, and the rank that writes them.
+// The most even split of bytes over the ranks that could write them, treating bytes as divisible.
+//
+// Distributes bytes[set] over the ranks of each set, in the `order` of the sets, and adds what each rank gets to
+// `loads`, which has one entry for each rank of the job. Returns the bytes that each member of each set got, set after
+// set as in HolderSets. Sets that share ranks are distributed again, in turns, until a turn changes little: each turn
+// lowers the sum of the squares of the loads, whose minimum is the most even split. The number of turns is bounded.
+std::vector<int64_t> split_evenly(const HolderSets& sets, std::span<const uint32_t> order,
+                                  std::span<const int64_t> bytes, std::span<int64_t> loads);
+
+// `length` rows of a chunk from `start` on, and the rank that writes them.
 struct Share {
   uint32_t rank;
   int64_t start, length;
 };
 
-// The shares that together are one box, in the order of its rows.
+// The shares that together are one chunk, in the order of its rows.
 struct Shares {
-  int32_t dim = -1;  // a row is one index of this dimension; -1: the box is one row of one share
+  int32_t dim = -1;  // a row is one index of this dimension; -1: the chunk is one row of one share
   std::span<const Share> list;
 };
 
-struct SharedPiece {
+struct SharedChunk {
   uint32_t set;                   // the ranks that hold it
   int64_t bytes;                  // more than 0
   std::span<const int64_t> size;  // it may be split along these dimensions; empty: it must stay whole
@@ -33,15 +42,15 @@ class Balance {
   // `loads`: bytes that each rank alone can write. `sets` must outlive this. Not thread-safe.
   Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t least_piece_bytes);
 
-  // Gives each box, the largest first, to the rank with the most room below the even level (plan/even_split.h). If a
-  // box would lift that rank above the level by more than 1/200 of the level, it is split over the remaining room of
-  // the ranks of its set. Of equal boxes the first one comes first; of equal ranks the lowest. A box is split along its
-  // first dimension longer than one, so that each piece is one run of memory. If the rows of that dimension are too
+  // Gives each chunk, the largest first, to the rank with the most room below the even level (split_evenly). If a
+  // chunk would lift that rank above the level by more than 1/200 of the level, it is split over the remaining room of
+  // the ranks of its set. Of equal chunks the first one comes first; of equal ranks the lowest. A chunk is split along
+  // its first dimension longer than one, so that each piece is one run of memory. If the rows of that dimension are too
   // large for an even split, it is split along a later, longer dimension.
-  void place(std::span<const SharedPiece> boxes);
+  void place(std::span<const SharedChunk> chunks);
 
-  Shares shares(size_t box) const {
-    return {places_[box].dim, {shares_.data() + places_[box].begin, places_[box].count}};
+  Shares shares(size_t chunk) const {
+    return {places_[chunk].dim, {shares_.data() + places_[chunk].begin, places_[chunk].count}};
   }
 
  private:
@@ -57,12 +66,12 @@ class Balance {
     int32_t dim;
   };
 
-  void place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece> boxes, std::span<const uint32_t> sorted);
+  void place_set(uint32_t set, int64_t bytes, std::span<const SharedChunk> chunks, std::span<const uint32_t> sorted);
   // Appends to shares_.
-  int32_t split(const SharedPiece& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
+  int32_t split(const SharedChunk& chunk, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
   static std::vector<Share> fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
-  Cut cut_along(const SharedPiece& box, int32_t dim) const;
-  std::vector<Cut> cuts_of(const SharedPiece& box) const;
+  Cut cut_along(const SharedChunk& chunk, int32_t dim) const;
+  std::vector<Cut> cuts_of(const SharedChunk& chunk) const;
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;

@@ -14,8 +14,8 @@ namespace vescale_ckpt::plan {
 // compared by a hash of 128 bits; bytes at one address are hashed once.
 std::vector<uint32_t> number_contents(std::span<const std::span<const std::byte>> parts, unsigned threads);
 
-// Fills in the keys, classes and blocks of a layout: names, class_of, classes without boxes, shapes, key_lists, blocks,
-// block_of. The traits of a class come from the first rank that has it.
+// Fills in the keys, classes and blocks of a layout: names, class_of, classes without chunks, shapes, key_lists,
+// blocks, block_of. The traits of a class come from the first rank that has it.
 void find_classes(std::span<const state::Inventory> ranks, Layout& layout, unsigned threads);
 
 }  // namespace vescale_ckpt::plan

@@ -1,4 +1,4 @@
-// Writes boxes and ranks as text for errors.
+// Writes chunks and ranks as text for errors.
 #pragma once
 
 #include <cstdint>

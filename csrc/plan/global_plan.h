@@ -1,4 +1,4 @@
-// Plans a save from the inventories of all ranks: which rank writes which box, and the catalog of the checkpoint.
+// Plans a save from the inventories of all ranks: which rank writes which chunk, and the catalog of the checkpoint.
 // Immutable, hence thread-safe.
 #pragma once
 
@@ -22,14 +22,14 @@ class GlobalPlan {
   // `inventories`: one of each rank, packed and 8-aligned; not used after construction. Equal parts may be the same
   // memory; then they are hashed once. The same inventories and options give the same plan. Throws Error (invalid) with
   // keys and ranks if the inventories do not fit together: see merge().
-  // `hashes`: see Replicas. Boxes of keys whose replicas differ are not split.
+  // `hashes`: see Replicas. Chunks of keys whose replicas differ are not split.
   GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options,
              std::span<const std::span<const uint64_t>> hashes = {});
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   uint64_t rows() const { return local_plans_.rows(); }  // sum over all local plans
 
-  // Returns the local plan of `rank`: rows of item, dim (-1: the whole box), start, length. Each call computes it.
+  // Returns the local plan of `rank`: rows of item, dim (-1: the whole chunk), start, length. Each call computes it.
   std::vector<int64_t> local_plan(uint32_t rank) const;
   uint64_t local_plan_words(uint32_t rank) const;
   void local_plan(uint32_t rank, std::span<int64_t> words) const;  // fills `words`, of local_plan_words
@@ -41,7 +41,7 @@ class GlobalPlan {
   std::string_view key(uint32_t number) const { return layout_.names[number]; }
 
   // Returns the catalog of the checkpoint. Each call computes it. With Placement::local it names the copies of `node`,
-  // and for boxes that this node does not hold, the copies of the lowest node that does. Nodes are numbered in the
+  // and for chunks that this node does not hold, the copies of the lowest node that does. Nodes are numbered in the
   // order of their ids.
   metadata::Catalog catalog(uint32_t node = 0) const;
 

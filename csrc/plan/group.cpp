@@ -43,28 +43,28 @@ uint32_t Grouping::group(uint32_t number, std::string& fault) {
   uint64_t* places = rows_.places.data() + base;
   Holder* holders = rows_.holders.data() + base;
   int64_t* dims = rows_.dims.data() + rows_.dims_begin[number];
-  uint32_t* counts = rows_.holders_of_box.data() + base;
+  uint32_t* counts = rows_.holders_of_chunk.data() + base;
   size_t rows = rows_.begin[number + 1] - base;
   sort(places, holders, dims, rows, words);
 
-  const Boxes boxes{dims, facts.ndim};
-  const auto text = [&](size_t box, const Holder* from, const Holder* to) {
-    const std::span<const int64_t> offset(boxes.offset(box), facts.ndim), size(boxes.size(box), facts.ndim);
+  const Boxes chunks{dims, facts.ndim};
+  const auto text = [&](size_t chunk, const Holder* from, const Holder* to) {
+    const std::span<const int64_t> offset(chunks.offset(chunk), facts.ndim), size(chunks.size(chunk), facts.ndim);
     const std::vector<uint32_t> ranks = ranks_of(from, to);
     return ranks_text(ranks) + (ranks.size() == 1 ? " has" : " have") + " offset " + tuple_text(offset) + " of size " +
            tuple_text(size);
   };
-  const bool empty = places[0] == kEmptyBox;
-  if (!empty) {  // drops the empty boxes
-    while (places[rows - 1] == kEmptyBox) --rows;
+  const bool empty = places[0] == kEmptyChunk;
+  if (!empty) {  // drops the empty chunks
+    while (places[rows - 1] == kEmptyChunk) --rows;
   }
 
   uint32_t count = 0;
   size_t kept = 0;  // number of holders that are kept
   for (size_t row = 0; row < rows; ++row) {
-    const int64_t* box = dims + row * words;
+    const int64_t* chunk = dims + row * words;
     if (row > 0 && places[row] == places[row - 1]) {
-      const bool equal = std::equal(box, box + words, dims + (count - 1) * words);
+      const bool equal = std::equal(chunk, chunk + words, dims + (count - 1) * words);
       if (!equal && empty) continue;
       if (!equal) {
         fault = text(count - 1, holders + kept - counts[count - 1], holders + kept) + ", " +
@@ -80,19 +80,19 @@ uint32_t Grouping::group(uint32_t number, std::string& fault) {
       }
       ++counts[count - 1];
     } else {
-      std::copy(box, box + words, dims + count * words);
+      std::copy(chunk, chunk + words, dims + count * words);
       counts[count++] = 1;
     }
     holders[kept++] = holders[row];
   }
   if (facts.kind == state::ItemKind::object) return count;
 
-  const Tiling tiling = check_tiling(layout_.shape(facts), boxes, empty ? 0 : count);
+  const Tiling tiling = check_tiling(layout_.shape(facts), chunks, empty ? 0 : count);
   if (tiling.overlap) {
-    const auto holders_text = [&](size_t box) {
+    const auto holders_text = [&](size_t chunk) {
       const Holder* from = holders;
-      for (size_t before = 0; before < box; ++before) from += counts[before];
-      return text(box, from, from + counts[box]);
+      for (size_t before = 0; before < chunk; ++before) from += counts[before];
+      return text(chunk, from, from + counts[chunk]);
     };
     fault = holders_text(tiling.overlap->first) + ", " + holders_text(tiling.overlap->second) + ": they overlap";
     return 0;

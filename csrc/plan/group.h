@@ -1,4 +1,4 @@
-// Makes boxes from the rows of one class of keys: equal rows of several ranks become one box with several holders.
+// Makes chunks from the rows of one class of keys: equal rows of several ranks become one chunk with several holders.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +16,9 @@ struct Rows {
   std::vector<uint64_t> begin;  // start of each class's rows, and the end
   LargeVector<uint64_t> places;
   LargeVector<Holder> holders;
-  std::vector<uint64_t> dims_begin;      // start of each class's words in dims
-  LargeVector<int64_t> dims;             // offset[ndim], size[ndim] of row after row
-  LargeVector<uint32_t> holders_of_box;  // after grouping: the number of holders of each box, and one more
+  std::vector<uint64_t> dims_begin;        // start of each class's words in dims
+  LargeVector<int64_t> dims;               // offset[ndim], size[ndim] of row after row
+  LargeVector<uint32_t> holders_of_chunk;  // after grouping: the number of holders of each chunk, and one more
 };
 
 // One thread uses one Grouping for many classes. Several Groupings may work on different classes of the same rows at a
@@ -27,7 +27,7 @@ class Grouping {
  public:
   Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
 
-  // Returns the number of boxes of the class. If the rows do not fit together, writes the reason to `fault`.
+  // Returns the number of chunks of the class. If the rows do not fit together, writes the reason to `fault`.
   uint32_t group(uint32_t number, std::string& fault);
 
  private:

@@ -1,4 +1,4 @@
-// Keeps each set of ranks once: a mesh has few sets, however many boxes its ranks share.
+// Keeps each set of ranks once: a mesh has few sets, however many chunks its ranks share.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Lists what all ranks together hold: every key once, every distinct box once, and the ranks that hold each box.
+// Lists what all ranks together hold: every key once, every distinct chunk once, and the ranks that hold each chunk.
 //
 // Layers repeat: if every rank has equal rows for several keys, these keys are one class, and their rows are kept once.
 #pragma once
@@ -25,16 +25,16 @@ struct Layout {
     uint16_t flags;
     uint32_t ndim;
     uint32_t first_key;
-    uint32_t keys;       // number of keys
-    uint32_t boxes;      // number of boxes; an object has one, without dims
-    uint64_t first_box;  // index among all boxes
-    uint64_t shape;      // start in `shapes`
-    uint64_t dims;       // start of offset[ndim], size[ndim] of its first box in `dims`; the others follow
-    uint64_t bytes;      // bytes of one element, or of the whole object
+    uint32_t keys;         // number of keys
+    uint32_t chunks;       // number of chunks; an object has one, without dims
+    uint64_t first_chunk;  // index among all chunks
+    uint64_t shape;        // start in `shapes`
+    uint64_t dims;         // start of offset[ndim], size[ndim] of its first chunk in `dims`; the others follow
+    uint64_t bytes;        // bytes of one element, or of the whole object
   };
 
   // Ranks with the same keys in the same order, and with equal rows for the same keys, as the ranks of a mesh.
-  // A slot is one item under each key of a class. If ranks hold several boxes of a key, the class has several slots.
+  // A slot is one item under each key of a class. If ranks hold several chunks of a key, the class has several slots.
   struct Block {
     uint32_t names;                         // index into key_lists
     uint32_t ranks = 0;                     // number of ranks
@@ -50,31 +50,31 @@ struct Layout {
   std::vector<uint32_t> block_of;  // block of each rank
   std::vector<int64_t> shapes;
   LargeVector<int64_t> dims;
-  LargeVector<Holder> holders;         // holders of box after box, ranks ascending
-  LargeVector<uint32_t> first_holder;  // first holder of each box, and the end
+  LargeVector<Holder> holders;         // holders of chunk after chunk, ranks ascending
+  LargeVector<uint32_t> first_holder;  // first holder of each chunk, and the end
 
   const Block& block(size_t rank) const { return blocks[block_of[rank]]; }
   const std::vector<uint32_t>& keys(const Block& block) const { return key_lists[block.names]; }
 
   std::span<const int64_t> shape(const Class& of) const { return {shapes.data() + of.shape, of.ndim}; }
-  // In all of these, `box` counts from the class's first box.
-  std::span<const int64_t> offset(const Class& of, size_t box) const {
-    return {dims.data() + of.dims + box * 2 * of.ndim, of.ndim};
+  // In all of these, `chunk` counts from the class's first chunk.
+  std::span<const int64_t> offset(const Class& of, size_t chunk) const {
+    return {dims.data() + of.dims + chunk * 2 * of.ndim, of.ndim};
   }
-  std::span<const int64_t> size(const Class& of, size_t box) const {
-    return {dims.data() + of.dims + box * 2 * of.ndim + of.ndim, of.ndim};
+  std::span<const int64_t> size(const Class& of, size_t chunk) const {
+    return {dims.data() + of.dims + chunk * 2 * of.ndim + of.ndim, of.ndim};
   }
-  uint64_t bytes(const Class& of, size_t box) const {
+  uint64_t bytes(const Class& of, size_t chunk) const {
     uint64_t product = of.bytes;
-    for (const int64_t length : size(of, box)) product *= static_cast<uint64_t>(length);
+    for (const int64_t length : size(of, chunk)) product *= static_cast<uint64_t>(length);
     return product;
   }
-  std::span<const Holder> holders_of(const Class& of, size_t box) const {
-    const uint32_t* first = first_holder.data() + of.first_box + box;
+  std::span<const Holder> holders_of(const Class& of, size_t chunk) const {
+    const uint32_t* first = first_holder.data() + of.first_chunk + chunk;
     return {holders.data() + first[0], first[1] - first[0]};
   }
-  std::span<Holder> holders_of(const Class& of, size_t box) {
-    const uint32_t* first = first_holder.data() + of.first_box + box;
+  std::span<Holder> holders_of(const Class& of, size_t chunk) {
+    const uint32_t* first = first_holder.data() + of.first_chunk + chunk;
     return {holders.data() + first[0], first[1] - first[0]};
   }
 };

@@ -3,9 +3,9 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-uint64_t piece_bytes(const Layout& layout, const Layout::Class& of, size_t box, const Assignment::Split& split) {
-  const int64_t rows = layout.size(of, box)[static_cast<size_t>(split.dim)];
-  return layout.bytes(of, box) / static_cast<uint64_t>(rows) * static_cast<uint64_t>(split.length);
+uint64_t piece_bytes(const Layout& layout, const Layout::Class& of, size_t chunk, const Assignment::Split& split) {
+  const int64_t rows = layout.size(of, chunk)[static_cast<size_t>(split.dim)];
+  return layout.bytes(of, chunk) / static_cast<uint64_t>(rows) * static_cast<uint64_t>(split.length);
 }
 
 }  // namespace
@@ -18,23 +18,24 @@ LocalPlans::LocalPlans(const Layout& layout, const Assignment& assignment, uint3
     all_rows_ += rows;
   };
   for (const Layout::Class& of : layout.classes) {
-    for (size_t box = 0; box < of.boxes; ++box) {
-      for (const Assignment::Group& group : assignment.groups_of(of, box)) {
+    for (size_t chunk = 0; chunk < of.chunks; ++chunk) {
+      for (const Assignment::Group& group : assignment.groups_of(of, chunk)) {
         if (group.writer == Assignment::Group::kByKey) continue;
-        add(of, group.writer, of.keys, of.keys * layout.bytes(of, box));
+        add(of, group.writer, of.keys, of.keys * layout.bytes(of, chunk));
       }
     }
   }
   uint64_t group = 0;
   for (const uint32_t number : layout.class_of) {
     const Layout::Class& of = layout.classes[number];
-    for (uint32_t i = assignment.first_shared_box[number]; i < assignment.first_shared_box[number + 1]; ++i, ++group) {
-      const uint32_t box = assignment.shared_boxes[i];
+    for (uint32_t i = assignment.first_shared_chunk[number]; i < assignment.first_shared_chunk[number + 1];
+         ++i, ++group) {
+      const uint32_t chunk = assignment.shared_chunks[i];
       for (uint64_t at = assignment.first_piece[group]; at < assignment.first_piece[group + 1]; ++at) {
         const AssignedPiece& piece = assignment.pieces[at];
         add(of, piece.writer, 1,
-            piece.split == 0 ? layout.bytes(of, box)
-                             : piece_bytes(layout, of, box, assignment.splits[piece.split - 1]));
+            piece.split == 0 ? layout.bytes(of, chunk)
+                             : piece_bytes(layout, of, chunk, assignment.splits[piece.split - 1]));
       }
     }
   }

@@ -14,7 +14,7 @@ namespace vescale_ckpt::plan {
 // outlive this: tables of all ranks' rows would be the largest part of a plan.
 class LocalPlans {
  public:
-  static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
+  static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole chunk), start, length
 
   LocalPlans() = default;  // without ranks
   LocalPlans(const Layout& layout, const Assignment& assignment, uint32_t ranks);
@@ -30,7 +30,7 @@ class LocalPlans {
 };
 
 // Calls body(item, key, group's index, split or null) for each row of the rank's local plan, in order: tensors before
-// objects, both in the order of the rank's items, and pieces of a box by rising start.
+// objects, both in the order of the rank's items, and pieces of a chunk by rising start.
 template <typename Body>
 void for_each_row(const Layout& layout, const Assignment& assignment, uint32_t rank, const Body& body) {
   const Layout::Block& block = layout.block(rank);

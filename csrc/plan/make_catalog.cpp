@@ -9,7 +9,8 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-// Gives the row of each piece in its writer's local plan, for queries key after key, box after box, node after node.
+// Gives the row of each piece in its writer's local plan, for queries key after key, chunk after chunk, node after
+// node.
 class RowNumbers {
  public:
   RowNumbers(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, unsigned threads) {
@@ -78,7 +79,7 @@ class Maker {
 
  private:
   void add(uint32_t key);
-  // Returns the group of a box that the catalog names.
+  // Returns the group of a chunk that the catalog names.
   const Assignment::Group& seen_of(std::span<const Assignment::Group> groups, uint32_t key) const;
   uint32_t node_of(const Assignment::Group& group, uint32_t key) const {
     const bool by_key = group.writer == Assignment::Group::kByKey;
@@ -105,9 +106,9 @@ void Maker::add(uint32_t key) {
   const uint64_t first = catalog.chunks.size();
   const bool object = of.kind == state::ItemKind::object;
   bool split = false;
-  for (size_t box = 0; box < of.boxes; ++box) {
-    const uint64_t whole = layout_.shapes.size() + of.dims + box * 2 * of.ndim;
-    const std::span<const Assignment::Group> groups = assignment_.groups_of(of, box);
+  for (size_t chunk = 0; chunk < of.chunks; ++chunk) {
+    const uint64_t whole = layout_.shapes.size() + of.dims + chunk * 2 * of.ndim;
+    const std::span<const Assignment::Group> groups = assignment_.groups_of(of, chunk);
     const Assignment::Group& named = seen_of(groups, key);
     for (const Assignment::Group& group : groups) {
       const bool seen = &group == &named;
@@ -125,7 +126,7 @@ void Maker::add(uint32_t key) {
           const auto dim = static_cast<size_t>(part.dim);
           at = catalog.dims.size();
           for (size_t i = 0; i < size_t{2} * of.ndim; ++i)
-            catalog.dims.push_back(layout_.dims[of.dims + box * 2 * of.ndim + i]);
+            catalog.dims.push_back(layout_.dims[of.dims + chunk * 2 * of.ndim + i]);
           catalog.dims[at + dim] += part.start;
           catalog.dims[at + of.ndim + dim] = part.length;
           split = true;
@@ -134,7 +135,7 @@ void Maker::add(uint32_t key) {
       }
     }
   }
-  if (split) {  // sorts pieces, because those of boxes that lie side by side alternate
+  if (split) {  // sorts pieces, because those of chunks that lie side by side alternate
     std::sort(catalog.chunks.begin() + static_cast<ptrdiff_t>(first), catalog.chunks.end(),
               [&](const metadata::Catalog::Chunk& a, const metadata::Catalog::Chunk& b) {
                 const int64_t* of_a = catalog.dims.data() + a.box;

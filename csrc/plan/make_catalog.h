@@ -11,7 +11,7 @@
 
 namespace vescale_ckpt::plan {
 
-// With `copies`, several nodes may write a box, and the catalog names one copy of each: that of `node`, or if `node`
+// With `copies`, several nodes may write a chunk, and the catalog names one copy of each: that of `node`, or if `node`
 // has none, that of the lowest node that has one. `nodes[rank]` is the node of the rank.
 metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, const LocalPlans& plans,
                                std::span<const uint32_t> nodes, uint32_t node, bool copies, unsigned threads);

@@ -89,7 +89,7 @@ void Merge::make_room() {
   rows_.places.resize(rows);
   rows_.holders.resize(rows);
   rows_.dims.resize(words);
-  rows_.holders_of_box.resize(rows + 1);
+  rows_.holders_of_chunk.resize(rows + 1);
 }
 
 // Collects rows rank after rank, so that memory is read in order. Each thread has some ranks, and knows where their
@@ -173,35 +173,35 @@ void Merge::group() {
     return [&, grouping = Grouping(layout, rows_, ranks_.size() > 1)](size_t index) mutable {
       const auto number = static_cast<uint32_t>(index);
       std::string fault;
-      layout.classes[number].boxes = grouping.group(number, fault);
+      layout.classes[number].chunks = grouping.group(number, fault);
       if (!fault.empty()) faults.note(number, std::string(name(number)) + ": " + fault);
     };
   });
   faults.raise();
 }
 
-// Closes the gaps behind each class's boxes and holders, in place: a class has fewer boxes than rows.
+// Closes the gaps behind each class's chunks and holders, in place: a class has fewer chunks than rows.
 void Merge::pack() {
-  uint64_t boxes = 0, holders = 0, words = 0;
+  uint64_t chunks = 0, holders = 0, words = 0;
   for (size_t i = 0; i < layout.classes.size(); ++i) {
     Layout::Class& of = layout.classes[i];
     const auto from = static_cast<ptrdiff_t>(rows_.begin[i]);
-    of.first_box = boxes;
+    of.first_chunk = chunks;
     of.dims = words;
     uint64_t all = 0;
-    for (uint32_t box = 0; box < of.boxes; ++box) {
-      const uint32_t count = rows_.holders_of_box[rows_.begin[i] + box];
-      rows_.holders_of_box[boxes++] = static_cast<uint32_t>(holders + all);
+    for (uint32_t chunk = 0; chunk < of.chunks; ++chunk) {
+      const uint32_t count = rows_.holders_of_chunk[rows_.begin[i] + chunk];
+      rows_.holders_of_chunk[chunks++] = static_cast<uint32_t>(holders + all);
       all += count;
     }
     std::copy_n(rows_.holders.begin() + from, all, rows_.holders.begin() + static_cast<ptrdiff_t>(holders));
     holders += all;
-    const uint64_t length = uint64_t{of.boxes} * 2 * of.ndim;
+    const uint64_t length = uint64_t{of.chunks} * 2 * of.ndim;
     std::copy_n(rows_.dims.begin() + static_cast<ptrdiff_t>(rows_.dims_begin[i]), length,
                 rows_.dims.begin() + static_cast<ptrdiff_t>(words));
     words += length;
   }
-  rows_.holders_of_box[boxes] = static_cast<uint32_t>(holders);
+  rows_.holders_of_chunk[chunks] = static_cast<uint32_t>(holders);
   const auto take = [](auto& from, uint64_t count, auto& to) {
     to = std::move(from);
     to.resize(count);
@@ -209,7 +209,7 @@ void Merge::pack() {
   };
   take(rows_.holders, holders, layout.holders);
   take(rows_.dims, words, layout.dims);
-  take(rows_.holders_of_box, boxes + 1, layout.first_holder);
+  take(rows_.holders_of_chunk, chunks + 1, layout.first_holder);
 }
 
 }  // namespace

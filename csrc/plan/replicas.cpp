@@ -12,10 +12,10 @@ namespace {
 
 constexpr uint32_t kNotShared = UINT32_MAX;
 
-// Computes g of the header for a box.
-uint64_t random_at(uint64_t box, uint32_t position, uint32_t holders) {
+// Computes g of the header for a chunk.
+uint64_t random_at(uint64_t chunk, uint32_t position, uint32_t holders) {
   if (position == 0 || position == holders) return 0;
-  uint64_t mixed = box + position * 0x9E3779B97F4A7C15;  // splitmix64
+  uint64_t mixed = chunk + position * 0x9E3779B97F4A7C15;  // splitmix64
   mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9;
   mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB;
   return mixed ^ mixed >> 31;
@@ -50,48 +50,48 @@ Replicas::Replicas(const Layout& layout, std::span<const std::span<const uint64_
     slots += layout.block(rank).slot_items.size();
   }
   places_.resize(slots);
-  std::vector<uint32_t> shared_box(slots, kNotShared);  // index among the class's boxes with several holders
+  std::vector<uint32_t> shared_chunk(slots, kNotShared);  // index among the class's chunks with several holders
   for (const Layout::Class& of : layout.classes) {
     uint32_t shared = 0;
-    for (size_t box = 0; box < of.boxes; ++box) {
-      const std::span<const Holder> holders = layout.holders_of(of, box);
+    for (size_t chunk = 0; chunk < of.chunks; ++chunk) {
+      const std::span<const Holder> holders = layout.holders_of(of, chunk);
       if (of.kind == state::ItemKind::object || holders.size() < 2) continue;
       for (uint32_t i = 0; i < holders.size(); ++i) {
         const uint64_t slot = first_slot_[holders[i].rank] + holders[i].slot;
         places_[slot] = {i, static_cast<uint32_t>(holders.size())};
-        shared_box[slot] = shared;
+        shared_chunk[slot] = shared;
       }
       ++shared;
     }
   }
-  find_differences(layout, hashes, shared_box);
+  find_differences(layout, hashes, shared_chunk);
 }
 
 void Replicas::find_differences(const Layout& layout, std::span<const std::span<const uint64_t>> hashes,
-                                std::span<const uint32_t> shared_box) {
+                                std::span<const uint32_t> shared_chunk) {
   struct Seen {
     uint64_t hash = 0;
     uint32_t rank = 0;
   };
   if (hashes.size() != first_slot_.size()) throw Error::invalid("expected hashes of each rank");
-  std::vector<uint32_t> shared_boxes(layout.classes.size());
+  std::vector<uint32_t> shared_chunks(layout.classes.size());
   for (size_t rank = 0; rank < hashes.size(); ++rank) {
     const Layout::Block& block = layout.block(rank);
     if (!hashes[rank].empty() && hashes[rank].size() != block.slots.size()) {
       throw Error::invalid("rank " + std::to_string(rank) + " has not as many hashes as items");
     }
     for (size_t slot = 0; slot < block.slot_items.size(); ++slot) {
-      const uint32_t number = shared_box[first_slot_[rank] + slot];
+      const uint32_t number = shared_chunk[first_slot_[rank] + slot];
       if (number == kNotShared) continue;
-      uint32_t& boxes = shared_boxes[layout.class_of[layout.keys(block)[block.slot_items[slot]]]];
-      boxes = std::max(boxes, number + 1);
+      uint32_t& chunks = shared_chunks[layout.class_of[layout.keys(block)[block.slot_items[slot]]]];
+      chunks = std::max(chunks, number + 1);
     }
   }
   std::vector<uint64_t> first_seen;  // first index of each key in `seen`
   uint64_t all = 0;
   for (const uint32_t of : layout.class_of) {
     first_seen.push_back(all);
-    all += shared_boxes[of];
+    all += shared_chunks[of];
   }
   std::vector<Seen> seen(all);
   for (uint32_t rank = 0; rank < hashes.size(); ++rank) {
@@ -99,9 +99,9 @@ void Replicas::find_differences(const Layout& layout, std::span<const std::span<
     const std::vector<uint32_t>& keys = layout.keys(block);
     for (size_t item = 0; item < hashes[rank].size(); ++item) {
       const uint64_t hash = hashes[rank][item];
-      const uint32_t box = hash == 0 ? kNotShared : shared_box[first_slot_[rank] + block.slots[item]];
-      if (box == kNotShared || differs_[keys[item]]) continue;
-      Seen& first = seen[first_seen[keys[item]] + box];
+      const uint32_t chunk = hash == 0 ? kNotShared : shared_chunk[first_slot_[rank] + block.slots[item]];
+      if (chunk == kNotShared || differs_[keys[item]]) continue;
+      Seen& first = seen[first_seen[keys[item]] + chunk];
       if (first.hash == 0) {
         first = {hash, rank};
       } else if (first.hash != hash) {
@@ -150,7 +150,7 @@ std::vector<Summand> replica_summands(const state::Inventory& inventory, std::sp
   if (holders.size() != head + inventory.size() * width) {
     throw Error::invalid("the holders are of another inventory");
   }
-  std::vector<std::byte> box;
+  std::vector<std::byte> chunk;
   for (uint32_t number = 0; number < inventory.size(); ++number) {
     const uint64_t from = head + number * width;
     const uint64_t at = width == 1 ? value_at<uint8_t>(holders, from) : value_at<uint16_t>(holders, from);
@@ -160,12 +160,12 @@ std::vector<Summand> replica_summands(const state::Inventory& inventory, std::sp
     const state::Item item = inventory[number];
     if (item.bytes == 0) continue;
     const std::span<const std::byte> name = std::as_bytes(std::span(item.name));
-    box.assign(name.begin(), name.end());
+    chunk.assign(name.begin(), name.end());
     for (const std::span<const int64_t> dims : {item.offset, item.size}) {
       const std::span<const std::byte> words = std::as_bytes(dims);
-      box.insert(box.end(), words.begin(), words.end());
+      chunk.insert(chunk.end(), words.begin(), words.end());
     }
-    const uint64_t hash = hash128(box)[0];
+    const uint64_t hash = hash128(chunk)[0];
     summands.push_back(
         {number, random_at(hash, place.position + 1, place.holders) - random_at(hash, place.position, place.holders)});
   }

@@ -1,6 +1,6 @@
-// Finds which ranks hold the same box, and whether their values differ.
+// Finds which ranks hold the same chunk, and whether their values differ.
 //
-// At each save the holders of a box add summands to one sum over all ranks, which is 0 if all have the same hash. The
+// At each save the holders of a chunk add summands to one sum over all ranks, which is 0 if all have the same hash. The
 // summand of holder i of n is h * (g(i + 1) - g(i)). h is a hash of its elements; g is random, but 0 at 0 and at n.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace vescale_ckpt::plan {
 
-// A rank among the holders of a box.
+// A rank among the holders of a chunk.
 struct HolderPlace {
   uint32_t position = 0, holders = 1;
 
@@ -43,7 +43,7 @@ class Replicas {
 
  private:
   void find_differences(const Layout& layout, std::span<const std::span<const uint64_t>> hashes,
-                        std::span<const uint32_t> shared_box);
+                        std::span<const uint32_t> shared_chunk);
 
   std::vector<uint64_t> first_slot_;  // start of each rank in places_
   std::vector<HolderPlace> places_;   // place of each slot, rank after rank

@@ -29,8 +29,8 @@ std::string dtype_text(const state::Item& item) {
   return std::string(format::dtypes()[item.dtype].name);
 }
 
-std::string box_fault(const RankRow& row, const Layout::Class& of, std::span<const int64_t> shape) {
-  const std::string holder = "rank " + std::to_string(row.rank) + " has the box at offset " +
+std::string chunk_fault(const RankRow& row, const Layout::Class& of, std::span<const int64_t> shape) {
+  const std::string holder = "rank " + std::to_string(row.rank) + " has the chunk at offset " +
                              tuple_text(row.item.offset) + " of size " + tuple_text(row.item.size);
   for (size_t i = 0; i < shape.size(); ++i) {
     const int64_t offset = row.item.offset[i], size = row.item.size[i];
@@ -69,7 +69,7 @@ std::string explain_misfit(std::string_view name, const std::vector<RankRow>& ro
   if (!shape_bytes(shape, of.bytes)) return begin + "a tensor cannot have the shape " + tuple_text(shape);
   const auto misfit =
       std::find_if(rows.begin(), rows.end(), [&](const RankRow& row) { return !place_of(row.item, of, shape); });
-  return begin + box_fault(*misfit, of, shape);
+  return begin + chunk_fault(*misfit, of, shape);
 }
 
 }  // namespace vescale_ckpt::plan

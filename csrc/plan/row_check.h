@@ -14,12 +14,12 @@ namespace vescale_ckpt::plan {
 // Returns the bytes of a whole tensor; none if the shape is negative or impossibly large.
 std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes);
 
-// A place is an element's position in row-major order. Boxes sorted by the places of their first elements are sorted by
-// their offsets.
-constexpr uint64_t kEmptyBox = UINT64_MAX;  // the place of a box without elements
+// A place is an element's position in row-major order. Chunks sorted by the places of their first elements are sorted
+// by their offsets.
+constexpr uint64_t kEmptyChunk = UINT64_MAX;  // the place of a chunk without elements
 
-// Returns the place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is
-// the shape of the class and has passed shape_bytes.
+// Returns the place of the chunk's first element, kEmptyChunk if it has none; nothing if the row does not fit. `shape`
+// is the shape of the class and has passed shape_bytes.
 inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::Class& of,
                                         std::span<const int64_t> shape) {
   if (of.kind == state::ItemKind::object || item.kind == state::ItemKind::object) {
@@ -39,7 +39,7 @@ inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::C
     place = place * static_cast<uint64_t>(length) + static_cast<uint64_t>(offset);
   }
   if (item.bytes != bytes || (item.kind == state::ItemKind::tensor && !whole)) return std::nullopt;
-  return bytes == 0 ? kEmptyBox : place;
+  return bytes == 0 ? kEmptyChunk : place;
 }
 
 struct RankRow {

@@ -70,8 +70,8 @@ ReadPlan::ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::s
       note_damage(records[index], error, report_);
     }
   }
-  join_extents();
-  pack_extents();
+  join_ranges();
+  pack_ranges();
 }
 
 DataFile& ReadPlan::opened(uint32_t index, uint32_t row) {
@@ -131,7 +131,7 @@ void ReadPlan::plan_record(uint32_t index) {
     record.concluded = true;
     return;
   }
-  choose_extents(index, record, data);
+  choose_ranges(index, record, data);
 }
 
 // Finds the body, and how it will be checked. Returns false if the record is left to the caller.
@@ -184,7 +184,7 @@ void ReadPlan::locate_bare(Record& record, bool whole) {
   for (const uint32_t row : record.items) report_.unverified_bytes += items_[row].box.bytes();
 }
 
-void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
+void ReadPlan::choose_ranges(uint32_t index, Record& record, DataFile& data) {
   const uint64_t begin = record.offset, end = record.offset + record.length;
   switch (record.check) {
     case Record::Check::frame:
@@ -230,21 +230,21 @@ void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile&
   const bool in_place = may_go_in_place(record, data);
   const bool is_all = item.bare && item.box.whole() && begin == record.body_offset && end == record.body_end();
   if (in_place && is_all) {
-    extents_.push_back({index, begin, end, item.memory, true});
+    needed_.push_back({index, begin, end, item.memory, true});
     return;
   }
   auto [from, to] = in_place ? in_place_range(record, data, inner_begin, inner_end) : std::pair<uint64_t, uint64_t>();
   if (to <= from || to - from < kInPlaceBytes) {
-    extents_.push_back({index, begin, end, nullptr});
+    needed_.push_back({index, begin, end, nullptr});
     return;
   }
-  if (from > begin) extents_.push_back({index, begin, from, nullptr});
+  if (from > begin) needed_.push_back({index, begin, from, nullptr});
   for (uint64_t at = from; at < to;) {
     const uint64_t next = std::min(to, end_of_piece(at, data));
-    extents_.push_back({index, at, next, item.memory + (at - record.body_offset - item.box.begin())});
+    needed_.push_back({index, at, next, item.memory + (at - record.body_offset - item.box.begin())});
     at = next;
   }
-  if (to < end) extents_.push_back({index, to, end, nullptr});
+  if (to < end) needed_.push_back({index, to, end, nullptr});
 }
 
 // Returns the largest size of a transfer. Data for accelerators is copied there in whole slots.
@@ -279,82 +279,82 @@ std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, con
   return {align_up(begin, grain), align_down(end, grain)};
 }
 
-// Sorts the extents. Extents that follow each other in the file and in memory are read in place together.
-void ReadPlan::join_extents() {
-  std::stable_sort(extents_.begin(), extents_.end(), [this](const Extent& a, const Extent& b) {
+// Sorts the needed ranges. Those that follow each other in the file and in memory are read in place together.
+void ReadPlan::join_ranges() {
+  std::stable_sort(needed_.begin(), needed_.end(), [this](const NeededRange& a, const NeededRange& b) {
     return std::tuple(records[a.record].file, a.begin) < std::tuple(records[b.record].file, b.begin);
   });
-  const auto follows = [this](const Extent& last, const Extent& next) {
+  const auto follows = [this](const NeededRange& last, const NeededRange& next) {
     return next.joins && records[last.record].file == records[next.record].file && last.end == next.begin &&
            last.in_place + (last.end - last.begin) == next.in_place;
   };
-  const std::vector<Extent> sorted = std::exchange(extents_, {});
+  const std::vector<NeededRange> sorted = std::exchange(needed_, {});
   for (size_t first = 0, end = 1; first < sorted.size(); first = end++) {
     if (!sorted[first].joins) {
-      extents_.push_back(sorted[first]);
+      needed_.push_back(sorted[first]);
       continue;
     }
     while (end < sorted.size() && follows(sorted[end - 1], sorted[end])) ++end;
-    add_run(std::span(sorted).subspan(first, end - first));
+    add_joined(std::span(sorted).subspan(first, end - first));
   }
 }
 
-void ReadPlan::add_run(std::span<const Extent> run) {
-  const DataFile& data = files.at(records[run[0].record].file);
-  const uint64_t from = align_up(run.front().begin, data.block()), to = align_down(run.back().end, data.block());
+void ReadPlan::add_joined(std::span<const NeededRange> ranges) {
+  const DataFile& data = files.at(records[ranges[0].record].file);
+  const uint64_t from = align_up(ranges.front().begin, data.block()), to = align_down(ranges.back().end, data.block());
   const bool in_place = to > from && to - from >= kInPlaceBytes;
-  for (const Extent& extent : run) {
-    for (uint64_t at = extent.begin; at < extent.end;) {
-      uint64_t next = extent.end;
+  for (const NeededRange& range : ranges) {
+    for (uint64_t at = range.begin; at < range.end;) {
+      uint64_t next = range.end;
       std::byte* target = nullptr;
       if (in_place && at < from) {
         next = std::min(next, from);
       } else if (in_place && at < to) {
         next = std::min({next, to, end_of_piece(at, data)});
-        target = extent.in_place + (at - extent.begin);
+        target = range.in_place + (at - range.begin);
       }
-      extents_.push_back({extent.record, at, next, target});
+      needed_.push_back({range.record, at, next, target});
       at = next;
     }
   }
 }
 
 // Packs neighbours into one slot or one transfer in place.
-void ReadPlan::pack_extents() {
-  Segment packed;
+void ReadPlan::pack_ranges() {
+  FileRange packed;
   const auto flush = [&] {
-    if (!packed.parts.empty()) segments.push_back(std::move(packed));
+    if (!packed.parts.empty()) file_ranges.push_back(std::move(packed));
     packed = {};
   };
-  for (const Extent& extent : extents_) {
-    const uint32_t file = records[extent.record].file;
-    if (extent.in_place != nullptr) {
-      if (!continues(extent)) segments.push_back({file, extent.begin, extent.end, {}, extent.in_place});
-      segments.back().end = extent.end;
-      segments.back().parts.push_back(part(extent.record, extent.begin, extent.end));
+  for (const NeededRange& range : needed_) {
+    const uint32_t file = records[range.record].file;
+    if (range.in_place != nullptr) {
+      if (!continues(range)) file_ranges.push_back({file, range.begin, range.end, {}, range.in_place});
+      file_ranges.back().end = range.end;
+      file_ranges.back().parts.push_back(part(range.record, range.begin, range.end));
       continue;
     }
-    for (uint64_t at = extent.begin; at < extent.end;) {
+    for (uint64_t at = range.begin; at < range.end;) {
       const uint64_t most = piece_bytes(files.at(file));
       const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
       const uint64_t limit = align_down(start + most, kBlock);
       // A record that fits into a transfer is not cut, unless the cut makes a request smaller. A larger record is cut
       // on cells.
-      const bool fits = extent.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
-      const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= most;
+      const bool fits = range.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
+      const bool would_fit = !is_remote && range.end - align_down(at, kBlock) <= most;
       if (near && !fits && would_fit) {
         flush();
         continue;
       }
-      const uint64_t end = fits ? extent.end : align_down(limit, format::kChecksumBlock);
+      const uint64_t end = fits ? range.end : align_down(limit, format::kChecksumBlock);
       if (!near || end <= at) {
         flush();
         packed.file = file;
         packed.begin = align_down(at, kBlock);
         if (end <= at) continue;
       }
-      packed.parts.push_back(part(extent.record, at, end));
+      packed.parts.push_back(part(range.record, at, end));
       packed.end = std::max(packed.end, end);  // ranges of rows may overlap
       at = end;
     }
@@ -362,19 +362,19 @@ void ReadPlan::pack_extents() {
   flush();
 }
 
-// Whether the last segment can also read this extent.
-bool ReadPlan::continues(const Extent& extent) const {
-  if (segments.empty()) return false;
-  const Segment& last = segments.back();
-  return last.in_place != nullptr && last.file == records[extent.record].file && last.end == extent.begin &&
-         last.in_place + (last.end - last.begin) == extent.in_place &&
-         extent.begin < end_of_piece(last.begin, files.at(last.file));
+// Whether the last file range can also read this range.
+bool ReadPlan::continues(const NeededRange& range) const {
+  if (file_ranges.empty()) return false;
+  const FileRange& last = file_ranges.back();
+  return last.in_place != nullptr && last.file == records[range.record].file && last.end == range.begin &&
+         last.in_place + (last.end - last.begin) == range.in_place &&
+         range.begin < end_of_piece(last.begin, files.at(last.file));
 }
 
-Part ReadPlan::part(uint32_t index, uint64_t begin, uint64_t end) {
+RecordRange ReadPlan::part(uint32_t index, uint64_t begin, uint64_t end) {
   Record& record = records[index];
   record.pending.fetch_add(1, std::memory_order_relaxed);
-  Part part{index, begin, end, static_cast<uint32_t>(record.sums.size())};
+  RecordRange part{index, begin, end, static_cast<uint32_t>(record.sums.size())};
   if (std::max(begin, record.body_offset) < std::min(end, record.body_end())) record.sums.push_back({});
   return part;
 }

@@ -70,18 +70,18 @@ class DataFile {
   std::optional<format::ChecksumTable> table_;
 };
 
-// A contiguous file range of one record within one segment.
-struct Part {
+// What a file range holds of one record.
+struct RecordRange {
   uint32_t record;
   uint64_t begin, end;  // file range
   uint32_t sum;         // index into Record::sums, if it has body bytes
 };
 
 // The file range of one transfer.
-struct Segment {
+struct FileRange {
   uint32_t file = 0;
   uint64_t begin = 0, end = 0;  // file range
-  std::vector<Part> parts;
+  std::vector<RecordRange> parts;
   std::byte* in_place = nullptr;  // target of `begin` in a tensor; null: the transfer goes through a slot
 };
 
@@ -94,11 +94,11 @@ class ReadPlan {
            const io::EngineOptions& options, ReadReport& report);
 
   std::deque<Record> records;  // a deque, because atomics cannot be moved
-  std::vector<Segment> segments;
+  std::vector<FileRange> file_ranges;
   std::map<uint32_t, DataFile> files;  // by number
 
  private:
-  struct Extent {
+  struct NeededRange {
     uint32_t record;
     uint64_t begin, end;  // file range
     std::byte* in_place;  // target; nullptr: it goes through a slot
@@ -110,7 +110,7 @@ class ReadPlan {
   DataFile& opened(uint32_t file, uint32_t row);
   bool locate_body(Record& record, DataFile& data, bool whole);
   void locate_bare(Record& record, bool whole);
-  void choose_extents(uint32_t index, Record& record, DataFile& data);
+  void choose_ranges(uint32_t index, Record& record, DataFile& data);
   void add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile& data, uint64_t inner_begin,
                  uint64_t inner_end);
   uint64_t piece_bytes(const DataFile& data) const;
@@ -118,11 +118,11 @@ class ReadPlan {
   bool may_go_in_place(const Record& record, const DataFile& data) const;
   std::pair<uint64_t, uint64_t> in_place_range(const Record& record, const DataFile& data, uint64_t begin,
                                                uint64_t end) const;
-  void join_extents();
-  void add_run(std::span<const Extent> run);
-  void pack_extents();
-  bool continues(const Extent& extent) const;
-  Part part(uint32_t index, uint64_t begin, uint64_t end);
+  void join_ranges();
+  void add_joined(std::span<const NeededRange> ranges);
+  void pack_ranges();
+  bool continues(const NeededRange& range) const;
+  RecordRange part(uint32_t index, uint64_t begin, uint64_t end);
 
   const OpenFile& open_;
   const std::span<const ReadItem> items_;
@@ -132,7 +132,7 @@ class ReadPlan {
   const io::EngineOptions& options_;
   ReadReport& report_;
   format::RecordCache framings_;
-  std::vector<Extent> extents_;  // in the order of files after join_extents
+  std::vector<NeededRange> needed_;  // in the order of files after join_ranges
 };
 
 // Notes an error as damage of each item of the record. The rest of the record is not read then.

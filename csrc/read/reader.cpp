@@ -70,26 +70,26 @@ class ReadJob {
   }
 
   void transfer() {
-    queue_.expect(plan_.segments.size());
-    for (size_t index = 0; index < plan_.segments.size(); ++index) queue_.push(index);
+    queue_.expect(plan_.file_ranges.size());
+    for (size_t index = 0; index < plan_.file_ranges.size(); ++index) queue_.push(index);
     io::EngineOptions options = options_;
     options.threads = workers();
     io::run_transfers(
         queue_, options,
         [this](size_t index) {
-          const Segment& segment = plan_.segments[index];
-          return segment.in_place == nullptr && plan_.files.at(segment.file).file->remote() == nullptr;
+          const FileRange& range = plan_.file_ranges[index];
+          return range.in_place == nullptr && plan_.files.at(range.file).file->remote() == nullptr;
         },
-        [this](size_t index, io::Flight& flight) { prepare(plan_.segments[index], flight); },
+        [this](size_t index, io::Flight& flight) { prepare(plan_.file_ranges[index], flight); },
         [this](io::Flight& flight) { complete(flight); });
   }
 
   // Takes twice the usual number of threads if most transfers are short: a disk needs many bytes in flight.
   unsigned workers() const {
     uint64_t bytes = 0, count = 0;
-    for (const Segment& segment : plan_.segments) {
-      if (plan_.files.at(segment.file).file->access() != io::Access::direct) continue;
-      bytes += segment.end - segment.begin;
+    for (const FileRange& range : plan_.file_ranges) {
+      if (plan_.files.at(range.file).file->access() != io::Access::direct) continue;
+      bytes += range.end - range.begin;
       ++count;
     }
     const bool in_short_transfers = count > options_.threads && bytes / count < options_.slot_bytes / 2;
@@ -109,29 +109,29 @@ class ReadJob {
 
   // --- Reads on the workers.
 
-  void prepare(const Segment& segment, io::Flight& flight) {
-    io::File& file = *plan_.files.at(segment.file).file;
+  void prepare(const FileRange& range, io::Flight& flight) {
+    io::File& file = *plan_.files.at(range.file).file;
     flight.transfer.call = Call::read;
     flight.transfer.file = &file;
-    flight.transfer.offset = segment.begin;
-    flight.transfer.needed = segment.end - segment.begin;
+    flight.transfer.offset = range.begin;
+    flight.transfer.needed = range.end - range.begin;
     // The bytes of a remote file are used in the store client's memory.
-    flight.transfer.data = segment.in_place != nullptr ? segment.in_place : flight.slot ? flight.slot->data() : nullptr;
+    flight.transfer.data = range.in_place != nullptr ? range.in_place : flight.slot ? flight.slot->data() : nullptr;
     // Reads whole blocks, also across the end of the file.
     flight.transfer.size =
-        segment.in_place != nullptr ? flight.transfer.needed : align_up(segment.end, kBlock) - segment.begin;
-    flight.item = &segment;
+        range.in_place != nullptr ? flight.transfer.needed : align_up(range.end, kBlock) - range.begin;
+    flight.item = &range;
     if (sink_ != nullptr && flight.slot) sink_->prepare({flight.slot->data(), options_.slot_bytes});
   }
 
   void complete(io::Flight& flight) {
-    const Segment& segment = *static_cast<const Segment*>(flight.item);
-    report_.stats.count(flight, segment.end - segment.begin);
+    const FileRange& range = *static_cast<const FileRange*>(flight.item);
+    report_.stats.count(flight, range.end - range.begin);
     const auto batch = sink_ != nullptr && flight.slot ? sink_->begin() : nullptr;
-    for (const Part& part : segment.parts) {
-      const std::byte* data = flight.transfer.data + (part.begin - segment.begin);
+    for (const RecordRange& part : range.parts) {
+      const std::byte* data = flight.transfer.data + (part.begin - range.begin);
       if (!check_only_) {
-        take(part, data, segment.in_place == nullptr, batch.get());
+        take(part, data, range.in_place == nullptr, batch.get());
         continue;
       }
       try {
@@ -145,11 +145,11 @@ class ReadJob {
       batch->send(std::move(*flight.slot));
     } catch (const Error& error) {
       throw Error(error.kind, error.what(), error.path, error.offset, error.code,
-                  plan_.records[segment.parts[0].record].items[0]);
+                  plan_.records[range.parts[0].record].items[0]);
     }
   }
 
-  void take(const Part& part, const std::byte* data, bool scatter, DeviceSink::Batch* batch) {
+  void take(const RecordRange& part, const std::byte* data, bool scatter, DeviceSink::Batch* batch) {
     Record& record = plan_.records[part.record];
     const uint64_t body = record.body_offset, body_end = record.body_end();
     const uint64_t from = std::max(part.begin, body), to = std::min(part.end, body_end);

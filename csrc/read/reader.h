@@ -16,7 +16,6 @@
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/transfer_loop.h"
-#include "io/transfer_stats.h"
 
 namespace vescale_ckpt::read {
 

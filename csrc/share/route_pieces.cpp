@@ -7,12 +7,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/append.h"
 #include "base/error.h"
 #include "base/overlap.h"
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
 #include "io/transfer_loop.h"
-#include "share/words.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::share {

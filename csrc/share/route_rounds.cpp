@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "share/words.h"
+#include "base/append.h"
 
 namespace vescale_ckpt::share {
 namespace {

@@ -4,10 +4,10 @@
 #include <array>
 #include <utility>
 
+#include "base/append.h"
 #include "base/error.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
-#include "share/words.h"
 #include "state/inventory.h"
 #include "state/tables.h"
 

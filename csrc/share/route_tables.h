@@ -35,8 +35,8 @@ class HeldRows {
   std::vector<size_t> at_;  // by row of the part: in held_
 };
 
-// Boxes in memory (write/boxes.h) for those of RankRoutes::own, or rows of the same form, that are held. Throws Error
-// (invalid, row).
+// Boxes in memory (write/placed_boxes.h) for those of RankRoutes::own, or rows of the same form, that are held. Throws
+// Error (invalid, row).
 std::vector<int64_t> make_box_table(std::span<const int64_t> own, const HeldRows& held);
 
 // The engine's copy table for RouteRound::places of an export. `memories`: rows of peer (-1: this rank), address,

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "base/append.h"
 #include "base/crc32.h"
 #include "base/error.h"
 #include "share/route_pieces.h"
-#include "share/words.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::share {
@@ -34,15 +34,15 @@ int64_t last_record(std::span<const int64_t> reads) {
 }
 
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
-                                              uint32_t parts, uint64_t segment) {
-  if (parts == 0 || segment == 0) throw Error::invalid("reads are split into one part or more");
+                                              uint32_t parts, uint64_t range_bytes) {
+  if (parts == 0 || range_bytes == 0) throw Error::invalid("reads are split into one part or more");
   std::vector<uint64_t> first;  // part of each file: by its name, as ranks number files differently
   for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
   std::vector<std::vector<int64_t>> result(parts);
   for_each_row(reads, [&](const Need& need) {
     const auto file = static_cast<uint64_t>(need.row[1]);
     if (file >= first.size()) throw Error::invalid("a rank's reads are malformed");
-    const uint64_t number = first[file] + static_cast<uint64_t>(need.record_offset()) / segment;
+    const uint64_t number = first[file] + static_cast<uint64_t>(need.record_offset()) / range_bytes;
     append(result[number % parts], need.row);
   });
   return result;

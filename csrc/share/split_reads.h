@@ -12,9 +12,9 @@ namespace vescale_ckpt::share {
 int64_t last_record(std::span<const int64_t> reads);
 
 // The rows of `reads` (metadata/load_plan.h) in `parts` tables. Rows of one record are in the same part on all ranks:
-// files are cut into segments of `segment` bytes, by where records start, and segments are dealt out in turn. Throws
+// files are cut into ranges of `range_bytes`, by where records start, and ranges are dealt out in turn. Throws
 // Error (invalid) for malformed reads.
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
-                                              uint32_t parts, uint64_t segment);
+                                              uint32_t parts, uint64_t range_bytes);
 
 }  // namespace vescale_ckpt::share

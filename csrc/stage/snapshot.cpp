@@ -104,63 +104,63 @@ class Snapshot::Copy {
 
   // The beginning of a piece of work. It ends at the beginning of the next one.
   struct Cut {
-    size_t extent;
-    uint64_t begin;  // byte in the extent
+    size_t copy;
+    uint64_t begin;  // byte in the copy
   };
 
   // Pieces are small enough that all threads end together, and large enough that the cursor costs nothing.
   void cut() {
     cuts_.clear();
     constexpr uint64_t kPiece = 4 << 20;
-    constexpr uint64_t kPerExtent = 256;  // the overhead of one extent equals the copy of so many bytes
+    constexpr uint64_t kPerCopy = 256;  // the overhead of one copy equals that of so many bytes
     uint64_t full = kPiece;
-    for (size_t extent = 0; extent < layout_.extents.size(); ++extent) {
-      for (uint64_t begin = 0; begin < layout_.extents[extent].bytes;) {
+    for (size_t copy = 0; copy < layout_.copies.size(); ++copy) {
+      for (uint64_t begin = 0; begin < layout_.copies[copy].bytes;) {
         if (full >= kPiece) {
-          cuts_.push_back({extent, begin});
+          cuts_.push_back({copy, begin});
           full = 0;
         }
-        const uint64_t bytes = std::min(layout_.extents[extent].bytes - begin, kPiece - full);
+        const uint64_t bytes = std::min(layout_.copies[copy].bytes - begin, kPiece - full);
         begin += bytes;
-        full += bytes + kPerExtent;
+        full += bytes + kPerCopy;
       }
     }
-    cuts_.push_back({layout_.extents.size(), 0});
+    cuts_.push_back({layout_.copies.size(), 0});
   }
 
   void copy_strided(unsigned threads) {
-    const auto contiguous = std::ranges::stable_partition(
-        layout_.extents, [](const SnapshotExtent& extent) { return extent.strided != nullptr; });
-    std::vector<SnapshotExtent> rest(contiguous.begin(), contiguous.end());
-    layout_.extents.erase(contiguous.begin(), contiguous.end());
+    const auto contiguous =
+        std::ranges::stable_partition(layout_.copies, [](const SnapshotCopy& copy) { return copy.strided != nullptr; });
+    std::vector<SnapshotCopy> rest(contiguous.begin(), contiguous.end());
+    layout_.copies.erase(contiguous.begin(), contiguous.end());
     cut();
     copy_from_host(threads);
-    layout_.extents = std::move(rest);
+    layout_.copies = std::move(rest);
   }
 
-  // Moves the extents on devices to the device part, and leaves the extents of host memory in the layout.
+  // Moves the copies on devices to the device part, and leaves the copies of host memory in the layout.
   void part_by_devices(std::span<const int64_t> of_rows) {
     if (of_rows.size() != sources_.size()) throw Error::invalid("expected a device for each row of the table");
     std::vector<std::span<const int64_t>> rows;
     for (size_t at = 0; at < table_.size(); at += rows.back().size()) {
       rows.push_back(std::span(table_).subspan(at, 3 + 2 * static_cast<size_t>(table_[at + 2])));
     }
-    std::vector<SnapshotExtent> of_host;
-    for (const SnapshotExtent& extent : layout_.extents) {
-      if (of_rows[extent.row] < 0) {
-        of_host.push_back(extent);
+    std::vector<SnapshotCopy> of_host;
+    for (const SnapshotCopy& copy : layout_.copies) {
+      if (of_rows[copy.row] < 0) {
+        of_host.push_back(copy);
       } else {
-        on_devices_.add(static_cast<int>(of_rows[extent.row]), device_row(extent, rows[extent.row]));
+        on_devices_.add(static_cast<int>(of_rows[copy.row]), device_row(copy, rows[copy.row]));
       }
     }
-    layout_.extents = std::move(of_host);
+    layout_.copies = std::move(of_host);
   }
 
-  device::DeviceRow device_row(const SnapshotExtent& extent, std::span<const int64_t> row) const {
-    const auto address = static_cast<device::DeviceAddress>(reinterpret_cast<uintptr_t>(extent.source));
-    std::byte* const target = range_.data() + extent.offset;
-    if (extent.strided == nullptr) {
-      const int64_t bytes = static_cast<int64_t>(extent.bytes), stride = 1;
+  device::DeviceRow device_row(const SnapshotCopy& copy, std::span<const int64_t> row) const {
+    const auto address = static_cast<device::DeviceAddress>(reinterpret_cast<uintptr_t>(copy.source));
+    std::byte* const target = range_.data() + copy.offset;
+    if (copy.strided == nullptr) {
+      const int64_t bytes = static_cast<int64_t>(copy.bytes), stride = 1;
       return {address, target, 1, {&bytes, 1}, {&stride, 1}};
     }
     const size_t dims = row.size() / 2 - 1;
@@ -193,18 +193,18 @@ class Snapshot::Copy {
 
   uint64_t copy_piece(const Cut& from, const Cut& to) {
     uint64_t bytes = 0;
-    for (size_t index = from.extent; index <= to.extent && index < layout_.extents.size(); ++index) {
-      const SnapshotExtent& extent = layout_.extents[index];
-      const uint64_t begin = index == from.extent ? from.begin : 0;
-      const uint64_t end = index == to.extent ? to.begin : extent.bytes;
-      std::byte* const target = range_.data() + extent.offset + begin;
-      if (extent.strided != nullptr) {
-        extent.strided->gather(target, begin, end, extent.source);
+    for (size_t index = from.copy; index <= to.copy && index < layout_.copies.size(); ++index) {
+      const SnapshotCopy& copy = layout_.copies[index];
+      const uint64_t begin = index == from.copy ? from.begin : 0;
+      const uint64_t end = index == to.copy ? to.begin : copy.bytes;
+      std::byte* const target = range_.data() + copy.offset + begin;
+      if (copy.strided != nullptr) {
+        copy.strided->gather(target, begin, end, copy.source);
       } else if (may_go_) {
-        copy_or_throw(target, extent.source + begin, end - begin, extent.row);
+        copy_or_throw(target, copy.source + begin, end - begin, copy.row);
       } else {
-        const bool last = index + 1 == layout_.extents.size();
-        stream_copy(target, extent.source + begin, end - begin, last ? nullptr : layout_.extents[index + 1].source);
+        const bool last = index + 1 == layout_.copies.size();
+        stream_copy(target, copy.source + begin, end - begin, last ? nullptr : layout_.copies[index + 1].source);
       }
       bytes += end - begin;
     }

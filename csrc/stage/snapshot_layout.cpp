@@ -66,12 +66,12 @@ class Arrangement {
     uint64_t offset = SnapshotLayout::kNowhere;
   };
 
-  // Extents are in the order of rows, as in the file: neighbours are written together.
+  // Copies are in the order of rows, as in the file: neighbours are written together.
   SnapshotLayout place(size_t first, std::vector<Union>& unions, const std::vector<size_t>& union_of) const {
     SnapshotLayout layout;
     layout.first = first;
     layout.offsets.reserve(union_of.size());
-    layout.extents.reserve(unions.size());
+    layout.copies.reserve(unions.size());
     for (size_t row = first; row < sources_.size(); ++row) {
       if (union_of[row - first] == kNone) {
         layout.offsets.push_back(SnapshotLayout::kNowhere);
@@ -87,7 +87,7 @@ class Arrangement {
             anchor.bytes < io::kLargeBody ? free : first_congruent(free + before, write::kTorchOffset) - before;
         layout.memory_bytes = one.offset + one.bytes;
         layout.copied_bytes += one.bytes;
-        layout.extents.push_back(
+        layout.copies.push_back(
             {one.begin, one.bytes, one.offset, anchor.strided ? &*anchor.strided : nullptr, one.anchor});
       }
       layout.offsets.push_back(one.offset + static_cast<uint64_t>(sources_[row].data - one.begin));

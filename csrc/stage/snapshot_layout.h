@@ -14,7 +14,7 @@
 namespace vescale_ckpt::stage {
 
 // Memory that is copied in one step: the union of contiguous rows that overlap, or a strided row and equal rows.
-struct SnapshotExtent {
+struct SnapshotCopy {
   const std::byte* source = nullptr;
   uint64_t bytes = 0;
   uint64_t offset = 0;               // offset in the snapshot
@@ -26,11 +26,11 @@ struct SnapshotLayout {
   static constexpr uint64_t kAlignment = 64;
   static constexpr uint64_t kNowhere = std::numeric_limits<uint64_t>::max();  // rows without bytes
 
-  size_t first = 0;                     // rows before it are not in the snapshot
-  std::vector<SnapshotExtent> extents;  // by ascending offset; each has all bytes up to the next multiple of kAlignment
-  std::vector<uint64_t> offsets;        // offset in the snapshot of each row from `first` on
+  size_t first = 0;                  // rows before it are not in the snapshot
+  std::vector<SnapshotCopy> copies;  // by ascending offset; each has all bytes up to the next multiple of kAlignment
+  std::vector<uint64_t> offsets;     // offset in the snapshot of each row from `first` on
   uint64_t memory_bytes = 0;
-  uint64_t copied_bytes = 0;  // sum over all extents
+  uint64_t copied_bytes = 0;  // sum over all copies
 };
 
 // Lays out the longest tail of `sources` that fits into `room`. The memory must start on a block. The layout points

@@ -1,7 +1,7 @@
 // Packs one rank's items into bytes: what the rank holds, or the targets that it fills, described without its tensors.
 //
-// An item is one box of one tensor, or one object. Layers repeat, so many items have equal rows, and each distinct row
-// is packed once. Ranks send the packed form to each other (little-endian words; a job has one architecture). It is
+// An item is one chunk of one tensor, or one object. Layers repeat, so many items have equal rows, and each distinct
+// row is packed once. Ranks send the packed form to each other (little-endian words; a job has one architecture). It is
 // checked on arrival. Fingerprints are computed from its bytes.
 //
 //   int64 magic, items n, distinct rows d, words of rows w, bytes of names b, node
@@ -25,12 +25,12 @@ namespace vescale_ckpt::state {
 enum class ItemKind : uint8_t {
   object = 0,  // any value that is no tensor; it has no dims
   tensor = 1,  // a whole plain tensor
-  shard = 2,   // a box of a tensor that ranks share
+  shard = 2,   // a chunk of a tensor that ranks share
 };
 
 // An item has these flags:
 constexpr uint16_t kRequiresGrad = 1;
-constexpr uint16_t kUncut = 2;      // no plan may cut its box, because the stored bytes are not those of its elements
+constexpr uint16_t kUncut = 2;      // no plan may cut its chunk, because the stored bytes are not those of its elements
 constexpr unsigned kMostDims = 64;  // torch's own limit
 
 struct Item {
@@ -38,7 +38,7 @@ struct Item {
   ItemKind kind = ItemKind::object;
   uint8_t dtype = 0;  // dtype code (format/torch_record.h)
   uint16_t flags = 0;
-  uint64_t bytes = 0;              // bytes of this box; of an object, its bytes in the last save
+  uint64_t bytes = 0;              // bytes of this chunk; of an object, its bytes in the last save
   std::span<const int64_t> shape;  // shape of the whole tensor
   std::span<const int64_t> offset, size;
 };

@@ -9,8 +9,8 @@
 namespace vescale_ckpt::state {
 namespace {
 
-[[noreturn]] void malformed_boxes() {
-  throw Error::invalid("a table of boxes to compare is malformed");
+[[noreturn]] void malformed_chunks() {
+  throw Error::invalid("a table of chunks to compare is malformed");
 }
 
 template <typename Integer>
@@ -33,8 +33,8 @@ int64_t integer_at(int64_t address, int64_t bytes) {
   }
 }
 
-// Gives the addresses of elements of a box.
-struct Box {
+// Gives the addresses of elements of a chunk.
+struct Chunk {
   LocalTensor tensor;
   std::span<const int64_t> offset, size;
 
@@ -42,7 +42,7 @@ struct Box {
     int64_t product = 1;
     for (size_t dim = 0; dim < size.size(); ++dim) {
       const bool inside = offset[dim] >= 0 && size[dim] > 0 && offset[dim] <= tensor.shape[dim] - size[dim];
-      if (!inside || __builtin_mul_overflow(product, size[dim], &product)) malformed_boxes();
+      if (!inside || __builtin_mul_overflow(product, size[dim], &product)) malformed_chunks();
     }
     return product;
   }
@@ -64,10 +64,10 @@ std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const u
   std::vector<uint64_t> hashes;
   hashes.reserve(items.size());
   for (const uint32_t number : items) {
-    if (number >= state.inventory.size()) malformed_boxes();
+    if (number >= state.inventory.size()) malformed_chunks();
     const Item item = state.inventory[number];
     const std::span<const int64_t> source = state.sources[number];
-    if (source[0] < 0 || item.kind == ItemKind::object) malformed_boxes();
+    if (source[0] < 0 || item.kind == ItemKind::object) malformed_chunks();
     const auto index = static_cast<size_t>(source[0]);
     const LocalTensor tensor = state.tensors[index];
     if (static_cast<uint8_t>(state.ready[index]) != kOnHost) {
@@ -75,17 +75,17 @@ std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const u
       continue;
     }
     const bool fits = tensor.shape.size() == item.size.size() && tensor.device == kHostDevice && tensor.dtype >= 0;
-    if (!fits) malformed_boxes();
-    const Box box{tensor, source.subspan(2), item.size};
+    if (!fits) malformed_chunks();
+    const Chunk chunk{tensor, source.subspan(2), item.size};
 
     const int64_t item_bytes = format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
     const int64_t integers = item_bytes == 16 ? 2 : 1, bytes = item_bytes / integers;
-    const int64_t total = box.count(), count = std::min<int64_t>(sample.count(item.bytes), total);
-    if (static_cast<size_t>(count * integers) > factors.size()) malformed_boxes();
+    const int64_t total = chunk.count(), count = std::min<int64_t>(sample.count(item.bytes), total);
+    if (static_cast<size_t>(count * integers) > factors.size()) malformed_chunks();
     const int64_t step = total / std::max<int64_t>(1, count), first = count > 1 ? step / 2 : 0;
     uint64_t hash = 0;
     for (int64_t i = 0; i < count * integers; ++i) {
-      const int64_t from = box.address(first + i / integers * step, item_bytes) + i % integers * bytes;
+      const int64_t from = chunk.address(first + i / integers * step, item_bytes) + i % integers * bytes;
       int64_t value = integer_at(from, bytes);
       value ^= value >> 31;
       hash += static_cast<uint64_t>(value) * factors[static_cast<size_t>(i)];

@@ -1,4 +1,4 @@
-// Hashes a few elements of boxes in host memory, so that ranks can compare their replicas.
+// Hashes a few elements of chunks in host memory, so that ranks can compare their replicas.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace vescale_ckpt::state {
 
-// The number of elements that are hashed of a box; a box with fewer is hashed whole.
+// The number of elements that are hashed of a chunk; a chunk with fewer is hashed whole.
 struct Sample {
   uint32_t of_small, of_large;
-  uint64_t large_bytes;  // a box with so many bytes counts as large
+  uint64_t large_bytes;  // a chunk with so many bytes counts as large
 
   uint32_t count(uint64_t bytes) const { return bytes >= large_bytes ? of_large : of_small; }
 };
 
 constexpr uint64_t kNotHashed = 0;
 
-// Returns a hash of the box of each item; kNotHashed if the engine may not use its memory. Items must be tensors with
+// Returns a hash of the chunk of each item; kNotHashed if the engine may not use its memory. Items must be tensors with
 // elements. The hashed elements are evenly spaced in C's order, so the hash does not depend on strides. `factors`: one
 // for each hashed element, or two if elements have 16 bytes.
 //

@@ -11,7 +11,7 @@
 namespace vescale_ckpt::state {
 
 // Returns groups of items whose memory overlaps between first and last byte. Each group has items of at least two keys,
-// because boxes of one key may interleave without sharing an element. Items and groups are in the order of the
+// because chunks of one key may interleave without sharing an element. Items and groups are in the order of the
 // inventory.
 std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 
+#include "base/append.h"
 #include "base/error.h"
 #include "format/torch_record.h"
 
@@ -33,19 +34,19 @@ bool multiply_add(int64_t a, int64_t b, int64_t* sum) {
   return !__builtin_mul_overflow(a, b, &product) && !__builtin_add_overflow(*sum, product, sum);
 }
 
-// A part of an item's box within the local tensor that holds it.
-class LocalBox {
+// A part of an item's chunk within the local tensor that holds it.
+class LocalChunk {
  public:
-  LocalBox(const StateTables& state, int64_t item, int64_t row) : row_(row) {
+  LocalChunk(const StateTables& state, int64_t item, int64_t row) : row_(row) {
     if (item < 0 || static_cast<uint64_t>(item) >= state.inventory.size()) malformed("no such item", row);
     const auto index = static_cast<size_t>(item);
-    box_ = state.inventory[index].size;
+    chunk_ = state.inventory[index].size;
     const std::span<const int64_t> source = state.sources[index];
     if (source[0] < 0) malformed("an object is not in a tensor", row);
     const auto tensor = static_cast<size_t>(source[0]);
     offset_ = source.subspan(kSourceHead);
     tensor_ = state.tensors[tensor];
-    if (box_.size() != tensor_.shape.size()) malformed("an item and its tensor differ in dimensions", row);
+    if (chunk_.size() != tensor_.shape.size()) malformed("an item and its tensor differ in dimensions", row);
     const auto ready = static_cast<uint8_t>(state.ready[tensor]);
     device_ = static_cast<int64_t>(ready) - kOnDevice;
     readable_ = ready != kNotReady && tensor_.dtype >= 0 &&
@@ -56,15 +57,15 @@ class LocalBox {
   void expect_usable() const { expect(usable_); }
   void expect_readable() const { expect(readable_); }
 
-  std::span<const int64_t> box() const { return box_; }
+  std::span<const int64_t> chunk() const { return chunk_; }
   std::span<const int64_t> strides() const { return tensor_.strides; }
   int64_t dtype() const { return tensor_.dtype; }
   int64_t device() const { return device_; }  // -1: host memory
 
-  // Narrows dimension `dim` to `length` indices of the box from `start` on.
+  // Narrows dimension `dim` to `length` indices of the chunk from `start` on.
   void narrow(size_t dim, int64_t start, int64_t length) {
     int64_t end = 0, at = 0, local_end = 0;
-    if (start < 0 || length < 0 || __builtin_add_overflow(start, length, &end) || end > box_[dim]) {
+    if (start < 0 || length < 0 || __builtin_add_overflow(start, length, &end) || end > chunk_[dim]) {
       malformed("rows of a plan leave their item", row_);
     }
     if (__builtin_add_overflow(offset_[dim], start, &at) || offset_[dim] < 0 ||
@@ -106,7 +107,7 @@ class LocalBox {
 
   int64_t row_;
   LocalTensor tensor_{};
-  std::span<const int64_t> box_, offset_;
+  std::span<const int64_t> chunk_, offset_;
   int64_t device_ = -1;
   bool usable_ = false;    // whether the engine may use it
   bool readable_ = false;  // whether the engine or a snapshot may read it
@@ -119,10 +120,6 @@ bool is_object(const StateTables& state, int64_t item) {
          state.inventory[static_cast<size_t>(item)].kind == ItemKind::object;
 }
 
-void append(std::vector<int64_t>& table, std::span<const int64_t> values) {
-  table.insert(table.end(), values.begin(), values.end());
-}
-
 // Makes rows of a write table from rows of a local plan; without `devices` only those in host memory.
 void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std::vector<int64_t>& table,
               std::vector<int64_t>* devices) {
@@ -132,21 +129,21 @@ void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std
     const int64_t item = local_plan[at], dim = local_plan[at + 1], start = local_plan[at + 2],
                   length = local_plan[at + 3];
     if (is_object(state, item)) continue;
-    LocalBox local(state, item, row);
+    LocalChunk local(state, item, row);
     devices == nullptr ? local.expect_usable() : local.expect_readable();
-    const size_t dims = local.box().size();
+    const size_t dims = local.chunk().size();
     if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
     if (local.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
       malformed("a tensor is not of its item's dtype", row);
     }
     for (size_t i = 0; i < dims; ++i) {
       const bool cut = static_cast<int64_t>(i) == dim;
-      local.narrow(i, cut ? start : 0, cut ? length : local.box()[i]);
+      local.narrow(i, cut ? start : 0, cut ? length : local.chunk()[i]);
     }
     table.push_back(local.dtype());
     table.push_back(local.address());
     table.push_back(static_cast<int64_t>(dims));
-    append(table, local.box());
+    append(table, local.chunk());
     if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
     append(table, local.strides());
     if (devices != nullptr) devices->push_back(local.device() < 0 ? -1 : local.device());
@@ -288,9 +285,9 @@ FillTable make_read_table(const StateTables& state, std::span<const int64_t> rea
     const size_t dims = dims_of(reads, at, kReadHead, 4, "a table of reads is malformed");
     const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
     const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
-    LocalBox local(state, head[0], row);
+    LocalChunk local(state, head[0], row);
     at += kReadHead + 4 * dims;
-    if (local.box().size() != dims) malformed("an item and its read differ in dimensions", row);
+    if (local.chunk().size() != dims) malformed("an item and its read differ in dimensions", row);
     for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
     if (!local.fast_to_fill(lengths)) {
       made.rest.push_back(row);
@@ -336,8 +333,8 @@ FillTable make_place_table(const StateTables& state, std::span<const int64_t> pl
     at += kPlaceHead + 4 * dims;
     const auto memory = memory_of.find(head[0]);
     if (memory == memory_of.end()) malformed("a place is in no memory", row);
-    LocalBox local(state, head[2], row);
-    if (local.box().size() != dims) malformed("an item and its place differ in dimensions", row);
+    LocalChunk local(state, head[2], row);
+    if (local.chunk().size() != dims) malformed("an item and its place differ in dimensions", row);
     for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
     if (!local.fast_to_fill(lengths) || local.dtype() != head[3]) {
       table.rest.push_back(row);

@@ -4,7 +4,8 @@
 //   tensors:  address, dtype or -1, device or -1, dimensions n, n sizes, n strides (elements)
 //             a row for each local tensor; a device is DLPack's code plus its number times 2^32; -1: no memory
 //   sources:  tensor, dimensions n, n offsets
-//             a row for each item of the inventory: the local tensor of its box, and the offset in it; an object: -1, 0
+//             a row for each item of the inventory: the local tensor of its chunk, and the offset in it; an object: -1,
+//             0
 #pragma once
 
 #include <cstddef>
@@ -72,8 +73,8 @@ struct StateTables {
 };
 
 // Makes the engine's write table (write/write_table.h) from rows of a local plan: item, dim, start, length. Dim -1
-// means the whole box; any other dim means `length` indices along it. Objects have no row. Throws Error (invalid, row)
-// for a part that is not in memory or leaves its tensor.
+// means the whole chunk; any other dim means `length` indices along it. Objects have no row. Throws Error (invalid,
+// row) for a part that is not in memory or leaves its tensor.
 std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan);
 
 // Makes the same for a snapshot (stage/snapshot.h) of tensors in host memory and on devices, and the device of each row
@@ -87,7 +88,7 @@ CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> loc
 std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> local_plan);
 
 // Makes the engine's read table from rows: item, file, record offset, record length, CRC-32 or -1, stored dtype,
-// dimensions n, n chunk sizes, n offsets in the chunk, n lengths, n offsets in the item's box. Throws as above. The
+// dimensions n, n chunk sizes, n offsets in the chunk, n lengths, n offsets in the item's chunk. Throws as above. The
 // engine itself checks the chunk.
 struct FillTable {
   CopyTable copies;           // the engine's table, and the device of each row

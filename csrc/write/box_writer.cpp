@@ -11,7 +11,7 @@ BoxWriter::BoxWriter(std::vector<std::string> paths, const io::EngineOptions& op
       control_(paths_.empty() ? std::string() : paths_.front(), options.bytes_per_second) {}
 
 void BoxWriter::write(std::span<const int64_t> table) {
-  Boxes boxes(table, paths_.size());
+  PlacedBoxes boxes(table, paths_.size());
   std::vector<PlacedTensor> sources;
   sources.reserve(boxes.boxes().size());
   for (const PlacedBox& box : boxes.boxes()) {

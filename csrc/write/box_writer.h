@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "write/boxes.h"
+#include "write/placed_boxes.h"
 
 namespace vescale_ckpt::write {
 
@@ -20,9 +20,9 @@ class BoxWriter {
   BoxWriter(std::vector<std::string> paths, const io::EngineOptions& options);
 
   // Throws Error: io, full, cancelled, or invalid with the row of the table.
-  void write(std::span<const int64_t> boxes);  // as Boxes takes them
+  void write(std::span<const int64_t> boxes);  // as PlacedBoxes takes them
 
-  // Syncs if asked to. Returns what this writer contributes to the checksums of blocks, as Boxes::take_checksums.
+  // Syncs if asked to. Returns what this writer contributes to the checksums of blocks, as PlacedBoxes::take_checksums.
   std::vector<uint32_t> finish(bool sync);
 
   // From any thread, at any time: as FileWriter's.

@@ -36,7 +36,7 @@ std::vector<uint32_t> OrderedWriter::begun() const {
 }
 
 void OrderedWriter::write(std::span<const int64_t> table) {
-  Boxes boxes(table, files_);
+  PlacedBoxes boxes(table, files_);
   if (boxes.boxes().empty()) return;
   write_until(boxes.boxes(), false);
   const std::vector<uint32_t> added = boxes.take_checksums();

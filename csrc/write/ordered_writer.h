@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "write/boxes.h"
+#include "write/placed_boxes.h"
 
 namespace vescale_ckpt::write {
 
@@ -24,8 +24,8 @@ class OrderedWriter {
     std::string head;  // what it begins with
   };
 
-  // `targets`: in rising order of numbers, which are below `files`. `own`: boxes, as Boxes takes them; their memory is
-  // read until finish() returns.
+  // `targets`: in rising order of numbers, which are below `files`. `own`: boxes, as PlacedBoxes takes them; their
+  // memory is read until finish() returns.
   OrderedWriter(std::vector<Target> targets, std::span<const int64_t> own, size_t files,
                 const io::EngineOptions& options);
   // Aborts what is not complete.
@@ -37,7 +37,7 @@ class OrderedWriter {
   // cancelled, or invalid if a byte before them is in no box.
   void write(std::span<const int64_t> boxes);
   // Writes what is left and completes the files. Returns what the boxes contribute to the checksums of blocks, as
-  // Boxes::take_checksums.
+  // PlacedBoxes::take_checksums.
   std::vector<uint32_t> finish();
 
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled).
@@ -57,7 +57,7 @@ class OrderedWriter {
   const io::EngineOptions options_;
   const std::vector<Target> targets_;
   const size_t files_;
-  Boxes own_;
+  PlacedBoxes own_;
   size_t next_own_ = 0;  // in own_: the first that is not written
   size_t next_ = 0;      // in targets_: the file that is written
   uint64_t cursor_ = 0;  // in that file

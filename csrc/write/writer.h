@@ -22,7 +22,6 @@
 #include "io/file.h"
 #include "io/transfer_control.h"
 #include "io/transfer_loop.h"
-#include "io/transfer_stats.h"
 #include "write/write_ranges.h"
 
 namespace vescale_ckpt::write {

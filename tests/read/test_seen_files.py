@@ -24,7 +24,7 @@ from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensor
 from vescale_ckpt._checkpoint import numpy_checkpoint, torch_checkpoint
 from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
 from vescale_ckpt._load import load_packed
-from vescale_ckpt._load.rank_load import Load
+from vescale_ckpt._load.rank_load import RankLoad
 from vescale_ckpt._state import objects
 
 
@@ -192,7 +192,7 @@ def load_while_one_overwrites(directory: Path, broadcast: bool) -> None:
     if first:
         stock_save(directory, state(1))
     dist.barrier()
-    objects_of = Load.objects
+    objects_of = RankLoad.objects
 
     def overwrite_first(self: Any, *args: Any) -> Any:
         found = [*objects_of(self, *args)]
@@ -201,9 +201,9 @@ def load_while_one_overwrites(directory: Path, broadcast: bool) -> None:
         dist.barrier()
         return found
 
-    Load.objects = overwrite_first  # type: ignore[method-assign]
+    RankLoad.objects = overwrite_first  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
     finally:
-        Load.objects = objects_of  # type: ignore[method-assign]
+        RankLoad.objects = objects_of  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Which boxes a local tensor holds: against DTensor's own splitting, for every rank of a mesh, and torch's offsets."""
+"""Which chunks a local tensor holds: against DTensor's own splitting, for every rank of a mesh, and torch's offsets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
-from vescale_ckpt._state import shard_boxes
+from vescale_ckpt._state import shard_chunks
 from vescale_ckpt._state.describe import Describer
-from vescale_ckpt._state.shard_boxes import ShardBox, boxes_at, local_shape
+from vescale_ckpt._state.shard_chunks import ShardChunk, chunks_at, local_shape
 
 Mesh = tuple[int, ...]
 
@@ -44,15 +44,15 @@ def narrowed(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...
     return tensor
 
 
-def boxes_of(dtensor: DTensor) -> tuple[ShardBox, ...]:
-    """The boxes that this rank's local tensor consists of, as the description of a state has them."""
+def chunks_of(dtensor: DTensor) -> tuple[ShardChunk, ...]:
+    """The chunks that this rank's local tensor consists of, as the description of a state has them."""
     description, _ = Describer().describe({"x": dtensor})
     rows = enumerate(description.items)
-    return tuple(ShardBox(item[6], item[7], description.source(number)[1]) for number, item in rows)
+    return tuple(ShardChunk(item[6], item[7], description.source(number)[1]) for number, item in rows)
 
 
-def assembled(full: torch.Tensor, found: tuple[ShardBox, ...]) -> torch.Tensor:
-    """The local tensor that consists of such boxes of `full`."""
+def assembled(full: torch.Tensor, found: tuple[ShardChunk, ...]) -> torch.Tensor:
+    """The local tensor that consists of such chunks of `full`."""
     local = torch.full(local_shape(found), -1)
     for offset, size, local_offset in found:
         narrowed(local, local_offset, size).copy_(narrowed(full, offset, size))
@@ -88,21 +88,21 @@ def test_boxes_are_what_dtensor_splits_off_maximal_and_apart(
     shape, placements, mesh = case
     full = numbered(shape)
     for coordinate in itertools.product(*map(range, mesh)):
-        found = boxes_at(layout_of(shape, placements), mesh, coordinate)
+        found = chunks_at(layout_of(shape, placements), mesh, coordinate)
         assert torch.equal(assembled(full, found), split(full, placements, mesh, coordinate))
         if len(found) == 1:
             wanted = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
             assert (found[0].size, found[0].offset) == wanted
-        starts = [sorted({(box.offset[dim], box.size[dim]) for box in found}) for dim in range(len(shape))]
+        starts = [sorted({(chunk.offset[dim], chunk.size[dim]) for chunk in found}) for dim in range(len(shape))]
         assert len(found) == math.prod(map(len, starts))
         for runs in starts:
             assert all(start + length < after for (start, length), (after, _) in itertools.pairwise(runs))
 
 
 def test_nothing_is_one_empty_piece() -> None:
-    assert boxes_at(layout_of((3, 5), [Shard(0), Shard(1)]), (4, 2), (3, 1)) == (ShardBox((3, 3), (0, 2), (0, 0)),)
-    assert boxes_at(layout_of((0, 5), [Replicate()]), (4,), (3,)) == (ShardBox((0, 0), (0, 5), (0, 0)),)
-    assert boxes_at(layout_of((), [Replicate()]), (4,), (3,)) == (ShardBox((), (), ()),)
+    assert chunks_at(layout_of((3, 5), [Shard(0), Shard(1)]), (4, 2), (3, 1)) == (ShardChunk((3, 3), (0, 2), (0, 0)),)
+    assert chunks_at(layout_of((0, 5), [Replicate()]), (4,), (3,)) == (ShardChunk((0, 0), (0, 5), (0, 0)),)
+    assert chunks_at(layout_of((), [Replicate()]), (4,), (3,)) == (ShardChunk((), (), ()),)
 
 
 @settings(max_examples=100, deadline=None)
@@ -115,7 +115,7 @@ def test_shard_order(order: list[int], mesh: Mesh, size: int) -> None:
         local = full
         for mesh_dim in order:
             local = split(local, [Shard(0)], (mesh[mesh_dim],), (coordinate[mesh_dim],))
-        found = boxes_at(layout_of((size, 2), [Shard(0)] * 3, (entry,)), mesh, coordinate)
+        found = chunks_at(layout_of((size, 2), [Shard(0)] * 3, (entry,)), mesh, coordinate)
         assert torch.equal(assembled(full, found), local)
 
 
@@ -132,7 +132,7 @@ def test_shard_order(order: list[int], mesh: Mesh, size: int) -> None:
 )
 def test_what_is_no_layout_is_refused(placement: Placement, reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
-        boxes_at(layout_of((4, 4), [placement]), (2,), (0,))
+        chunks_at(layout_of((4, 4), [placement]), (2,), (0,))
 
 
 # --- With DTensors, on one rank of a group that does not exist
@@ -161,7 +161,7 @@ def test_dtensors(rank_3_of_8: None, shape: tuple[int, ...], placements: list[Pl
     mesh = init_device_mesh("cpu", (4, 2))
     full = numbered(shape)
     dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-    assert torch.equal(assembled(full, boxes_of(dtensor)), dtensor.to_local())
+    assert torch.equal(assembled(full, chunks_of(dtensor)), dtensor.to_local())
 
 
 def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
@@ -171,13 +171,13 @@ def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
     order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
     dtensor = DTensor(like.to_local(), spec, requires_grad=False)  # type: ignore[call-arg]
-    assert boxes_of(dtensor) == boxes_of(like)
-    assert torch.equal(assembled(numbered((16, 3)), boxes_of(dtensor)), like.to_local())
+    assert chunks_of(dtensor) == chunks_of(like)
+    assert torch.equal(assembled(numbered((16, 3)), chunks_of(dtensor)), like.to_local())
 
 
 def test_a_rank_outside_the_mesh_holds_nothing(rank_3_of_8: None) -> None:
     dtensor = distribute_tensor(torch.ones(8), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
-    assert boxes_of(dtensor) == ()
+    assert chunks_of(dtensor) == ()
 
 
 def test_a_torch_that_keeps_its_specs_elsewhere(rank_3_of_8: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,8 @@ def test_what_the_largest_layouts_cost() -> None:
         ((wide, hidden), strided), ((wide, hidden), strided), ((hidden, wide), other),
         ((hidden,), plain), ((hidden,), plain),
     ]  # fmt: skip
-    shard_boxes._boxes.cache_clear()
+    shard_chunks._chunks.cache_clear()
     layouts = [layout_of(*kind) for kind in kinds]
-    calls = calls_of(lambda: [boxes_at(layout, mesh, coordinate) for _ in range(126 * 4) for layout in layouts])
+    calls = calls_of(lambda: [chunks_at(layout, mesh, coordinate) for _ in range(126 * 4) for layout in layouts])
     assert calls < 20 * 4536
-    assert shard_boxes._boxes.cache_info().misses == 6
+    assert shard_chunks._chunks.cache_info().misses == 6

@@ -19,7 +19,7 @@ from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.rows import DTYPE_CODES, TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._state.inventory_rows import packed_row
-from vescale_ckpt._state.shard_boxes import ShardBox
+from vescale_ckpt._state.shard_chunks import ShardChunk
 from vescale_ckpt._state.tensor_table import (
     PLAIN_TYPES,
     read_tensors,
@@ -126,16 +126,16 @@ def test_what_is_contiguous_and_what_an_inventory_says_of_it(kind: str) -> None:
     else:
         assert _C.not_contiguous(table) == [0, 2]
     (first, other, second), sources = _C.rows_of_tensors(table, bytes([0, 0, 1]))
-    assert other == packed_row(TENSOR, DTYPE_CODES[torch.float32], False, 4, ShardBox((0,), (2,), ()), (2,))
+    assert other == packed_row(TENSOR, DTYPE_CODES[torch.float32], False, 4, ShardChunk((0,), (2,), ()), (2,))
     if tensor_row(tensor)[1] < 0:
         assert first is None
         assert second is None
         return
     shape = tuple(tensor_row(tensor)[4:][: tensor_row(tensor)[3]])
-    box, code = ShardBox((0,) * len(shape), shape, ()), DTYPE_CODES[tensor.dtype]
-    assert first == packed_row(TENSOR, code, False, tensor.itemsize, box, shape)
-    assert second == packed_row(TENSOR, code, True, tensor.itemsize, box, shape)
-    assert array("q", sources[2]).tolist() == [2, len(shape), *box.offset]
+    chunk, code = ShardChunk((0,) * len(shape), shape, ()), DTYPE_CODES[tensor.dtype]
+    assert first == packed_row(TENSOR, code, False, tensor.itemsize, chunk, shape)
+    assert second == packed_row(TENSOR, code, True, tensor.itemsize, chunk, shape)
+    assert array("q", sources[2]).tolist() == [2, len(shape), *chunk.offset]
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -132,7 +132,7 @@ class CollectiveLoad:
         return self._while_exported(lambda: self._into(state, rename, allow_cast))
 
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
-        loading = _StateLoad(state, rename_function(rename), rename is None)
+        loading = _TargetState(state, rename_function(rename), rename is None)
         try:
             metadata, checkpoint = self._metadata()
             if rename is None and checkpoint.format == "safetensors":
@@ -368,7 +368,7 @@ class CollectiveLoad:
         return f"loading {self._reader.given_path}: {step}"
 
 
-class _StateLoad:
+class _TargetState:
     """A load into a state: flattens the state, plans, and puts loaded values in their places."""
 
     def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:

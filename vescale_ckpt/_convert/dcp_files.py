@@ -14,7 +14,7 @@ from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENS
 from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import ShardBox
+from .._state.shard_chunks import ShardChunk
 from .._state.structure import Path
 from .._write.host_batches import write_table
 from .._write.layout import SaveOptions
@@ -67,7 +67,7 @@ class DcpRankFiles:
             self._files.discard()
             raise
         rows = [_row(piece) for piece in pieces]
-        rows += [packed_row(OBJECT, 0, False, len(content), ShardBox((), (), ()), ()) for content in contents]
+        rows += [packed_row(OBJECT, 0, False, len(content), ShardChunk((), (), ()), ()) for content in contents]
         own = dict.fromkeys(names)
         inventory = _C.pack_inventory(names, rows, 0)
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
@@ -117,7 +117,9 @@ def _row(piece: Piece) -> bytes:
     output = piece.output
     kind = TENSOR if piece.sizes == output.shape else SHARD
     code = dtype_code(output.dtype, output.name)
-    return packed_row(kind, code, False, output.dtype.itemsize, ShardBox(piece.offsets, piece.sizes, ()), output.shape)
+    return packed_row(
+        kind, code, False, output.dtype.itemsize, ShardChunk(piece.offsets, piece.sizes, ()), output.shape
+    )
 
 
 def _in_order_of(local_plan: bytes, locations: bytes) -> bytes:

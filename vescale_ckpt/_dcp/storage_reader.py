@@ -30,7 +30,7 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._load.load_items import ItemLoad
 from .._load.load_packed import load_packed
-from .._load.rank_load import Load
+from .._load.rank_load import RankLoad
 from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
@@ -262,7 +262,7 @@ class StorageReader(DcpStorageReader):
             self.timeout,
             self._extension_registry,
         )
-        load = Load(self.checkpoint, options, self._seen)
+        load = RankLoad(self.checkpoint, options, self._seen)
         measured = None
         if timeline.current() is None:  # else `vescale_ckpt.load` measures
             measured = Timeline("load", self.path, f"loading {self.given_path}")

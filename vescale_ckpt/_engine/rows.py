@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from . import _C
 
 # Integers in a row:
-PLAN_ROW = 4  #: a row of a local plan: item, dim (-1: the whole box), start, length
+PLAN_ROW = 4  #: a row of a local plan: item, dim (-1: the whole chunk), start, length
 LOCATION_ROW = 4  #: of the location of a written row: file, offset, length, CRC-32 (-1: none)
 OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
 
@@ -24,7 +24,7 @@ Inventory = bytes | InventoryParts  #: packed items, whole or in parts
 MOST_BYTES = 1 << 62
 #: Bytes, for an option of the engine that should not limit anything: pieces of tensors, files, memory.
 NO_LIMIT = MOST_BYTES
-#: Planning makes no piece of a box that is smaller.
+#: Planning makes no piece of a chunk that is smaller.
 LEAST_PIECE_BYTES = 1 << 20
 
 #: The code of each dtype in the tables, for every dtype that torch.save can store

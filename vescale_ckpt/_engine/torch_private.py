@@ -51,8 +51,8 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StridedShard",
-    "box_of_layout",
     "bump_versions",
+    "chunk_of_layout",
     "clone_of",
     "dtensor_layouts",
     "dtensor_over",
@@ -109,7 +109,7 @@ def dtensor_layouts(dtensors: list[DTensor], last: list[DTensorLayout] | None = 
         return [DTensorLayout(dtensor.placements, dtensor.device_mesh, dtensor.shape) for dtensor in dtensors]
 
 
-def box_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def chunk_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and size of what this rank holds of a DTensor, as the DTensor itself tells DCP, for any placements."""
     size, offset = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
     return tuple(offset), tuple(size)

@@ -30,7 +30,7 @@ from ..errors import CheckpointError
 from ..reports import LoadStats
 from .check_fit import check_fits, target_elements
 from .load_packed import begin_reading, fill_packed
-from .rank_load import Load, overlaps_itself
+from .rank_load import RankLoad, overlaps_itself
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _ItemPlan:
 class ItemLoad:
     """Loads a list of items."""
 
-    def __init__(self, load: Load, targets: ItemTargets) -> None:
+    def __init__(self, load: RankLoad, targets: ItemTargets) -> None:
         self._load = load
         self._checkpoint = load.checkpoint
         self._targets = targets

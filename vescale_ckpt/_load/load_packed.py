@@ -17,13 +17,13 @@ from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .rank_load import Load
+from .rank_load import RankLoad
 
 _LEAST_OVERLAP = 1.5
 
 
 def load_packed(
-    load: Load,
+    load: RankLoad,
     reads: PackedReads,
     state: object,
     put_object: Callable[[str, Any], None],
@@ -54,7 +54,7 @@ def load_packed(
 
 
 def begin_reading(
-    load: Load, begin: Callable[[], tuple[PackedReads | None, list[Record]]], broadcast: BroadcastLoad | None
+    load: RankLoad, begin: Callable[[], tuple[PackedReads | None, list[Record]]], broadcast: BroadcastLoad | None
 ) -> tuple[PackedReads | None, Iterator[tuple[Record, bytes]]]:
     """Lets ranks read for each other, if there is `broadcast`.
 
@@ -89,7 +89,7 @@ def _with_rows(reads: PackedReads | None, rows: bytes) -> PackedReads | None:
     return reads.with_reads(reads.reads + rows) if reads is not None and rows else reads
 
 
-def fill_packed(load: Load, reads: PackedReads) -> None:
+def fill_packed(load: RankLoad, reads: PackedReads) -> None:
     """Reads the tensors of this rank. If the ranks of a node need the same bytes, each reads through the page cache:
     with direct I/O the storage would read them once for each rank."""
     through_cache = load.options.direct_io == "auto" and _overlap(load, reads) > _LEAST_OVERLAP
@@ -123,7 +123,7 @@ def fill_packed(load: Load, reads: PackedReads) -> None:
         )
 
 
-def _overlap(load: Load, reads: PackedReads) -> float:
+def _overlap(load: RankLoad, reads: PackedReads) -> float:
     """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
     group = resolve_group(None)
     ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
@@ -132,7 +132,7 @@ def _overlap(load: Load, reads: PackedReads) -> float:
     return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.checkpoint.stored_bytes())
 
 
-def _target(load: Load, reads: PackedReads, row: ReadRow) -> Target:
+def _target(load: RankLoad, reads: PackedReads, row: ReadRow) -> Target:
     name = reads.description.names[row.item]
     record = Record(name, row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size)
     tensor_of = partial(reads.target, row.item, row.dest_offset, row.lengths)

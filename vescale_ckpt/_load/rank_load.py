@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..reports import LoadStats
 
 
-class Load(RecordReader):
+class RankLoad(RecordReader):
     """One load of this rank: the tensors that it fills, and its statistics. Only `read_tensors` may be called on any
     thread, but on one at a time."""
 

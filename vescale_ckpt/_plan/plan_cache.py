@@ -25,7 +25,7 @@ class KeptLocalPlan:
     structure: str  #: `Structure.pack`: what the paths leave out
     coordinates: bool  #: whether this rank coordinated
     ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
-    holders: bytes = b""  #: the boxes that other ranks hold, too: `_C.GlobalPlan.holders`
+    holders: bytes = b""  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 
@@ -108,7 +108,7 @@ class _Key(NamedTuple):
     dtype: str
     requires_grad: bool
     shape: tuple[int, ...]
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and size
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and size
 
 
 def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:
@@ -138,8 +138,8 @@ def _difference(was: _Key, now: _Key) -> str:
     for name in ("kind", "dtype", "shape"):
         if getattr(was, name) != getattr(now, name):
             return f"{name} {_shown(getattr(was, name))}, now {_shown(getattr(now, name))}"
-    if was.boxes != now.boxes:
-        return f"this rank held {_boxes(was)}, now {_boxes(now)}"
+    if was.chunks != now.chunks:
+        return f"this rank held {_chunks(was)}, now {_chunks(now)}"
     return f"requires_grad {was.requires_grad}, now {now.requires_grad}"
 
 
@@ -147,9 +147,9 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _boxes(key: _Key) -> str:
-    shown = ", ".join(f"{size} at {offset}" for offset, size in key.boxes[:2])
-    return shown if len(key.boxes) <= 2 else f"{shown} and {len(key.boxes) - 2} boxes more"
+def _chunks(key: _Key) -> str:
+    shown = ", ".join(f"{size} at {offset}" for offset, size in key.chunks[:2])
+    return shown if len(key.chunks) <= 2 else f"{shown} and {len(key.chunks) - 2} chunks more"
 
 
 def _keys(inventory: bytes) -> dict[str, _Key]:
@@ -157,5 +157,5 @@ def _keys(inventory: bytes) -> dict[str, _Key]:
     keys: dict[str, _Key] = {}
     for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
         key = keys.setdefault(name, _Key(_KINDS[kind], dtypes[code], requires_grad, shape, []))
-        key.boxes.append((offset, size))
+        key.chunks.append((offset, size))
     return keys

@@ -1,11 +1,11 @@
 """Finds keys under which ranks hold different values, for saves that store one value of each key.
 
 A key that several ranks hold is saved from one of them, or in parts from several. In parts, different values would
-become a mixture that no rank ever had. So every save compares some elements of each box that several ranks hold, in
-messages that it sends anyway. A new plan compares a hash of each box (csrc/plan/replicas.h) and names keys and ranks. A
-save that reuses a plan compares one sum over all ranks. If it is not 0, ranks plan again.
+become a mixture that no rank ever had. So every save compares some elements of each chunk that several ranks hold, in
+messages that it sends anyway. A new plan compares a hash of each chunk (csrc/plan/replicas.h) and names keys and ranks.
+A save that reuses a plan compares one sum over all ranks. If it is not 0, ranks plan again.
 
-Boxes on devices are compared only if they are large, because each comparison waits for the device.
+Chunks on devices are compared only if they are large, because each comparison waits for the device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 Name = TypeVar("Name")
 
-LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # plans never split a smaller box
+LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # plans never split a smaller chunk
 
-_SMALL_SAMPLE, _LARGE_SAMPLE = 4, 16  # elements of a small and of a large box that are compared
+_SMALL_SAMPLE, _LARGE_SAMPLE = 4, 16  # elements of a small and of a large chunk that are compared
 _SAMPLE = _SMALL_SAMPLE, _LARGE_SAMPLE, LARGE_BYTES
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
@@ -41,7 +41,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def offered_hashes(description: Description, on_devices: bool) -> bytes:
     """Returns a hash of 64 bits for each item of the inventory; 0 for an item that is not compared. `on_devices`:
-    whether boxes on devices are compared; this waits for copies from them."""
+    whether chunks on devices are compared; this waits for copies from them."""
     packed, rest = _C.offered_hashes(*_tables(description), description.offered)
     if rest:
         hashes = array("Q", packed)
@@ -52,8 +52,8 @@ def offered_hashes(description: Description, on_devices: bool) -> bytes:
 
 
 def replica_sum(description: Description, holders: bytes, on_devices: bool) -> tuple[int, bool]:
-    """Returns this rank's term of the sum over all ranks that is 0 if no box differs, as a signed integer of 64 bits,
-    and whether it covers all boxes that are compared. `holders`: from the plan that is reused."""
+    """Returns this rank's term of the sum over all ranks that is 0 if no chunk differs, as a signed integer of 64 bits,
+    and whether it covers all chunks that are compared. `holders`: from the plan that is reused."""
     if not holders:
         return 0, True
     total, rest = _C.replica_sum(*_tables(description), holders)

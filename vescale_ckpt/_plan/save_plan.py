@@ -35,7 +35,7 @@ from .._engine.rows import (
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import ShardBox
+from .._state.shard_chunks import ShardChunk
 from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
@@ -71,7 +71,7 @@ class PackedSavePlan(SavePlan):
     digests: bytes = b""  #: a checksum of each object, in the order of the inventory
     replicas: bytes = b""  #: `replicas.offered_hashes`
     check: int = 0  #: `replicas.replica_sum`, if this is only an id
-    checked: bool = True  #: whether `check` covers all boxes that are compared
+    checked: bool = True  #: whether `check` covers all chunks that are compared
     # These fields come from the coordinator.
     local_plan: bytes | None = None  #: None: the kept local plan
     holders: bytes = b""  #: with a local plan, `_C.GlobalPlan.holders`
@@ -82,7 +82,7 @@ class GlobalSavePlan:
 
     Args:
         inventories, paths: one of each rank.
-        hashes: hashes of each rank's boxes, to compare replicas (`replicas.offered_hashes`); empty: no comparison.
+        hashes: hashes of each rank's chunks, to compare replicas (`replicas.offered_hashes`); empty: no comparison.
         pieces: whether several ranks may write a large tensor in pieces.
         kept: whether the coordinator keeps the plan for later saves.
 
@@ -310,11 +310,11 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
     for item in items:
         data = item.tensor_data
         if data is None:
-            rows.append(packed_row(OBJECT, 0, False, 1, ShardBox((), (), ()), ()))
+            rows.append(packed_row(OBJECT, 0, False, 1, ShardChunk((), (), ()), ()))
             continue
         sizes, dtype = data.chunk.sizes, data.properties.dtype
         kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
         code = dtype_code(dtype, item.index.fqn)
-        piece = ShardBox(data.chunk.offsets, sizes, ())
+        piece = ShardChunk(data.chunk.offsets, sizes, ())
         rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
     return _C.pack_inventory([item.index.fqn for item in items], rows, 0)

@@ -28,7 +28,7 @@ _UNKNOWN = 0
 _HEAD = 5  # 64-bit words before the tables of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # of a shared record that can only be checked whole; each rank reads larger ones itself
 _MOST_GATHERED_BYTES = 128 << 20  # of tables that are planned at a time; a plan takes a few times as much memory
-_SEGMENTS_OF_A_PART = 4  # of each file: more make parts more even, and reads shorter
+_RANGES_OF_A_PART = 4  # of each file: more make parts more even, and reads shorter
 _MOST_OBJECT_BYTES = 64 << 20  # of objects that the coordinator reads for all; each rank reads more than that itself
 
 
@@ -146,9 +146,9 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
     last = exchange.together(lambda: _C.last_record(reads.rows), phase, LoadFailedError)
     not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
     count = parts_of(table_bytes)
-    segment = segment_of(~not_most_last, count)
+    range_bytes = range_bytes_of(~not_most_last, count)
     parts = exchange.together(
-        lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, segment), phase, LoadFailedError
+        lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, range_bytes), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
     coordinator = _Coordinator(verify, reads.budget)
@@ -167,9 +167,9 @@ def parts_of(table_bytes: int) -> int:
     return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
 
 
-def segment_of(last_record: int, parts: int) -> int:
-    """The bytes of a file's segments, which are dealt out to the parts."""
-    return last_record // (_SEGMENTS_OF_A_PART * parts) + 1
+def range_bytes_of(last_record: int, parts: int) -> int:
+    """The bytes of the ranges into which a file is cut, which are dealt out to the parts."""
+    return last_record // (_RANGES_OF_A_PART * parts) + 1
 
 
 class _Coordinator:

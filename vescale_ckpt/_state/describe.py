@@ -1,4 +1,4 @@
-"""Describes a rank's state for planning: an inventory of its boxes and objects, and the memory that holds each box.
+"""Describes a rank's state for planning: an inventory of its chunks and objects, and the memory that holds each chunk.
 
 The inventory (csrc/state/inventory.h) is plain bytes. Equal keys, dtypes, shapes and shards give equal bytes. The other
 fields of a `Description` stay on the rank.
@@ -28,9 +28,9 @@ from .tensor_table import ON_HOST
 class Description:
     """A rank's state that is saved or loaded."""
 
-    inventory: bytes  #: it has an item for each box of a tensor and each object, in the order of the keys
+    inventory: bytes  #: it has an item for each chunk of a tensor and each object, in the order of the keys
     names: list[str]  #: the key of each item
-    offered: bytes  #: whether other ranks may hold the same box, for each item, as far as is known; empty: all
+    offered: bytes  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
     sources: bytes  #: 64-bit integers of each item: tensor, dimensions n, n offsets in it; of an object: -1, 0
     tensors: list[torch.Tensor]  #: local tensors; `table` is valid as long as they live unchanged
     table: bytes  #: `tensor_table` of `tensors`

@@ -15,7 +15,7 @@ from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
 from .local_state import LocalState
-from .shard_boxes import ShardBox, are_known, boxes_at, local_shape
+from .shard_chunks import ShardChunk, are_known, chunks_at, local_shape
 
 _REQUIRES_GRAD, _UNCUT = 1, 2  # flags (csrc/state/inventory.h)
 
@@ -30,7 +30,7 @@ class Items:
     sources: bytes
     objects: list[int]  #: indices in the state of values that are no tensors
     other: list[int]  #: indices of values without items
-    offered: bytes  #: whether other ranks may hold the same box, for each item, as far as is known; empty: all
+    offered: bytes  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
 
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
@@ -60,14 +60,14 @@ class _Making:
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # {traits: rows}, because layers repeat
-        self.alone = bytearray(len(state.keys))  # 1 if no two ranks of the DTensor's mesh hold the same box, by index
+        self.alone = bytearray(len(state.keys))  # 1 if no two ranks of the DTensor's mesh hold the same chunk, by index
         # By index in the order of the keys: rows of the inventory, each with its row of the table of sources.
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
         self._add_dtensors()
         self._add_chunked()
         self._add_wrapper_subclasses()
-        item = packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), _source(-1, _offsets(()))
+        item = packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
             self.items[position] = [item]
 
@@ -122,10 +122,12 @@ class _Making:
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
             found = self.rows.get(traits)
             if found is None:
-                boxes = self._boxes(state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut)
-                found = self.rows[traits] = boxes, _is_sharded_by_all(layout, mesh_shape)
-            boxes, self.alone[position] = found
-            self.items[position] = [(row, _source(number, offsets)) for row, offsets in boxes]
+                chunks = self._chunks(
+                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
+                )
+                found = self.rows[traits] = chunks, _is_sharded_by_all(layout, mesh_shape)
+            chunks, self.alone[position] = found
+            self.items[position] = [(row, _source(number, offsets)) for row, offsets in chunks]
 
     def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         mesh = self.meshes.get(id(layout.mesh))
@@ -135,7 +137,7 @@ class _Making:
             self.meshes[id(layout.mesh)] = mesh
         return mesh
 
-    def _boxes(
+    def _chunks(
         self,
         key: str,
         layout: DTensorLayout,
@@ -147,7 +149,7 @@ class _Making:
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
-            found = _boxes_of(layout, mesh_shape, coordinate)
+            found = _chunks_of(layout, mesh_shape, coordinate)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
         if local_shape(found) != tuple(tensor.shape):
@@ -158,7 +160,8 @@ class _Making:
             )
         flagged = code, requires_grad, tensor.itemsize
         return [
-            (packed_row(SHARD, *flagged, box, layout.shape, uncut=uncut), _offsets(box.local_offset)) for box in found
+            (packed_row(SHARD, *flagged, chunk, layout.shape, uncut=uncut), _offsets(chunk.local_offset))
+            for chunk in found
         ]
 
     def _add_chunked(self) -> None:
@@ -178,7 +181,7 @@ class _Making:
                     )
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
-                row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
+                row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardChunk(offset, size, origin), shape)
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
 
@@ -191,7 +194,7 @@ class _Making:
             shape = tuple(map(int, tensor.shape))
             origin = (0,) * len(shape)
             facts = dtype_code(tensor.dtype, key), bool(state.requires_grad[first_flag + index]), tensor.itemsize
-            row = packed_row(TENSOR, *facts, ShardBox(origin, shape, origin), shape, uncut=True)
+            row = packed_row(TENSOR, *facts, ShardChunk(origin, shape, origin), shape, uncut=True)
             self.items[position] = [(row, _source(first + index, _offsets(origin)))]
 
 
@@ -199,11 +202,13 @@ def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bo
     return not any(size > 1 and of.is_replicate() for of, size in zip(layout.placements, mesh_shape, strict=True))
 
 
-def _boxes_of(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
+def _chunks_of(
+    layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[ShardChunk, ...]:
     if are_known(layout.placements):
-        return boxes_at(layout, mesh_shape, coordinate)
-    offset, size = torch_private.box_of_layout(layout)
-    return (ShardBox(offset, size, (0,) * len(size)),)
+        return chunks_at(layout, mesh_shape, coordinate)
+    offset, size = torch_private.chunk_of_layout(layout)
+    return (ShardChunk(offset, size, (0,) * len(size)),)
 
 
 def packed_row(
@@ -211,18 +216,18 @@ def packed_row(
     code: int,
     requires_grad: bool,
     item_bytes: int,
-    box: ShardBox,
+    chunk: ShardChunk,
     shape: Iterable[int],
     *,
     uncut: bool = False,
 ) -> bytes:
-    """Packs an item's row of an inventory. `uncut`: no plan may cut its box."""
+    """Packs an item's row of an inventory. `uncut`: no plan may cut its chunk."""
     flags = (_REQUIRES_GRAD if requires_grad else 0) | (_UNCUT if uncut else 0)
     total = item_bytes
-    for size in box.size:
+    for size in chunk.size:
         total *= size
-    head = kind | code << 8 | flags << 16 | len(box.size) << 32
-    words = (head, total, *shape, *box.offset, *box.size)
+    head = kind | code << 8 | flags << 16 | len(chunk.size) << 32
+    words = (head, total, *shape, *chunk.offset, *chunk.size)
     return struct.pack(f"{len(words)}q", *words)
 
 

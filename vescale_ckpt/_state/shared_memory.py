@@ -48,11 +48,11 @@ def shared_names(description: Description) -> dict[str, str]:
 
 
 def empty_duplicates(description: Description) -> set[str]:
-    """Returns the keys of which this rank has only empty boxes, without the first key of each shape and dtype.
+    """Returns the keys of which this rank has only empty chunks, without the first key of each shape and dtype.
 
-    An empty box has no memory that shows whether the tensor shares weights. If it does, other ranks do not store it
+    An empty chunk has no memory that shows whether the tensor shares weights. If it does, other ranks do not store it
     under this key, so this rank must not store it, either. If it does not, other ranks hold all elements, and leaving
-    out the empty box loses nothing.
+    out the empty chunk loses nothing.
     """
     if all(tensor.numel() for tensor in description.tensors):
         return set()

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from .. import settings
 from .._engine import _C
 from .._routes.broadcast_load import pays, reads_own_only
-from .._routes.routes import BUFFERS, Routes, parts_of, segment_of
+from .._routes.routes import BUFFERS, Routes, parts_of, range_bytes_of
 from ..settings import Broadcast
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
@@ -68,7 +68,7 @@ def simulate_load(
     tensors = [entry for entry in entries if entry.dtype is not None]
     needs = _Needs(tensors, parallelism, _index(tensors, saved or parallelism))
     ranks, nodes = parallelism.ranks, -(-parallelism.ranks // node_size)
-    load = _Load([0] * ranks, [0] * nodes, [0] * nodes, node_size)
+    load = _Traffic([0] * ranks, [0] * nodes, [0] * nodes, node_size)
     once, alone = needs.stored_bytes, sum(needs.alone)
 
     def is_worth_it(alone_bytes: float, once_bytes: float) -> bool:
@@ -84,7 +84,7 @@ def simulate_load(
     else:
         shares = False
     if not shares:
-        load = _Load(list(needs.alone), [0] * nodes, [0] * nodes, node_size)
+        load = _Traffic(list(needs.alone), [0] * nodes, [0] * nodes, node_size)
     by_node = [sum(load.read[first : first + node_size]) for first in range(0, ranks, node_size)]
     times = [sum(load.read) / storage] if storage else []
     times += [max(*load.received, *load.sent, 0) / link] if link else []
@@ -139,19 +139,19 @@ class _Needs:
             self.table_bytes += len(plan.reads)
         self.stored_bytes = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries if entry.dtype)
 
-    def parts(self, count: int, segment: int) -> Iterator[tuple[list[bytes], list[list[str]]]]:
+    def parts(self, count: int, range_bytes: int) -> Iterator[tuple[list[bytes], list[list[str]]]]:
         """For each part the tables of all ranks, and the names of files."""
         files = [self._tables[name][1] for name in self._of_rank]
         for part in range(count):
             tables = {
-                name: _C.split_reads(zlib.decompress(packed), names, count, segment)[part]
+                name: _C.split_reads(zlib.decompress(packed), names, count, range_bytes)[part]
                 for name, (packed, names, _) in self._tables.items()
             }
             yield [tables[name] for name in self._of_rank], files
 
 
 @dataclass
-class _Load:
+class _Traffic:
     """Bytes that ranks read, and that the links of nodes carry."""
 
     read: list[int]
@@ -165,7 +165,7 @@ class _Load:
         count = parts_of(needs.table_bytes)
         most, alone, once = None, 0, 0
         bytes_read: list[int] = []
-        for tables, files in needs.parts(count, segment_of(needs.last, count)):
+        for tables, files in needs.parts(count, range_bytes_of(needs.last, count)):
             nodes = [rank // self.node_size for rank in range(len(tables))]
             options = {"whole_bytes": budget // 2, "budget_bytes": budget // BUFFERS}
 

@@ -16,7 +16,7 @@ from .._engine import _C
 from .._engine.rows import OBJECT, SHARD, TENSOR, dtype_code
 from .._engine.torch_private import DTensorLayout, StridedShard
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import ShardBox, boxes_at
+from .._state.shard_chunks import ShardChunk, chunks_at
 from .models import Entry
 
 # The dimension that tensor parallelism cuts, by a component of the key.
@@ -101,16 +101,16 @@ class SimulatedState:
     def _rows(self, number: int, rank: int) -> list[bytes]:
         entry, placed = self._distinct[number], self._placed[number]
         if entry.dtype is None:
-            return [packed_row(OBJECT, 0, False, entry.bytes, ShardBox((), (), ()), ())]
+            return [packed_row(OBJECT, 0, False, entry.bytes, ShardChunk((), (), ()), ())]
         code = dtype_code(entry.dtype, entry.name)
         if placed is None:
             origin = (0,) * len(entry.shape)
-            whole = ShardBox(origin, entry.shape, origin)
+            whole = ShardChunk(origin, entry.shape, origin)
             return [packed_row(TENSOR, code, False, entry.dtype.itemsize, whole, entry.shape)]
         mesh, placements = placed
         layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
-        found = boxes_at(layout, mesh, coordinate(rank, mesh))
-        return [packed_row(SHARD, code, False, entry.dtype.itemsize, box, entry.shape) for box in found]
+        found = chunks_at(layout, mesh, coordinate(rank, mesh))
+        return [packed_row(SHARD, code, False, entry.dtype.itemsize, chunk, entry.shape) for chunk in found]
 
 
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:

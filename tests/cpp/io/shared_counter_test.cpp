@@ -1,9 +1,7 @@
-#include "io/shared_counter.h"
+#include "io/shared_map.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include "io/shared_map.h"
 
 namespace vescale_ckpt::io {
 namespace {

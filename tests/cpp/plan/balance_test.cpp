@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "base/fill_level.h"
-#include "plan/even_split.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -64,28 +63,28 @@ struct Placed {
   std::vector<int64_t> loads;
 };
 
-// A box of rows of equal size, or with more dimensions.
-SharedPiece box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size) {
+// A chunk of rows of equal size, or with more dimensions.
+SharedChunk chunk_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size) {
   static std::deque<std::vector<int64_t>> sizes;  // spans into it stay
   return {set, bytes, sizes.emplace_back(size)};
 }
 
-Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<SharedPiece>& boxes,
+Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<SharedChunk>& chunks,
              int64_t least = kMiB) {
   Balance balance(sets, loads, static_cast<uint64_t>(least));
-  balance.place(boxes);
+  balance.place(chunks);
   Placed placed{{}, {}, std::move(loads)};
-  for (size_t i = 0; i < boxes.size(); ++i) {
+  for (size_t i = 0; i < chunks.size(); ++i) {
     const auto& [dim, shares] = balance.shares(i);
     placed.shares.emplace_back(shares.begin(), shares.end());
     placed.dims.push_back(dim);
     EXPECT_EQ(dim < 0, shares.size() == 1);
-    const int64_t rows = dim < 0 ? 1 : boxes[i].size[static_cast<size_t>(dim)];
+    const int64_t rows = dim < 0 ? 1 : chunks[i].size[static_cast<size_t>(dim)];
     int64_t next = 0;
     for (const Share& share : shares) {
       EXPECT_EQ(share.start, next);
       next += share.length;
-      placed.loads[share.rank] += share.length * (boxes[i].bytes / rows);
+      placed.loads[share.rank] += share.length * (chunks[i].bytes / rows);
     }
     EXPECT_EQ(next, rows);
   }
@@ -95,8 +94,8 @@ Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vect
 TEST(Balance, SplitsNothingThatBalancesWhole) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3});
-  const std::vector<SharedPiece> boxes(8, box_of(all, 100 * kMiB, {1024}));
-  const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
+  const std::vector<SharedChunk> chunks(8, chunk_of(all, 100 * kMiB, {1024}));
+  const Placed placed = place(sets, {0, 0, 0, 0}, chunks);
   for (const auto& shares : placed.shares) EXPECT_EQ(shares.size(), 1u);
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 200 * kMiB);
 }
@@ -104,8 +103,8 @@ TEST(Balance, SplitsNothingThatBalancesWhole) {
 TEST(Balance, SplitsOnRowBorders) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<SharedPiece> boxes = {box_of(all, 100 * kMiB, {1024})};
-  const Placed placed = place(sets, {0, 0, 0}, boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 100 * kMiB, {1024})};
+  const Placed placed = place(sets, {0, 0, 0}, chunks);
   ASSERT_EQ(placed.shares[0].size(), 3u);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 33.3, 0.7);
 }
@@ -113,8 +112,8 @@ TEST(Balance, SplitsOnRowBorders) {
 TEST(Balance, FillsGaps) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<SharedPiece> boxes = {box_of(all, 100 * kMiB, {1024})};
-  const Placed placed = place(sets, {80 * kMiB, 0, 30 * kMiB}, boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 100 * kMiB, {1024})};
+  const Placed placed = place(sets, {80 * kMiB, 0, 30 * kMiB}, chunks);
   EXPECT_EQ(placed.shares[0].size(), 2u);  // rank 0 has more than enough
   EXPECT_NEAR(static_cast<double>(placed.loads[1]) / kMiB, 65, 0.5);
   EXPECT_NEAR(static_cast<double>(placed.loads[2]) / kMiB, 65, 0.5);
@@ -124,40 +123,41 @@ TEST(Balance, PiecesAreNotTooSmall) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   for (const int64_t bytes : {3 * kMiB, 5 * kMiB, 20 * kMiB}) {
-    const std::vector<SharedPiece> boxes = {box_of(all, bytes, {bytes / 4096})};
-    const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
+    const std::vector<SharedChunk> chunks = {chunk_of(all, bytes, {bytes / 4096})};
+    const Placed placed = place(sets, std::vector<int64_t>(8), chunks);
     for (const Share& share : placed.shares[0]) {
       EXPECT_GE(share.length * 4096, kMiB) << bytes;
     }
   }
-  const std::vector<SharedPiece> small = {box_of(all, 2 * kMiB - 4096, {511})};  // two pieces would be too small
+  const std::vector<SharedChunk> small = {chunk_of(all, 2 * kMiB - 4096, {511})};  // two pieces would be too small
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), small).shares[0].size(), 1u);
-  const std::vector<SharedPiece> single = {box_of(all, 100 * kMiB, {1})};
+  const std::vector<SharedChunk> single = {chunk_of(all, 100 * kMiB, {1})};
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), single).shares[0].size(), 1u);
 }
 
 TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  const std::vector<SharedPiece> boxes = {box_of(all, 60 * kMiB, {640}), box_of(pair, 40 * kMiB, {320})};
-  const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 60 * kMiB, {640}), chunk_of(pair, 40 * kMiB, {320})};
+  const Placed placed = place(sets, {0, 0, 0, 0}, chunks);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 25, 0.5);
 }
 
 TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  std::vector<SharedPiece> boxes(60, box_of(all, kMiB, {1}));
-  boxes.push_back(box_of(pair, 40 * kMiB, {1}));
-  EXPECT_EQ(place(sets, {0, 0, 0, 0}, boxes).loads, (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
+  std::vector<SharedChunk> chunks(60, chunk_of(all, kMiB, {1}));
+  chunks.push_back(chunk_of(pair, 40 * kMiB, {1}));
+  EXPECT_EQ(place(sets, {0, 0, 0, 0}, chunks).loads,
+            (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
 }
 
 TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
-  const std::vector<SharedPiece> boxes = {box_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
-                                          box_of(all, 224 * kMiB, {2, 14336, 2048})};
-  const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
+                                           chunk_of(all, 224 * kMiB, {2, 14336, 2048})};
+  const Placed placed = place(sets, std::vector<int64_t>(8), chunks);
   EXPECT_EQ(placed.dims, (std::vector<int32_t>{2, 1}));
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 84, 0.5);
 }
@@ -165,8 +165,8 @@ TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
 TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3});
-  const std::vector<SharedPiece> boxes = {box_of(all, 400 * kMiB, {8, 100, 1024})};
-  const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 400 * kMiB, {8, 100, 1024})};
+  const Placed placed = place(sets, std::vector<int64_t>(4), chunks);
   EXPECT_EQ(placed.dims[0], 0);
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 100 * kMiB);
 }
@@ -174,8 +174,8 @@ TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
 TEST(Balance, FewRowsOfTheFirstDimAreCutWhereALargerSetFillsTheGaps) {
   HolderSets sets;
   const uint32_t pair = add(sets, {0, 1}), all = add(sets, {0, 1, 2, 3});
-  const std::vector<SharedPiece> boxes = {box_of(pair, 60 * kMiB, {3, 1024}), box_of(all, 100 * kMiB, {1024})};
-  const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
+  const std::vector<SharedChunk> chunks = {chunk_of(pair, 60 * kMiB, {3, 1024}), chunk_of(all, 100 * kMiB, {1024})};
+  const Placed placed = place(sets, std::vector<int64_t>(4), chunks);
   EXPECT_EQ(placed.dims, (std::vector<int32_t>{0, 0}));
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 40, 0.5);
 }
@@ -184,9 +184,9 @@ TEST(Balance, PiecesAreNotShredded) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   // 604 rows are uneven on eight ranks, but pieces of the last dimension would be 1812 runs of 1000 bytes.
-  const std::vector<SharedPiece> boxes = {box_of(all, 604 * 3 * 8000, {604, 3, 8000})};
-  EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes).dims[0], 0);
-  EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes, 1024).dims[0], 2);  // smaller runs are allowed
+  const std::vector<SharedChunk> chunks = {chunk_of(all, 604 * 3 * 8000, {604, 3, 8000})};
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), chunks).dims[0], 0);
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), chunks, 1024).dims[0], 2);  // smaller runs are allowed
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What is told when ranks do not fit together, and what empty boxes come to.
+// What is told when ranks do not fit together, and what empty chunks come to.
 #include "plan/merge.h"
 
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TEST(Merge, FlagsOfTheFirstRankCount) {
   EXPECT_EQ(ranks.plan().catalog().keys[0].flags, state::kRequiresGrad);
 }
 
-TEST(Merge, RefusesBoxesOutOfBounds) {
+TEST(Merge, RefusesChunksOutOfBounds) {
   for (const auto& [offset, size] : std::vector<std::pair<Dims, Dims>>{{{0, 4}, {2, 5}},
                                                                        {{3, 0}, {0, 0}},
                                                                        {{-1, 0}, {1, 1}},
@@ -106,7 +106,7 @@ TEST(Merge, RefusesBoxesOutOfBounds) {
     const auto bytes = static_cast<uint64_t>(size[0]) * static_cast<uint64_t>(size[1]) * 4;
     ranks.builder(1).add({"w", state::ItemKind::shard, 0, 0, bytes & INT64_MAX, shape, offset, size});
     const std::string text = refusal(ranks);
-    EXPECT_TRUE(text.starts_with("w: rank 1 has the box at offset (")) << text;
+    EXPECT_TRUE(text.starts_with("w: rank 1 has the chunk at offset (")) << text;
     EXPECT_TRUE(text.ends_with("which is not within the shape (2, 8)")) << text;
   }
 }
@@ -122,12 +122,12 @@ TEST(Merge, RefusesShapesThatNoTensorHas) {
   }
 }
 
-TEST(Merge, RefusesBytesThatAreNotTheBoxes) {
+TEST(Merge, RefusesBytesThatAreNotTheChunks) {
   Ranks ranks(1);
   const Dims shape = {2, 3}, zero = {0, 0};
   ranks.builder(0).add({"w", state::ItemKind::tensor, 0, 0, 23, shape, zero, shape});
   EXPECT_EQ(refusal(ranks),
-            "w: rank 0 has the box at offset (0, 0) of size (2, 3) in 23 bytes, which are not 4 an element");
+            "w: rank 0 has the chunk at offset (0, 0) of size (2, 3) in 23 bytes, which are not 4 an element");
 }
 
 TEST(Merge, RefusesAPartAsAWholeTensor) {
@@ -135,7 +135,7 @@ TEST(Merge, RefusesAPartAsAWholeTensor) {
   const Dims shape = {4}, zero = {0}, half = {2};
   ranks.tensor(0, "w", {4});
   ranks.builder(1).add({"w", state::ItemKind::tensor, 0, 0, 8, shape, zero, half});
-  EXPECT_EQ(refusal(ranks), "w: rank 1 has the box at offset (0,) of size (2,) as a whole tensor of shape (4,)");
+  EXPECT_EQ(refusal(ranks), "w: rank 1 has the chunk at offset (0,) of size (2,) as a whole tensor of shape (4,)");
 }
 
 TEST(Merge, TellsWhatIsHeldByNoRank) {
@@ -166,7 +166,7 @@ TEST(Merge, TellsWhatOverlaps) {
             "w: ranks 0-2 have offset (0, 0) of size (3, 8), rank 3 has offset (2, 0) of size (2, 8): they overlap");
 }
 
-TEST(Merge, TellsBoxesOfOneOffsetApart) {
+TEST(Merge, TellsChunksOfOneOffsetApart) {
   Ranks ranks(3);
   ranks.shard(0, "w", {4}, {0}, {2});
   ranks.shard(1, "w", {4}, {0}, {4});
@@ -186,7 +186,7 @@ TEST(Merge, RefusesWhatARankHasTwice) {
   EXPECT_EQ(refusal(objects), "x: rank 0 has it twice");
 }
 
-TEST(Merge, EmptyBoxesCountOnlyWhereThereIsNothingElse) {
+TEST(Merge, EmptyChunksCountOnlyWhereThereIsNothingElse) {
   Ranks ranks(4);
   // As DTensor shards a dimension of 2 over 4 ranks: the empty ones start where it ends. Here one starts where a full
   // one does as well.
@@ -207,7 +207,7 @@ TEST(Merge, EmptyBoxesCountOnlyWhereThereIsNothingElse) {
   EXPECT_EQ(plan.rows(), 4u);
 }
 
-TEST(Merge, OnlyEmptyBoxesDoNotCoverATensor) {
+TEST(Merge, OnlyEmptyChunksDoNotCoverATensor) {
   Ranks ranks(2);
   for (const size_t rank : {0u, 1u}) ranks.shard(rank, "w", {4}, {0}, {0});
   EXPECT_TRUE(refusal(ranks).starts_with("w: 4 elements are held by no rank")) << refusal(ranks);

@@ -27,7 +27,7 @@ struct Job {
   }
 };
 
-// Boxes of rows on ranks (0, 1) and (2, 3), a tensor on all, another on ranks 1 and 3, an object.
+// Chunks of rows on ranks (0, 1) and (2, 3), a tensor on all, another on ranks 1 and 3, an object.
 Job job(const Hashes& hashes) {
   Ranks ranks(4);
   std::vector<std::vector<std::byte>> packed;

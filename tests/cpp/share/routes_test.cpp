@@ -10,12 +10,12 @@
 #include <set>
 #include <tuple>
 
+#include "base/append.h"
 #include "base/error.h"
 #include "io/box_copy.h"
 #include "read/read_table.h"
 #include "share/route_tables.h"
 #include "share/split_reads.h"
-#include "share/words.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::share {

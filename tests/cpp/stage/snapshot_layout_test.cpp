@@ -38,11 +38,11 @@ write::RecordSource strided_row(uint64_t address, const Sizes& sizes, const Size
 // What any layout keeps to.
 void expect_sound(const std::vector<write::RecordSource>& rows, const SnapshotLayout& layout) {
   uint64_t end = 0, following = 0, bytes = 0;
-  for (const SnapshotExtent& extent : layout.extents) {
-    ASSERT_GE(extent.offset, following);  // a copy from a device may run over what lies between
-    end = extent.offset + extent.bytes;
+  for (const SnapshotCopy& copy : layout.copies) {
+    ASSERT_GE(copy.offset, following);  // a copy from a device may run over what lies between
+    end = copy.offset + copy.bytes;
     following = align_up(end, SnapshotLayout::kAlignment);
-    bytes += extent.bytes;
+    bytes += copy.bytes;
   }
   EXPECT_EQ(layout.memory_bytes, end);
   EXPECT_EQ(layout.copied_bytes, bytes);
@@ -54,13 +54,12 @@ void expect_sound(const std::vector<write::RecordSource>& rows, const SnapshotLa
       EXPECT_EQ(offset, kNowhere);
       continue;
     }
-    const auto holds = [&](const SnapshotExtent& extent) {
-      return offset >= extent.offset && offset + source.bytes <= extent.offset + extent.bytes &&
-             extent.source + (offset - extent.offset) == source.data &&
-             (source.strided ? extent.strided != nullptr && *extent.strided == *source.strided
-                             : extent.strided == nullptr);
+    const auto holds = [&](const SnapshotCopy& copy) {
+      return offset >= copy.offset && offset + source.bytes <= copy.offset + copy.bytes &&
+             copy.source + (offset - copy.offset) == source.data &&
+             (source.strided ? copy.strided != nullptr && *copy.strided == *source.strided : copy.strided == nullptr);
     };
-    EXPECT_EQ(std::count_if(layout.extents.begin(), layout.extents.end(), holds), 1) << "row " << index;
+    EXPECT_EQ(std::count_if(layout.copies.begin(), layout.copies.end(), holds), 1) << "row " << index;
   }
 }
 
@@ -93,7 +92,7 @@ TEST(SnapshotLayout, TakesOverlappingRowsAsOne) {
                                                  row(5000, 1)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
-  EXPECT_EQ(layout.extents.size(), 2u);
+  EXPECT_EQ(layout.copies.size(), 2u);
   EXPECT_EQ(layout.copied_bytes, 201u);
 }
 
@@ -101,7 +100,7 @@ TEST(SnapshotLayout, LeavesOutWhatLiesBetweenViews) {
   const std::vector<write::RecordSource> rows = {row(1000, 100), row(1100, 100), row(1300, 100)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
-  EXPECT_EQ(layout.extents.size(), 3u);  // neighbours have places of their own
+  EXPECT_EQ(layout.copies.size(), 3u);  // neighbours have places of their own
   EXPECT_EQ(layout.copied_bytes, 300u);
 }
 
@@ -111,7 +110,7 @@ TEST(SnapshotLayout, PlacesOverlappingRowsForTheLargest) {
                                                  row(kStart + 9000, io::kLargeBody)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
-  EXPECT_EQ(layout.extents.size(), 1u);
+  EXPECT_EQ(layout.copies.size(), 1u);
   EXPECT_EQ(layout.offsets[1] % kBlock, write::kTorchOffset);
 }
 
@@ -123,7 +122,7 @@ TEST(SnapshotLayout, TakesEqualStridedRowsOnce) {
   };
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
-  EXPECT_EQ(layout.extents.size(), 4u);
+  EXPECT_EQ(layout.copies.size(), 4u);
   EXPECT_EQ(layout.offsets[0], layout.offsets[2]);
   EXPECT_EQ(layout.offsets[0], layout.offsets[5]);  // a dimension of one element changes nothing
 }
@@ -184,8 +183,8 @@ TEST(SnapshotLayout, IsSoundForAnyRows) {
       EXPECT_LE(layout.memory_bytes, room);
       // Each byte of contiguous rows once.
       std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
-      for (const SnapshotExtent& extent : layout.extents) {
-        if (extent.strided == nullptr) ranges.emplace_back(extent.source, extent.source + extent.bytes);
+      for (const SnapshotCopy& copy : layout.copies) {
+        if (copy.strided == nullptr) ranges.emplace_back(copy.source, copy.source + copy.bytes);
       }
       std::sort(ranges.begin(), ranges.end());
       for (size_t index = 1; index < ranges.size(); ++index) EXPECT_LE(ranges[index - 1].second, ranges[index].first);

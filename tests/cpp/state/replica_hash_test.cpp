@@ -29,12 +29,12 @@ struct Matrix {
     return {address(rows),    code_of("int16"), kHostDevice, 2, 4, 6, 6, 1,
             address(columns), code_of("int16"), kHostDevice, 2, 4, 6, 1, 4};
   }
-  // A box of each row: tensor, offset[2], size[2].
-  std::vector<uint64_t> hashes(const std::vector<Words>& boxes, uint32_t elements = 8, uint8_t ready = kOnHost) const {
+  // A chunk of each row: tensor, offset[2], size[2].
+  std::vector<uint64_t> hashes(const std::vector<Words>& chunks, uint32_t elements = 8, uint8_t ready = kOnHost) const {
     InventoryBuilder builder;
     Words sources, words = table();
-    for (const Words& box : boxes) {
-      const std::span<const int64_t> all = box;
+    for (const Words& chunk : chunks) {
+      const std::span<const int64_t> all = chunk;
       const Words shape = {100, 100};
       Item item{"a",
                 ItemKind::shard,
@@ -44,13 +44,13 @@ struct Matrix {
                 shape,
                 all.subspan(1, 2),
                 all.subspan(3, 2)};
-      item.bytes = static_cast<uint64_t>(2 * box[3] * box[4]);
+      item.bytes = static_cast<uint64_t>(2 * chunk[3] * chunk[4]);
       builder.add(item);
-      sources.insert(sources.end(), {box[0], 2, box[1], box[2]});
+      sources.insert(sources.end(), {chunk[0], 2, chunk[1], chunk[2]});
     }
     const std::vector<std::byte> packed = builder.pack();
     const Inventory inventory{packed};
-    std::vector<uint32_t> items(boxes.size());
+    std::vector<uint32_t> items(chunks.size());
     std::iota(items.begin(), items.end(), 0u);
     const std::vector<std::byte> flags(2, std::byte{ready});
     return replica_hashes({inventory, sources, words, flags}, items, {elements, 2, 30}, kFactors);
@@ -61,16 +61,16 @@ TEST(ReplicaHash, IsTheSameHoweverElementsLie) {
   const Matrix matrix;
   const auto whole = matrix.hashes({{0, 0, 0, 4, 6}, {1, 0, 0, 4, 6}});
   EXPECT_EQ(whole[0], whole[1]);
-  const auto box = matrix.hashes({{0, 1, 2, 3, 2}, {1, 1, 2, 3, 2}});
-  EXPECT_EQ(box[0], box[1]);
-  EXPECT_NE(box[0], whole[0]);
+  const auto chunk = matrix.hashes({{0, 1, 2, 3, 2}, {1, 1, 2, 3, 2}});
+  EXPECT_EQ(chunk[0], chunk[1]);
+  EXPECT_NE(chunk[0], whole[0]);
 }
 
 TEST(ReplicaHash, AddsElementsTimesFactors) {
   const Matrix matrix;  // elements 3, 4 of row 1: 4 and 5
   EXPECT_EQ(matrix.hashes({{0, 1, 3, 1, 2}}), (std::vector<uint64_t>{4 * 3 + 5 * 5}));
   EXPECT_EQ(matrix.hashes({{0, 1, 3, 1, 2}}, 1), (std::vector<uint64_t>{4 * 3}));
-  // 48 bytes are a large box, of which two elements count: those at 6 and 18
+  // 48 bytes are a large chunk, of which two elements count: those at 6 and 18
   EXPECT_EQ(matrix.hashes({{0, 0, 0, 4, 6}}), (std::vector<uint64_t>{1 * 3 + 13 * 5}));
   EXPECT_EQ(matrix.hashes({{0, 0, 5, 1, 1}}), (std::vector<uint64_t>{1}));  // 0 would be no hash
 }

@@ -17,7 +17,7 @@ using Words = std::vector<int64_t>;
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
 
-// A state of three items: a box [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
+// A state of three items: a chunk [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
 struct State {
   Words tensors = {1000, code_of("int16"), kHostDevice, 2, 8, 5, 5, 1, 5000, code_of("float64"), kHostDevice, 0};
   Words sources = {0, 2, 2, 1, -1, 0, 1, 0};
@@ -28,7 +28,7 @@ struct State {
   static std::vector<std::byte> pack() {
     const Words shape = {100, 50}, offset = {40, 10}, size = {4, 3};
     InventoryBuilder builder;
-    builder.add({"box", ItemKind::shard, static_cast<uint8_t>(code_of("int16")), 0, 24, shape, offset, size});
+    builder.add({"chunk", ItemKind::shard, static_cast<uint8_t>(code_of("int16")), 0, 24, shape, offset, size});
     builder.add({"object", ItemKind::object, 0, 0, 7, {}, {}, {}});
     builder.add({"scalar", ItemKind::tensor, static_cast<uint8_t>(code_of("float64")), 0, 8, {}, {}, {}});
     return builder.pack();
@@ -189,7 +189,7 @@ TEST(MakeCopyTable, SaysOnWhichDeviceEachRowIs) {
   EXPECT_EQ(row_of_error([&] { ready_rows(state.tables(), Words{9, -1, 0, 0}); }), 0);
 }
 
-TEST(MakeWriteTable, FindsBoxes) {
+TEST(MakeWriteTable, FindsChunks) {
   const State state;
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
   const Words table = state.write({0, -1, 0, 0,  //
@@ -219,7 +219,7 @@ TEST(MakeWriteTable, FindsBoxes) {
   EXPECT_EQ(write::parse_write_table(table).size(), 5u);
 }
 
-TEST(MakeWriteTable, FindsBoxesInStridedMemory) {
+TEST(MakeWriteTable, FindsChunksInStridedMemory) {
   State state;
   state.tensors[6] = 1;  // transposed: strides 1, 8
   state.tensors[7] = 8;
@@ -241,7 +241,7 @@ TEST(MakeWriteTable, NamesTheRowThatMakesNoSense) {
   EXPECT_EQ(with({0, 2, 0, 1}), 1);  // dimension
   EXPECT_EQ(with({0, -2, 0, 1}), 1);
   EXPECT_EQ(with({2, 0, 0, 1}), 1);
-  EXPECT_EQ(with({0, 0, 1, 4}), 1);  // leaves the box
+  EXPECT_EQ(with({0, 0, 1, 4}), 1);  // leaves the chunk
   EXPECT_EQ(with({0, 0, -1, 2}), 1);
   EXPECT_EQ(with({0, 0, 1, -1}), 1);
   EXPECT_EQ(with({0, 0, kMost, kMost}), 1);
@@ -285,7 +285,7 @@ TEST(StateTables, BelongTogether) {
   EXPECT_EQ(after([](State& state) { state.ready.pop_back(); }), Error::kNoItem);
 }
 
-TEST(MakeReadTable, FindsBoxes) {
+TEST(MakeReadTable, FindsChunks) {
   const State state;
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
   const FillTable made = state.read({0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
@@ -331,7 +331,7 @@ TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
   EXPECT_EQ(with({0, 7, 0, 50, 9, float64, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);  // dtype
   EXPECT_EQ(with({0, 7, 0, 50, 9, -1, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);
   EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 1, 10, 3, 4, 0}), 1);               // dimensions
-  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 1, 0}), 1);  // leaves the box
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 1, 0}), 1);  // leaves the chunk
   EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, -1}), 1);
   EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, -3, 0, 0}), 1);
   EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, kMost, 3, kMost, 0}), 1);
@@ -372,7 +372,7 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   const Memory own(100), of_peer(50);
   const Words memories = {-1, address(own), 100, 7, address(of_peer), 50};
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
-  // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's box; the scalar.
+  // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's chunk; the scalar.
   const Words places = {-1, 10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 7, 40, 2, float64, 0};
   const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
   const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);

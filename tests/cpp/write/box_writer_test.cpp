@@ -164,10 +164,10 @@ TEST_P(BoxWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
       if (begin == end) continue;
       std::vector<uint32_t> sums(format::cells(begin, end));
       for (const std::vector<uint32_t>& words : blocks) {
-        for (size_t at = 0; at < words.size(); at += Boxes::kChecksumHead + words[at + 6]) {
+        for (size_t at = 0; at < words.size(); at += PlacedBoxes::kChecksumHead + words[at + 6]) {
           EXPECT_EQ(words[at] + words[at + 2] + words[at + 4], 0u);
           for (uint32_t i = 0; words[at + 1] == begin && i < words[at + 6]; ++i) {
-            sums.at(words[at + 5] + i) ^= words[at + Boxes::kChecksumHead + i];
+            sums.at(words[at + 5] + i) ^= words[at + PlacedBoxes::kChecksumHead + i];
           }
         }
       }
@@ -231,7 +231,7 @@ TEST_P(BoxWriterTest, RefusesTablesThatMakeNoSense) {
     EXPECT_EQ(row_of_error([&] { writer.write(table); }), 0);
   }
   writer.write(row(0, 64, 10 * item, dtype_, {10, 2, 3}));
-  EXPECT_EQ(writer.finish(false).size(), Boxes::kChecksumHead + 1);
+  EXPECT_EQ(writer.finish(false).size(), PlacedBoxes::kChecksumHead + 1);
 }
 
 }  // namespace

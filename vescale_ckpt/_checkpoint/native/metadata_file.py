@@ -34,7 +34,7 @@ from ..._engine.engine_errors import of_system
 from ..._engine.gc import gc_paused
 from ..._engine.rows import MOST_BYTES
 from ..._engine.torch_private import MemoryFormatEncoding, StorageInfo
-from ..._state.shard_boxes import overlapping_box
+from ..._state.shard_chunks import overlapping_chunk
 from ..._storage.open_storage import is_folder, read_twice, storage_at
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
@@ -225,7 +225,7 @@ def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]
                     f"{tuple(size)}",
                     key=key,
                 )
-    if overlapping_box([(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]) is not None:
+    if overlapping_chunk([(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]) is not None:
         raise UntrustedCheckpointError(f"{key}: chunks in metadata overlap", key=key)
 
 

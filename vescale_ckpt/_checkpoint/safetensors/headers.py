@@ -30,7 +30,7 @@ from ..._engine.options import direct_io_setting, engine_options
 from ..._engine.rows import CODE_DTYPES, DTYPE_CODES, MOST_BYTES, SHARD, TENSOR, int_table
 from ..._ranks.message import pack, unpack
 from ..._state.inventory_rows import packed_row
-from ..._state.shard_boxes import ShardBox, overlapping_box
+from ..._state.shard_chunks import ShardChunk, overlapping_chunk
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
@@ -237,7 +237,7 @@ class _Reading:
             for offset, size, place in chunks:
                 kind = TENSOR if size == shape else SHARD
                 names.append(key)
-                rows.append(packed_row(kind, stored.code, False, item_bytes, ShardBox(offset, size, ()), shape))
+                rows.append(packed_row(kind, stored.code, False, item_bytes, ShardChunk(offset, size, ()), shape))
                 locations.extend(place)
         inventory = _C.pack_inventory(names, rows, 0)
         return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases)
@@ -245,7 +245,7 @@ class _Reading:
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """Returns the chunks that have elements, or one chunk if none has any. Raises if two overlap."""
         chunks = [chunk for chunk in stored.chunks if 0 not in chunk[1]] or stored.chunks[:1]
-        if (overlapping := overlapping_box([(offset, size) for offset, size, _ in chunks])) is not None:
+        if (overlapping := overlapping_chunk([(offset, size) for offset, size, _ in chunks])) is not None:
             raise self._contradiction(key, stored, chunks[overlapping][2][0], "too")
         return chunks
 

@@ -1,4 +1,4 @@
-"""Computes which boxes of the whole tensor a rank's local DTensor holds, for inventories, from placements alone.
+"""Computes which chunks of the whole tensor a rank's local DTensor holds, for inventories, from placements alone.
 
 Each placement cuts one dimension of the part that the placements before it have left. `Shard` cuts it as `torch.chunk`
 does; a strided shard (FSDP over tensor parallelism) cuts each of `split_factor` chunks separately. So a dimension of
@@ -20,8 +20,8 @@ from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
 
 
-class ShardBox(NamedTuple):
-    """A box of a tensor. Each field counts elements in each dimension."""
+class ShardChunk(NamedTuple):
+    """A chunk of a tensor. Each field counts elements in each dimension."""
 
     offset: tuple[int, ...]  #: the first element in the whole tensor
     size: tuple[int, ...]
@@ -40,10 +40,12 @@ _KNOWN = (Replicate, Shard, torch_private.StridedShard)
 _Run = tuple[int, int]  # start in the whole dimension, length > 0
 
 
-def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
-    """Returns the boxes that make up the local tensor of the rank at `coordinate` of the mesh.
+def chunks_at(
+    layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[ShardChunk, ...]:
+    """Returns the chunks that make up the local tensor of the rank at `coordinate` of the mesh.
 
-    A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for
+    A local tensor without elements is one chunk without elements. Raises `CheckpointError` for `Partial` and for
     placements that are not `are_known`.
     """
     cuts: list[list[_Cut]] = [[] for _ in layout.shape]
@@ -56,16 +58,16 @@ def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tup
         if not 0 <= dim < len(cuts):
             raise CheckpointError(f"a tensor of shape {tuple(layout.shape)} cannot be sharded by {placement}")
         cuts[dim].append(_Cut(mesh_shape[mesh_dim], coordinate[mesh_dim], factor))
-    return _boxes(tuple(layout.shape), tuple(map(tuple, cuts)))
+    return _chunks(tuple(layout.shape), tuple(map(tuple, cuts)))
 
 
 def are_known(placements: Iterable[Placement]) -> bool:
-    """Whether `boxes_at` knows all placements. It refuses `Partial`."""
+    """Whether `chunks_at` knows all placements. It refuses `Partial`."""
     return all(type(placement) in _KNOWN or placement.is_partial() for placement in placements)
 
 
-def local_shape(found: Sequence[ShardBox]) -> tuple[int, ...]:
-    """Returns the shape of the local tensor that consists of these boxes. There must be at least one."""
+def local_shape(found: Sequence[ShardChunk]) -> tuple[int, ...]:
+    """Returns the shape of the local tensor that consists of these chunks. There must be at least one."""
     last = found[-1]
     return tuple(start + size for start, size in zip(last.local_offset, last.size, strict=True))
 
@@ -92,16 +94,16 @@ def _factor(placement: Placement) -> int:
 
 
 @lru_cache(maxsize=4096)  # layers repeat: a few shapes and placements make up a model
-def _boxes(shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...]) -> tuple[ShardBox, ...]:
+def _chunks(shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...]) -> tuple[ShardChunk, ...]:
     runs = [_runs(size, dim_cuts) for size, dim_cuts in zip(shape, cuts, strict=True)]
     lengths = tuple(sum(length for _, length in dim_runs) for dim_runs in runs)
     if 0 in lengths:
         offset = tuple(dim_runs[0][0] if dim_runs else size for dim_runs, size in zip(runs, shape, strict=True))
-        return (ShardBox(offset, lengths, (0,) * len(shape)),)
+        return (ShardChunk(offset, lengths, (0,) * len(shape)),)
     found = []
-    for box in product(*map(_with_local_starts, runs)):
-        offset, size, local = zip(*box, strict=True) if box else ((), (), ())
-        found.append(ShardBox(offset, size, local))
+    for chunk in product(*map(_with_local_starts, runs)):
+        offset, size, local = zip(*chunk, strict=True) if chunk else ((), (), ())
+        found.append(ShardChunk(offset, size, local))
     return tuple(found)
 
 
@@ -154,24 +156,24 @@ def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
     return taken
 
 
-def overlapping_box(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int | None:
-    """Returns the index of a box that shares an element with another one; None if there is none.
+def overlapping_chunk(chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int | None:
+    """Returns the index of a chunk that shares an element with another one; None if there is none.
 
-    `boxes`: offset and size of each box of one tensor; a box without elements must be alone. The boxes are swept along
-    the dimension with the most distinct offsets.
+    `chunks`: offset and size of each chunk of one tensor; a chunk without elements must be alone. The chunks are swept
+    along the dimension with the most distinct offsets.
     """
-    if len(boxes) < 2:
+    if len(chunks) < 2:
         return None
-    dimensions = len(boxes[0][0])
+    dimensions = len(chunks[0][0])
     if dimensions == 0:
         return 1
-    sweep = max(range(dimensions), key=lambda dim: len({offset[dim] for offset, _ in boxes}))
+    sweep = max(range(dimensions), key=lambda dim: len({offset[dim] for offset, _ in chunks}))
     active: list[int] = []
-    for index in sorted(range(len(boxes)), key=lambda index: boxes[index][0][sweep]):
-        offset, size = boxes[index]
-        active = [other for other in active if boxes[other][0][sweep] + boxes[other][1][sweep] > offset[sweep]]
+    for index in sorted(range(len(chunks)), key=lambda index: chunks[index][0][sweep]):
+        offset, size = chunks[index]
+        active = [other for other in active if chunks[other][0][sweep] + chunks[other][1][sweep] > offset[sweep]]
         for other in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, *boxes[other], strict=True)):
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, *chunks[other], strict=True)):
                 return index
         active.append(index)
     return None

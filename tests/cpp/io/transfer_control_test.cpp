@@ -1,4 +1,4 @@
-#include "io/rate_limit.h"
+#include "io/transfer_control.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "write/boxes.h"
+#include "write/placed_boxes.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace vescale_ckpt::write {
 
-Boxes::Boxes(std::span<const int64_t> table, size_t files) {
+PlacedBoxes::PlacedBoxes(std::span<const int64_t> table, size_t files) {
   std::vector<size_t> first;  // of each box: where its words are in checksums_
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint64_t file = cursor.size(), begin = cursor.size(), bytes = cursor.size();
@@ -70,7 +70,7 @@ void add_part(const PlacedBox& placed, uint64_t begin, uint64_t end, std::byte* 
   });
 }
 
-void add_checksums(Boxes& boxes, const io::EngineOptions& options) {
+void add_checksums(PlacedBoxes& boxes, const io::EngineOptions& options) {
   struct Step {
     const PlacedBox* box;
     uint64_t begin, end;

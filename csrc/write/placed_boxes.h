@@ -20,14 +20,14 @@ struct PlacedBox {
   uint64_t end() const { return source.place.begin + source.box->end(); }
 };
 
-class Boxes {
+class PlacedBoxes {
  public:
   // A table as for reads (read/read_table.h): file, offset of the tensor in it, bytes of the tensor, any number, dtype,
   // dimensions n, n sizes of the tensor, n offsets of the box, n sizes, address of its first element, n strides.
   // `files`: how many there are. Throws Error(invalid, row).
-  Boxes(std::span<const int64_t> table, size_t files);
-  Boxes(const Boxes&) = delete;
-  Boxes& operator=(const Boxes&) = delete;
+  PlacedBoxes(std::span<const int64_t> table, size_t files);
+  PlacedBoxes(const PlacedBoxes&) = delete;
+  PlacedBoxes& operator=(const PlacedBoxes&) = delete;
 
   // Those that are not empty, in the order of files and offsets.
   std::span<PlacedBox> boxes() { return boxes_; }
@@ -46,7 +46,7 @@ class Boxes {
 };
 
 // Adds what the boxes contribute to the checksums, without writing them.
-void add_checksums(Boxes& boxes, const io::EngineOptions& options);
+void add_checksums(PlacedBoxes& boxes, const io::EngineOptions& options);
 
 // How much a thread copies or sums at once, at most.
 inline constexpr uint64_t kBoxStep = 1 << 20;
