@@ -69,12 +69,19 @@ py::bytes bytes_of(const std::vector<Number>& table) {
   return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(Number)};
 }
 
-// A writer that is given up waits until its upload has ended, and that is a Python thread: which needs the GIL.
-struct WithoutGil {
-  template <typename Writer>
-  void operator()(Writer* writer) const {
-    const py::gil_scoped_release release;
-    delete writer;
+// Returns what `work` makes.
+template <typename Work>
+auto without_gil(const Work& work) {
+  const py::gil_scoped_release release;
+  return work();
+}
+
+// Deletes what takes long to delete. A writer that is given up waits until its upload has ended, and that is a Python
+// thread: which needs the GIL.
+struct DeleteWithoutGil {
+  template <typename Held>
+  void operator()(Held* held) const {
+    without_gil([&] { delete held; });
   }
 };
 

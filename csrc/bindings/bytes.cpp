@@ -36,11 +36,8 @@ std::vector<read::ReadItem> parse_byte_table(std::span<const int64_t> table) {
 
 py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<read::ReadReport> report;
-  {
-    const py::gil_scoped_release release;
-    report = read::read_tensors(paths, parse_byte_table(table.values()), false, options);
-  }
+  const auto report =
+      without_gil([&] { return read::read_tensors(paths, parse_byte_table(table.values()), false, options); });
   return stats_dict(report->stats);
 }
 

@@ -107,12 +107,7 @@ py::bytes places(const write::FileWriter& writer, const std::vector<write::Place
 
 py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
   const Table table(buffer);
-  std::vector<write::PlacedRecord> placed;
-  {
-    const py::gil_scoped_release release;
-    placed = writer.write(write::parse_write_table(table.values()));
-  }
-  return places(writer, placed);
+  return places(writer, without_gil([&] { return writer.write(write::parse_write_table(table.values())); }));
 }
 
 py::bytes sample_hashes(const py::buffer& table, const py::buffer& devices, uint32_t elements) {
@@ -129,11 +124,8 @@ std::vector<std::pair<py::bytes, uint32_t>> hash_tensors(const py::buffer& buffe
   const Table table(buffer);
   std::vector<uint64_t> words(view(key).size() / sizeof(uint64_t));
   std::memcpy(words.data(), view(key).data(), words.size() * sizeof(uint64_t));
-  std::vector<write::TensorHashes> hashes;
-  {
-    const py::gil_scoped_release release;
-    hashes = write::hash_tensors(write::parse_write_table(table.values()), words, options);
-  }
+  const auto hashes =
+      without_gil([&] { return write::hash_tensors(write::parse_write_table(table.values()), words, options); });
   std::vector<std::pair<py::bytes, uint32_t>> result;
   result.reserve(hashes.size());
   for (const write::TensorHashes& of : hashes) {
@@ -150,46 +142,28 @@ py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>&
     sources[i].data = bytes.data();
     sources[i].bytes = bytes.size();
   }
-  std::vector<write::PlacedRecord> placed;
-  {
-    const py::gil_scoped_release release;
-    placed = writer.write(sources);
-  }
-  return places(writer, placed);
+  return places(writer, without_gil([&] { return writer.write(sources); }));
 }
 
 py::dict read_from_files(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
                          const io::EngineOptions& options, const py::buffer& device_buffer,
                          const Producers& producers) {
   const Table table(buffer), devices(device_buffer);
-  std::unique_ptr<read::ReadReport> report;
-  {
-    const py::gil_scoped_release release;
-    const auto to_devices = device_load(devices.values(), producers);
-    report = read::read_tensors(paths, read::parse_read_table(table.values(), devices.values()), verify, options,
-                                to_devices.get());
-    if (to_devices) to_devices->finish();
-  }
-  return read_dict(*report);
+  return read_to_devices(devices, producers, [&](read::DeviceSink* sink) {
+    return read::read_tensors(paths, read::parse_read_table(table.values(), devices.values()), verify, options, sink);
+  });
 }
 
 py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer,
                       const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<read::ReadReport> report;
-  {
-    const py::gil_scoped_release release;
-    report = read::check_tensors(paths, read::parse_check_table(table.values()), options);
-  }
-  return check_tuple(*report);
+  return check_tuple(
+      *without_gil([&] { return read::check_tensors(paths, read::parse_check_table(table.values()), options); }));
 }
 
 py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t length, int64_t crc) {
-  read::ArchiveCheck found;
-  {
-    const py::gil_scoped_release release;
-    found = read::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc);
-  }
+  const auto found = without_gil(
+      [&] { return read::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc); });
   return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes, text(found.harmless));
 }
 
@@ -247,7 +221,7 @@ Call named_call(const std::string& name) {
   return *call;
 }
 
-using Writer = std::unique_ptr<write::FileWriter, WithoutGil>;
+using Writer = std::unique_ptr<write::FileWriter, DeleteWithoutGil>;
 
 }  // namespace
 

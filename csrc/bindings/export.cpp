@@ -21,7 +21,7 @@ namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
 
-using Ordered = std::unique_ptr<write::OrderedWriter, WithoutGil>;
+using Ordered = std::unique_ptr<write::OrderedWriter, DeleteWithoutGil>;
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
                                                      const Texts& metadata, const Texts& aliases,
@@ -44,11 +44,7 @@ std::vector<py::bytes> heads(const hf::ExportLayout& layout, const std::vector<p
                       std::as_writable_bytes(std::span(words.back())).begin());
   }
   for (const auto& table : words) views.emplace_back(table);
-  std::vector<std::string> made;
-  {
-    const py::gil_scoped_release release;
-    made = layout.heads(views);
-  }
+  const auto made = without_gil([&] { return layout.heads(views); });
   return {made.begin(), made.end()};
 }
 
@@ -96,15 +92,8 @@ void bind_export(py::module_& module) {
              const py::gil_scoped_release release;
              writer.write(table.values());
            })
-      .def("finish",
-           [](write::BoxWriter& writer, bool sync) {
-             std::vector<uint32_t> checksums;
-             {
-               const py::gil_scoped_release release;
-               checksums = writer.finish(sync);
-             }
-             return bytes_of(checksums);
-           })
+      .def("finish", [](write::BoxWriter& writer,
+                        bool sync) { return bytes_of(without_gil([&] { return writer.finish(sync); })); })
       .def("progress", &write::BoxWriter::progress, "bytes given to the files so far; from any thread")
       .def("cancel", &write::BoxWriter::cancel, "from any thread")
       .def("stats", [](const write::BoxWriter& writer) { return stats_dict(writer.stats()); });
@@ -127,14 +116,7 @@ void bind_export(py::module_& module) {
              writer.write(table.values());
            })
       .def("finish",
-           [](write::OrderedWriter& writer) {
-             std::vector<uint32_t> checksums;
-             {
-               const py::gil_scoped_release release;
-               checksums = writer.finish();
-             }
-             return bytes_of(checksums);
-           })
+           [](write::OrderedWriter& writer) { return bytes_of(without_gil([&] { return writer.finish(); })); })
       .def("progress", &write::OrderedWriter::progress, "bytes given to the files so far; from any thread")
       .def("file_bytes", &write::OrderedWriter::file_bytes)
       .def("begun", &write::OrderedWriter::begun, "numbers of the files of which bytes were sent")
@@ -145,14 +127,11 @@ void bind_export(py::module_& module) {
       "checksums_of_boxes",
       [](const py::buffer& boxes, size_t files, const io::EngineOptions& options) {
         const Table table(boxes);
-        std::vector<uint32_t> checksums;
-        {
-          const py::gil_scoped_release release;
+        return bytes_of(without_gil([&] {
           write::PlacedBoxes made(table.values(), files);
           write::add_checksums(made, options);
-          checksums = made.take_checksums();
-        }
-        return bytes_of(checksums);
+          return made.take_checksums();
+        }));
       },
       py::arg("boxes"), py::arg("files"), py::arg("options"), "as finish() of a writer of these boxes returns them");
   module.def(

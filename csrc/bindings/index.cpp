@@ -90,22 +90,18 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   const py::bytes structure_text = structure ? encoded(*structure) : py::bytes();
   const std::string_view checkpoint = checkpoint_text, save = save_text;
 
-  const auto written = [](const auto& make) {
-    const py::gil_scoped_release release;
-    return make();
-  };
-  const auto of_ranks = written(
+  const auto of_ranks = without_gil(
       [&] { return std::make_pair(metadata::RecordLocations(std::move(tables), files), metadata::KeyPaths(blocks)); });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(metadata::most_metadata_bytes(content));
   const metadata::WrittenMetadata pickle =
-      written([&, out = data(metadata)] { return metadata::write_metadata(content, out); });
+      without_gil([&, out = data(metadata)] { return metadata::write_metadata(content, out); });
   metadata = cut(std::move(metadata), pickle.bytes);
 
   const metadata::IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);
   py::bytes index = room(image.bytes());
-  written([&, out = data(index)] { image.write(out); });
+  without_gil([&, out = data(index)] { image.write(out); });
   return {std::move(metadata), std::move(index)};
 }
 

@@ -111,21 +111,13 @@ void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& de
   to_devices->finish();
 }
 
-struct Unmap {
-  void operator()(io::SharedMap* map) const {  // takes long, and may be left to a thread
-    const py::gil_scoped_release release;
-    delete map;
-  }
-};
-
 }  // namespace
 
 void bind_routes(py::module_& module) {
-  using Map = std::unique_ptr<io::SharedMap, Unmap>;
+  using Map = std::unique_ptr<io::SharedMap, DeleteWithoutGil>;
   py::class_<io::SharedMap, Map>(module, "SharedMap", py::buffer_protocol())
       .def(py::init([](int descriptor, uint64_t bytes) {
-             const py::gil_scoped_release release;
-             return std::make_unique<io::SharedMap>(descriptor, bytes).release();
+             return without_gil([&] { return std::make_unique<io::SharedMap>(descriptor, bytes).release(); });
            }),
            py::arg("descriptor"), py::arg("bytes"))
       .def_buffer([](const io::SharedMap& map) {

@@ -50,10 +50,7 @@ py::dict write(write::FileWriter& writer, const hf::SafetensorsLayout& layout, c
   for (size_t i = 0; i < rows.size(); ++i) {
     data.push_back(reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(rows[i].address)));
   }
-  {
-    const py::gil_scoped_release release;
-    hf::write_safetensors(writer, layout, data, sync);
-  }
+  without_gil([&] { return hf::write_safetensors(writer, layout, data, sync); });
   return stats_dict(writer.stats());
 }
 
@@ -178,13 +175,11 @@ class Load {
   }
 
   py::dict finish() {
-    std::unique_ptr<read::ReadReport> report;
-    {
-      const py::gil_scoped_release release;
-      report = load_->finish();
+    return read_dict(*without_gil([&] {
+      auto report = load_->finish();
       if (to_device_) to_device_->finish();
-    }
-    return read_dict(*report);
+      return report;
+    }));
   }
 
  private:
@@ -255,26 +250,16 @@ void bind_safetensors(py::module_& module) {
           [](hf::SafetensorsReads& reads, const std::vector<std::string>& paths, const py::buffer& table,
              const py::buffer& device_buffer, const Producers& producers) {
             const Table words(table), devices(device_buffer);
-            std::unique_ptr<read::ReadReport> report;
-            {
-              const py::gil_scoped_release release;
-              const auto to_devices = device_load(devices.values(), producers);
-              report = reads.read(paths, words.values(), devices.values(), to_devices.get());
-              if (to_devices) to_devices->finish();
-            }
-            return read_dict(*report);
+            return read_to_devices(devices, producers, [&](read::DeviceSink* sink) {
+              return reads.read(paths, words.values(), devices.values(), sink);
+            });
           },
           py::arg("paths"), py::arg("table"), py::arg("devices") = py::bytes(), py::arg("producers") = Producers())
       .def(
           "check_tensors",
           [](hf::SafetensorsReads& reads, const std::vector<std::string>& paths, const py::buffer& table) {
             const Table words(table);
-            std::unique_ptr<read::ReadReport> report;
-            {
-              const py::gil_scoped_release release;
-              report = reads.check(paths, words.values());
-            }
-            return check_tuple(*report);
+            return check_tuple(*without_gil([&] { return reads.check(paths, words.values()); }));
           },
           py::arg("paths"), py::arg("table"));
 

@@ -57,10 +57,7 @@ class HeldSnapshot {
     return snapshot->wait(std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
   }
 
-  py::bytes table() const {
-    const std::vector<int64_t> rows = get()->table();
-    return py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(int64_t));
-  }
+  py::bytes table() const { return bytes_of(get()->table()); }
 
   void release() {
     auto snapshot = std::move(snapshot_);
