@@ -74,6 +74,15 @@ int64_t guarded(Call call, Function function) {
   }
 }
 
+// A call that a fault `told` turns into a failure after it was made, and any other fault before.
+template <typename Function>
+int with_late_fault(Call call, int64_t told, Function function) {
+  const int64_t fault = with_faults(call, 0);
+  if (fault < 0 && fault != told) return static_cast<int>(fault);
+  const int64_t result = or_errno(function());
+  return static_cast<int>(result < 0 ? result : fault);
+}
+
 }  // namespace
 
 int open(const char* path, int flags, mode_t mode) {
@@ -132,10 +141,7 @@ int sync_directory(const char* path) {
 }
 
 int rename(const char* from, const char* to) {
-  const int64_t fault = with_faults(Call::rename, 0);
-  if (fault < 0 && fault != -ENOENT) return static_cast<int>(fault);
-  const int64_t result = or_errno(std::rename(from, to));
-  return static_cast<int>(result < 0 ? result : fault);
+  return with_late_fault(Call::rename, -ENOENT, [&] { return std::rename(from, to); });
 }
 
 int unlink(const char* path) {
@@ -143,7 +149,7 @@ int unlink(const char* path) {
 }
 
 int link(const char* from, const char* to) {
-  return static_cast<int>(guarded(Call::link, [&] { return ::link(from, to); }));
+  return with_late_fault(Call::link, -EEXIST, [&] { return ::link(from, to); });
 }
 
 int exchange(const char* first, const char* second) {

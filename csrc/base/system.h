@@ -96,8 +96,8 @@ void wake_waiters(const uint32_t* word);
 int lower_priority(int niceness);
 
 // --- Faults, for tests. A fault waits for the `skip`-th call of its kind from now on, then lets `times` calls fail
-// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block). ENOENT for a rename is told
-// after it was done, as by a server whose first answer was lost.
+// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block). ENOENT for a rename and EEXIST
+// for a link are told after they were done, as by a server whose first answer was lost.
 void inject_fault(Call call, int error, uint64_t skip, uint64_t times);
 void clear_faults();
 // How often each call was made since clear_faults(); counted only while a fault is armed.

@@ -313,16 +313,20 @@ void bind_engine(py::module_& module) {
     return py::bytes(reinterpret_cast<const char*>(body->data()), body->size());
   });
 
-  module.def("commit_file", [](const std::string& directory, const std::string& name, const py::bytes& bytes) {
-    const auto content = view(bytes);
-    const py::gil_scoped_release release;
-    io::commit_file(directory, name, content);
-  });
+  module.def(
+      "commit_file",
+      [](const std::string& directory, const std::string& name, const py::bytes& bytes, bool replace) {
+        const auto content = view(bytes);
+        const py::gil_scoped_release release;
+        io::commit_file(directory, name, content, replace);
+      },
+      py::arg("directory"), py::arg("name"), py::arg("content"), py::arg("replace") = true);
   module.def("process_space", &io::process_space);
   module.def("set_exit_status", &set_exit_status);
   module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
   module.def("rename_file", &io::rename_file, py::call_guard<py::gil_scoped_release>());
+  module.def("rename_if_free", &io::rename_if_free, py::call_guard<py::gil_scoped_release>());
   module.def("link_file", &io::link_file, py::call_guard<py::gil_scoped_release>());
   module.def("remove_file", &io::remove_file, py::call_guard<py::gil_scoped_release>());
   module.def("exchange_names", &io::exchange_names, py::call_guard<py::gil_scoped_release>());

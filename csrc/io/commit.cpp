@@ -46,17 +46,48 @@ void fill(int fd, const std::string& path, std::span<const std::byte> bytes) {
   }
 }
 
+bool is_there(const std::string& path) {
+  struct stat found{};
+  return ::lstat(path.c_str(), &found) == 0;
+}
+
+bool are_one_file(const std::string& first, const std::string& second) {
+  struct stat one{}, other{};
+  return ::lstat(first.c_str(), &one) == 0 && ::lstat(second.c_str(), &other) == 0 && one.st_dev == other.st_dev &&
+         one.st_ino == other.st_ino;
+}
+
 // Renames. Where an answer was lost, the client of a network file system asks again, and the second try fails although
 // the first one did it: whether it was done shows in the file that has the name.
 int rename_surely(const std::string& from, const std::string& to) {
-  struct stat before{}, after{}, left{};
+  struct stat before{}, after{};
   const bool known = ::lstat(from.c_str(), &before) == 0;
   const int result = system::rename(from.c_str(), to.c_str());
-  if (result == -ENOENT && known && ::lstat(from.c_str(), &left) != 0 && ::lstat(to.c_str(), &after) == 0 &&
+  if (result == -ENOENT && known && !is_there(from) && ::lstat(to.c_str(), &after) == 0 &&
       after.st_dev == before.st_dev && after.st_ino == before.st_ino) {
     return 0;
   }
   return result;
+}
+
+// Whether a second name was refused although the name is free: FAT and some FUSE mounts have none, a file takes so many
+// at most, and a kernel or a security module may forbid them to this user.
+bool refuses_links(int result) {
+  constexpr std::array kRefusals = {-EPERM, -EACCES, -EOPNOTSUPP, -ENOSYS, -EINVAL, -EMLINK};
+  return std::find(kRefusals.begin(), kRefusals.end(), result) != kRefusals.end();
+}
+
+// A rename replaces, and only local file systems have one that does not (RENAME_NOREPLACE). All that have hard links
+// make them in one step, or refuse with EEXIST: so the file gets the name as its second one, and loses the first. The
+// two names are one file also where the answer to a link was lost and the second try failed.
+int rename_surely_if_free(const std::string& from, const std::string& to) {
+  const int result = system::link(from.c_str(), to.c_str());
+  if (result < 0 && !are_one_file(from, to)) {
+    if (!refuses_links(result)) return result;
+    return is_there(to) ? -EEXIST : rename_surely(from, to);
+  }
+  system::unlink(from.c_str());  // done already; a temporary name that stays is an orphan
+  return 0;
 }
 
 // The start of a small file of the kernel; empty if it cannot be read.
@@ -89,7 +120,8 @@ const std::string& process_space() {
   return space;
 }
 
-void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes) {
+void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes,
+                 bool replace) {
   static std::atomic<unsigned> serial{0};
   const std::string path = directory + "/" + name;
   std::string temporary;
@@ -101,7 +133,17 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
   }
   if (fd < 0) throw Error::system("create", temporary, 0, -fd);
   fill(fd, temporary, bytes);
-  move_into_place(temporary, directory, path);
+  if (replace) {
+    move_into_place(temporary, directory, path);
+    return;
+  }
+  try {
+    rename_if_free(temporary, path);
+  } catch (...) {
+    system::unlink(temporary.c_str());
+    throw;
+  }
+  sync_directory(directory);
 }
 
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path) {
@@ -139,6 +181,12 @@ void rename_file(const std::string& from, const std::string& to) {
 void link_file(const std::string& from, const std::string& to) {
   if (const int result = system::link(from.c_str(), to.c_str()); result < 0) {
     throw Error::system("link", to, 0, -result);
+  }
+}
+
+void rename_if_free(const std::string& from, const std::string& to) {
+  if (const int result = rename_surely_if_free(from, to); result < 0) {
+    throw Error::system("rename without replacing", to, 0, -result);
   }
 }
 

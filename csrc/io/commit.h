@@ -15,8 +15,9 @@ const std::string& process_space();
 
 // Writes `bytes` under the temporary name `{name}.tmp.{process}.{n}.{process_space}` in `directory`, syncs, renames to
 // `name`, syncs the directory. A reader sees the old file or the new one. On any error before the rename the temporary
-// file is removed and the old one stays.
-void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes);
+// file is removed and the old one stays. Without `replace` there may be no old one, as for `rename_if_free`.
+void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes,
+                 bool replace = true);
 
 // The same for a file that is complete and synced: `temporary` becomes `path`, both in `directory`.
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path);
@@ -31,6 +32,9 @@ void write_head(const std::string& path, std::span<const std::byte> head, bool s
 // Names, none of them durable before `sync_directory`. `rename` replaces what is there, `link` does not.
 void rename_file(const std::string& from, const std::string& to);
 void link_file(const std::string& from, const std::string& to);
+// Renames unless there is something of that name: then throws Error with the code EEXIST. Of several that give the same
+// name at once one succeeds. Where files cannot have a second name, it looks before it renames, and two may succeed.
+void rename_if_free(const std::string& from, const std::string& to);
 // False if it is not there.
 bool remove_file(const std::string& path);
 // Two files or folders change names in one step. False where the file system cannot do that.

@@ -384,7 +384,7 @@ def _complete(directory: Path, k: int) -> Callable[[], None]:
 
     pending = Pending(str(directory))
     pending.paths = files
-    return lambda: commit.replace_model(pending, index)
+    return lambda: commit.commit_files(pending, index, overwrite=True)
 
 
 def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

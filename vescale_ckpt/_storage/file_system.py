@@ -140,10 +140,14 @@ class FileSystem(Storage):
 
     def commit(self, name: str, content: bytes, overwrite: bool) -> None:
         self.make_durable(holds_one=self.has(name))
-        self.write(name, content)
+        if overwrite:
+            self.write(name, content)
+            return
+        with as_existing(self._at(name)):
+            _C.commit_file(self.path, name, content, replace=False)
 
     def check_exclusive_commits(self) -> None:
-        """Does nothing: a file system makes no promise about jobs that commit at the same time."""
+        """Does nothing: a file system that has hard links keeps the promise, and on others a commit looks first."""
 
     # --- Removals
 
@@ -273,6 +277,17 @@ class FileSystem(Storage):
                     raise
                 attempts[error.errno or 0] = left - 1
                 _ask_server(self.path)
+
+
+@contextlib.contextmanager
+def as_existing(path: str) -> Iterator[None]:
+    """Raises FileExistsError for an error of the engine which says that `path` exists."""
+    try:
+        yield
+    except _C.EngineError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
 
 
 def _ask_server(directory: str) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
 from . import locks, orphans
-from .file_system import FileSystem
+from .file_system import FileSystem, as_existing
 from .open_storage import storage_at
 from .orphans import Orphan
 from .storage import Lease
@@ -73,11 +73,13 @@ class Pending:
         made, self._lock = make_locked(noted)
         return made
 
-    def give_names(self, names: Sequence[str]) -> None:
-        """Renames the files, without a sync. After an error, too, `paths` has the current paths."""
+    def give_names(self, names: Sequence[str], replace: bool) -> None:
+        """Renames the files, without a sync. After an error, too, `paths` has the current paths. Without `replace`
+        raises FileExistsError if there is a file of such a name."""
         for number, name in enumerate(names):
             path = os.path.join(self.directory, name)
-            _C.rename_file(self.paths[number], path)
+            with as_existing(path):
+                (_C.rename_file if replace else _C.rename_if_free)(self.paths[number], path)
             self.paths[number] = path
 
     def serialize_commits(self) -> AbstractContextManager[bool]:

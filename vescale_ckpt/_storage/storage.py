@@ -141,8 +141,8 @@ class Storage(ABC):
     @abstractmethod
     def commit(self, name: str, content: bytes, overwrite: bool) -> None:
         """Writes the file that makes a save the checkpoint of the folder, as `write` does. The folder's own name is
-        durable afterwards, too. With `overwrite=False` an object store raises FileExistsError if the file exists; a
-        file system replaces it."""
+        durable afterwards, too. With `overwrite=False` it raises FileExistsError if the file exists: of several that
+        commit at once one succeeds."""
 
     @abstractmethod
     def check_exclusive_commits(self) -> None:

@@ -35,6 +35,7 @@ from .._state.describe import Description
 from .._state.extra_files import with_files
 from .._storage.locks import drop_dead_locks
 from .._storage.open_storage import storage_at
+from .._storage.paths import in_sibling
 from .._storage.pending import make_locked, new_token
 from .._storage.storage import Lease
 from ..errors import CheckpointError
@@ -67,6 +68,7 @@ class NativeLayout(Layout):
         self._extra_files = extra_copies.check_files(extra_files)
         self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
         self._names: list[str] = []
+        self._of_all: list[str] = []  # the names of the files of all ranks, on the coordinator
         self._token = ""
         self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
         self._file: _C.FileWriter | None = None
@@ -85,7 +87,7 @@ class NativeLayout(Layout):
         drop_dead_locks(path)
         storage_at(path).make()
         if not self.options.overwrite and has_metadata(path, self.metadata_rank):
-            raise CheckpointError(f"{path} holds a checkpoint already and overwrite=False", path=path)
+            raise _holds_checkpoint(path)
         if self.metadata_rank is not None and has_metadata(path, None):
             raise CheckpointError(
                 f"{path} holds a checkpoint that all ranks saved together, which loads would go on to find: "
@@ -129,6 +131,7 @@ class NativeLayout(Layout):
         of_all = list(map(unpack, messages))
         of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
         names = [[name.decode() for name in names] for _, _, _, *names in of_all]
+        self._of_all = [name for of_rank in names for name in of_rank]
         locations = [locations for locations, *_ in of_all]
         writers = [0]
         if by_node:
@@ -276,7 +279,10 @@ class NativeLayout(Layout):
     def discard(self, error: BaseException | None = None) -> None:
         self.end()
         self._file = None  # an unfinished file removes itself
-        for name in self._names:
+        self._remove(self._names)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             with contextlib.suppress(_C.EngineError, OSError):  # the error that led here is raised
                 storage_at(self.options.path).remove(name)
 
@@ -291,12 +297,16 @@ class NativeLayout(Layout):
         assert metadata is not None
         try:
             with named_system_errors(path):
-                extra.withdraw()
+                if self.options.overwrite:
+                    extra.withdraw()
                 commit_metadata.commit(path, self.metadata_rank, metadata, index, delta, self.options.overwrite)
-        except BaseException:
+        except BaseException as error:
             extra.put_back(metadata)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
+            if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
+                self._remove(name for name in self._of_all if in_sibling(name) is None)
+                raise _holds_checkpoint(path, ": another job committed it meanwhile") from error
             raise
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
@@ -345,9 +355,9 @@ class NativeLayout(Layout):
         path, save_id = self.options.path, self.options.save_id
         planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
         if planned is None:
-            self._check_shared_directory(
-                [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
-            )
+            written = [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
+            self._of_all = [name for of_rank in written for name in of_rank]
+            self._check_shared_directory(written)
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
             metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=save_id)
@@ -355,6 +365,7 @@ class NativeLayout(Layout):
             return
         assert isinstance(metadata, LazyMetadata)
         locations, names = zip(*map(_record_locations, results), strict=True)
+        self._of_all = [name for of_rank in names for name in of_rank]
         self._check_shared_directory(names)
         content, index = planned.files(list(locations), list(names), path, save_id)
         if metadata.was_changed():  # for instance by a class derived from `StorageWriter`
@@ -373,6 +384,10 @@ class NativeLayout(Layout):
         ]
         if missing:
             raise separate_directories(path, missing)
+
+
+def _holds_checkpoint(path: str, when: str = "") -> CheckpointError:
+    return CheckpointError(f"{path} holds a checkpoint already and overwrite=False{when}", path=path)
 
 
 def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:

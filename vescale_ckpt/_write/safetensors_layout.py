@@ -311,7 +311,7 @@ class SafetensorsLayout(Layout):
 
     def commit(self, *content: bytes) -> None:
         assert self._layout is not None and self._folder is not None
-        self._folder.commit([*content], self._layout.index, self.options.sync_files)
+        self._folder.commit([*content], self._layout.index, self.options.sync_files, self.options.overwrite)
 
     def end(self) -> None:
         """Removes the files if they were not committed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from functools import partial
@@ -20,6 +20,7 @@ from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import Orphan
 from ..._storage.paths import in_sibling
+from ..._storage.storage import Storage
 from . import delta_table, file_names
 from .file_names import DELTA_NAME, LEASE_MARKER
 from .named_files import named_by_any, needed_beside
@@ -38,16 +39,25 @@ def commit(
     """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
     all ranks. `delta`: the content of `.metadata.delta`. `overwrite`: as for `Storage.commit`. Raises OSError and
     `_C.EngineError`."""
-    # Index and delta table are written before the metadata: readers ignore them unless they match the metadata.
     storage = storage_at(directory)
-    if index is not None:
-        storage.write(file_names.index_name(rank), index)
-    if delta is not None:
-        storage.write(DELTA_NAME, delta)
+    beside = {file_names.index_name(rank): index, DELTA_NAME: delta}
+    if overwrite:  # readers ignore index and delta table unless they match the metadata
+        _write_beside(storage, beside)
     storage.commit(file_names.metadata_name(rank), metadata, overwrite)
+    if not overwrite:  # before the commit another save may have committed, and they would replace its own
+        try:
+            _write_beside(storage, beside)
+        except (OSError, _C.EngineError) as error:
+            logger.warning("the checkpoint in %s is whole, but its index is missing: %s", directory, error)
     if index is None:
         with contextlib.suppress(OSError, _C.EngineError):
             storage.remove(file_names.index_name(rank))
+
+
+def _write_beside(storage: Storage, contents: Mapping[str, bytes | None]) -> None:
+    for name, content in contents.items():
+        if content is not None:
+            storage.write(name, content)
 
 
 def remove_orphans(

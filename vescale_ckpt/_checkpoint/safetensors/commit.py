@@ -42,6 +42,7 @@ from .model_names import (
 
 logger = logging.getLogger(__name__)
 
+MEANWHILE = ": another job committed it meanwhile"
 IndexOf = Callable[[list[str]], bytes]  # makes the index of files with these names
 
 
@@ -51,6 +52,11 @@ class _Before:
 
     names: frozenset[str]
     named: frozenset[str]  #: names in the index; empty if there is none or it cannot be read
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is an index or a single file."""
+        return not {INDEX_NAME, SINGLE_NAME}.isdisjoint(self.names)
 
 
 def check_replaceable(directory: str) -> None:
@@ -64,14 +70,19 @@ def check_replaceable(directory: str) -> None:
         )
 
 
-def replace_model(files: Pending, index: IndexOf) -> None:
+def commit_files(files: Pending, index: IndexOf, overwrite: bool) -> None:
     """Makes `files`, which are complete and durable, the model of their folder, durably. If this raises, they stay
-    pending, unless an index names them already."""
+    pending, unless an index names them already. With `overwrite=False` raises `CheckpointError` if the folder holds a
+    model."""
     directory = files.directory
     with named_system_errors(directory), files.serialize_commits() as alone:
         before = _look(directory)
+        if not overwrite and before.has_model:
+            raise holds_model(directory, MEANWHILE)
         try:
-            names = _commit(files, index, before)
+            names = _commit(files, index, before, overwrite)
+        except FileExistsError:  # without locks in the file system, another export commits at the same time
+            raise holds_model(directory, MEANWHILE) from None
         except BaseException:
             if _are_named(files):  # a rename that reported a failure took effect
                 files.committed()
@@ -92,8 +103,11 @@ def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bo
     storage = storage_at(directory)
     before = _look(directory)
     if not overwrite and SINGLE_NAME in before.names:
-        raise holds_model(directory)
-    storage.commit(INDEX_NAME, index, overwrite)
+        raise holds_model(directory, MEANWHILE)
+    try:
+        storage.commit(INDEX_NAME, index, overwrite)
+    except FileExistsError:
+        raise holds_model(directory, MEANWHILE) from None
     if SINGLE_NAME in before.names:  # readers prefer it to an index
         storage.remove(SINGLE_NAME)
     try:
@@ -102,8 +116,8 @@ def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bo
         logger.warning("the export to %s is complete, but the clean-up after it failed: %r", directory, error)
 
 
-def holds_model(directory: str) -> CheckpointError:
-    return CheckpointError(f"{directory} holds a model already and overwrite=False", path=directory)
+def holds_model(directory: str, when: str = "") -> CheckpointError:
+    return CheckpointError(f"{directory} holds a model already and overwrite=False{when}", path=directory)
 
 
 def is_named(directory: str, name: str) -> bool | None:
@@ -112,18 +126,18 @@ def is_named(directory: str, name: str) -> bool | None:
     return None if named is None else name in named
 
 
-def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
+def _commit(files: Pending, index: IndexOf, before: _Before, overwrite: bool) -> list[str]:
     storage = storage_at(files.directory)
-    files.storage.make_durable(holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
     if len(files.paths) == 1:
-        files.give_names([SINGLE_NAME])
+        files.storage.make_durable(holds_one=before.has_model)
+        files.give_names([SINGLE_NAME], overwrite)
         files.committed()
         storage.sync()
         return [SINGLE_NAME]
     names = _free_names(len(files.paths), before)
-    files.give_names(names)
+    files.give_names(names, overwrite)
     storage.sync()
-    storage.write(INDEX_NAME, index(names))
+    storage.commit(INDEX_NAME, index(names), overwrite)
     files.committed()
     if SINGLE_NAME in before.names:
         storage.remove(SINGLE_NAME)
@@ -152,9 +166,12 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
 
 
 def _free_names(count: int, before: _Before) -> list[str]:
-    has_model = not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names)
     # Without an index and a single file, all files with usual names are the model. Spare names do not add to it.
-    digits = USUAL_DIGITS if has_model or not any(name.endswith(SUFFIX) for name in before.names) else USUAL_DIGITS + 1
+    digits = (
+        USUAL_DIGITS
+        if before.has_model or not any(name.endswith(SUFFIX) for name in before.names)
+        else USUAL_DIGITS + 1
+    )
     while not before.names.isdisjoint(names := file_names(count, digits)):
         digits += 1
     return names

@@ -15,7 +15,7 @@ from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
 from ..._storage.pending import Pending, new_token
-from .commit import IndexOf, check_replaceable, is_named, names_in, replace_model
+from .commit import IndexOf, check_replaceable, commit_files, is_named, names_in
 from .model_names import (
     file_names,
     is_temporary_index,
@@ -70,13 +70,13 @@ class ExportFolder:
         _C.reserve_file(path, size)
         return path
 
-    def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
+    def commit(self, heads: list[bytes], index: IndexOf, sync: bool, overwrite: bool) -> None:
         """Writes the start of each file, `heads`, and makes the files the model, durably. `index` returns the index for
-        the names that the files get."""
+        the names that the files get. `overwrite`: as for `commit_files`."""
         with named_system_errors(self.directory):
             for path, head in zip(self.files.paths, heads, strict=True):
                 _C.write_head(path, head, sync)
-        replace_model(self.files, index)
+        commit_files(self.files, index, overwrite)
 
     def discard(self) -> None:
         """May be called again, and after `commit`."""

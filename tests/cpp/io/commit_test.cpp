@@ -1,0 +1,128 @@
+#include "io/commit.h"
+
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cerrno>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "scratch.h"
+
+namespace vescale_ckpt::io {
+namespace {
+
+class CommitTest : public ScratchTest {
+ protected:
+  // The errno of a commit of "new"; 0 if it succeeds.
+  int commit(bool replace = true, const std::string& content = "new") const {
+    try {
+      commit_file(directory(), "file", std::as_bytes(std::span(content)), replace);
+    } catch (const Error& error) {
+      return error.code;
+    }
+    return 0;
+  }
+};
+
+TEST_F(CommitTest, ReplacesTheOldFile) {
+  write_file(path("file"), "old");
+  EXPECT_EQ(commit(), 0);
+  EXPECT_EQ(read_file(path("file")), "new");
+  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+}
+
+TEST_F(CommitTest, ThatFailsLeavesTheOldFileAndNoOther) {
+  write_file(path("file"), "old");
+  for (const Call call : {Call::open, Call::write, Call::sync, Call::close, Call::rename}) {
+    for (const bool replace : {true, false}) {
+      if (call == Call::rename && !replace) continue;
+      const ArmedFault fault(call, EIO);
+      EXPECT_EQ(commit(replace), EIO) << static_cast<int>(call);
+      EXPECT_EQ(read_file(path("file")), "old");
+      EXPECT_EQ(files(), (std::set<std::string>{"file"})) << static_cast<int>(call);
+    }
+  }
+}
+
+TEST_F(CommitTest, WritesOnAfterAShortWrite) {
+  const ArmedFault fault(Call::write, 0);
+  const std::string content(20'000, 'c');
+  EXPECT_EQ(commit(true, content), 0);
+  EXPECT_EQ(read_file(path("file")), content);
+}
+
+// --- Without replacing
+
+TEST_F(CommitTest, GivesAFreeName) {
+  EXPECT_EQ(commit(false), 0);
+  EXPECT_EQ(read_file(path("file")), "new");
+  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+  struct stat found{};
+  ASSERT_EQ(::lstat(path("file").c_str(), &found), 0);
+  EXPECT_EQ(found.st_nlink, 1U);
+}
+
+TEST_F(CommitTest, KeepsWhatHasTheName) {
+  write_file(path("file"), "old");
+  EXPECT_EQ(commit(false), EEXIST);
+  EXPECT_EQ(read_file(path("file")), "old");
+  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+}
+
+TEST_F(CommitTest, WithoutHardLinksLooksFirst) {
+  for (const int refusal : {EPERM, EOPNOTSUPP, ENOSYS}) {
+    std::filesystem::remove(path("file"));
+    {
+      const ArmedFault fault(Call::link, refusal);
+      EXPECT_EQ(commit(false), 0) << refusal;
+    }
+    EXPECT_EQ(read_file(path("file")), "new");
+    const ArmedFault fault(Call::link, refusal);
+    EXPECT_EQ(commit(false, "later"), EEXIST) << refusal;
+    EXPECT_EQ(read_file(path("file")), "new");
+    EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+  }
+}
+
+TEST_F(CommitTest, WhoseAnswerWasLostIsDone) {
+  const ArmedFault fault(Call::link, EEXIST);
+  EXPECT_EQ(commit(false), 0);
+  EXPECT_EQ(read_file(path("file")), "new");
+  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+}
+
+TEST_F(CommitTest, OfAnotherErrorIsNoRename) {
+  const ArmedFault fault(Call::link, EIO);
+  EXPECT_EQ(commit(false), EIO);
+  EXPECT_TRUE(files().empty());
+}
+
+TEST_F(CommitTest, OfManyAtOnceSucceedsOnce) {
+  for (int round = 0; round < 20; ++round) {
+    std::filesystem::remove(path("file"));
+    std::atomic<int> won = 0, refused = 0, ready = 0;
+    std::string winner;
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 4; ++number) {
+      threads.emplace_back([&, number] {
+        const std::string content = "by " + std::to_string(number);
+        for (++ready; ready < 4;) std::this_thread::yield();
+        const int result = commit(false, content);
+        if (result == 0) winner = content;
+        ++(result == 0 ? won : refused);
+        EXPECT_TRUE(result == 0 || result == EEXIST) << result;
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    ASSERT_EQ(won, 1);
+    ASSERT_EQ(refused, 3);
+    EXPECT_EQ(read_file(path("file")), winner);
+    EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::io

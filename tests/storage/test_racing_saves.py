@@ -1,0 +1,166 @@
+"""Of jobs that save with `overwrite=False` and commit at the same time, one succeeds, and the others leave nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import children, faults
+from harness.files import data_files, only_named_files, read_metadata
+from harness.ranks import run_ranks
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError
+from vescale_ckpt._checkpoint.native import delta_table
+from vescale_ckpt._engine import _C
+from vescale_ckpt._storage.file_system import FileSystem
+
+SAVERS = 3
+
+
+def model(k: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full((2000,), float(k)) for name in "ab"}
+
+
+def race(saves: Sequence[Callable[[], Any]], seam: tuple[Any, str], outcomes: Path) -> int:
+    """Runs saves in processes, which wait for each other when they first come to the call `seam`. Returns the number of
+    the only one that did not raise."""
+    together = multiprocessing.get_context("fork").Barrier(len(saves))
+
+    def run(number: int) -> None:
+        owner, name = seam
+        original = getattr(owner, name)
+
+        def wait(*arguments: Any, **options: Any) -> Any:
+            setattr(owner, name, original)
+            together.wait(30)
+            return original(*arguments, **options)
+
+        setattr(owner, name, wait)
+        text = ""
+        try:
+            saves[number]()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        Path(outcomes, str(number)).write_text(text)
+
+    outcomes.mkdir()
+    for pid in [children.fork(partial(run, number)) for number in range(len(saves))]:
+        os.waitpid(pid, 0)
+    texts = [Path(outcomes, str(number)).read_text() for number in range(len(saves))]
+    (won,) = [number for number, text in enumerate(texts) if not text]
+    for text in texts[:won] + texts[won + 1 :]:
+        assert text.startswith("CheckpointError: ") and "already and overwrite=False: another job" in text, text
+    return won
+
+
+def holds(path: Path, k: int) -> bool:
+    state = model(-1)
+    vescale_ckpt.load(path, state)
+    return all(bool((value == k).all()) for value in state.values())
+
+
+def saving(path: Path, k: int, state: dict[str, torch.Tensor] | None = None, **options: Any) -> Callable[[], Any]:
+    return partial(vescale_ckpt.save, path, state or model(k), overwrite=False, **options)
+
+
+def test_of_native_saves_one_commits(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    saves = [saving(path, k, extra_files={"note": b"%d" % k}) for k in range(SAVERS)]
+    k = race(saves, (FileSystem, "commit"), tmp_path / "outcomes")
+    assert holds(path, k) and (path / "note").read_bytes() == b"%d" % k
+    report = vescale_ckpt.verify(path)
+    assert report.ok and report.indexed
+    (path / "note").unlink()
+    assert only_named_files(path)
+
+
+def test_of_delta_saves_one_commits(tmp_path: Path) -> None:
+    base, path = tmp_path / "0", tmp_path / "1"
+    vescale_ckpt.save(base, model(0), base=tmp_path / "none")
+    saves = [saving(path, k, {**model(0), "b": model(k)["b"]}, base=base) for k in range(SAVERS)]
+    k = race(saves, (FileSystem, "commit"), tmp_path / "outcomes")
+    target = model(-1)
+    vescale_ckpt.load(path, target)
+    assert torch.equal(target["b"], model(k)["b"]) and holds(base, 0)
+    assert delta_table.belongs(str(path))
+    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+    assert any(name.startswith("../0/") for name in named)
+    assert {path.name for path in data_files(path)} == {name for name in named if "/" not in name}
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+@pytest.mark.parametrize("sizes", [["5GB"] * 2, [8000] * 2, ["5GB", 8000]], ids=["single", "several", "one of each"])
+def test_of_exports_one_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[Any], has_locks: bool
+) -> None:
+    if not has_locks:
+        if len(set(sizes)) > 1:
+            pytest.skip("one of each commits under another name: only locks keep them apart")
+        monkeypatch.setattr(fcntl, "flock", _no_locks)
+    path = tmp_path / "made"
+    formats = [vescale_ckpt.Safetensors(max_shard_size=size) for size in sizes]
+    # Without locks all have found that there is no model when the first of them names its files.
+    seam = _C, "write_head" if has_locks else "rename_if_free"
+    saves = [saving(path, k, format=format) for k, format in enumerate(formats)]
+    k = race(saves, seam, tmp_path / "outcomes")
+    assert holds(path, k)
+    assert len(os.listdir(path)) == (1 if sizes[k] == "5GB" else 3)
+
+
+def _no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "no locks here")
+
+
+def test_without_hard_links_a_commit_looks_first(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look of one save and its rename another may commit; nothing but that remains of the race."""
+    commit = FileSystem.commit
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(FileSystem, "commit", commit)
+        saving(checkpoint, 1)()
+        with faults.fault("link", errno.EPERM):
+            commit(*arguments)
+
+    monkeypatch.setattr(FileSystem, "commit", late)
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        saving(checkpoint, 2)()
+    assert holds(checkpoint, 1) and only_named_files(checkpoint)
+
+
+def test_a_commit_without_hard_links(checkpoint: Path) -> None:
+    with faults.fault("link", errno.EOPNOTSUPP):
+        saving(checkpoint, 1)()
+        assert faults.calls_seen("link") == 1
+    assert holds(checkpoint, 1) and only_named_files(checkpoint)
+
+
+def _lose_on_two_ranks(path: Path) -> tuple[str, list[str]]:
+    before = FileSystem.commit
+
+    def late(*arguments: Any) -> None:
+        FileSystem.commit = before  # type: ignore[method-assign]
+        (path / ".metadata").write_bytes(b"another job's")
+        before(*arguments)
+
+    FileSystem.commit = late  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.save(path, {**model(1), "mine": vescale_ckpt.PerRank(dist.get_rank())}, overwrite=False)
+    dist.barrier()
+    return str(caught.value), sorted(os.listdir(path))
+
+
+def test_the_files_of_all_ranks_of_the_loser_are_removed(checkpoint: Path) -> None:
+    for text, names in run_ranks(2, _lose_on_two_ranks, checkpoint):
+        assert "and overwrite=False: another job committed it meanwhile" in text
+        assert names == [".metadata"]
+    assert (checkpoint / ".metadata").read_bytes() == b"another job's"
