@@ -21,9 +21,11 @@ from harness.files import data_files, drop_from_cache, flipped, read_metadata, r
 from harness.ranks import run_ranks
 from harness.saves import outcome, save, stock_save
 from harness.states import state
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import vescale_ckpt
-from vescale_ckpt import StorageReader, VerifyReport, verify
+from vescale_ckpt import CorruptCheckpointError, StorageReader, VerifyReport, verify
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -340,3 +342,26 @@ def test_what_cannot_be_checked_is_said(checkpoint: Path) -> None:
     assert "without checksums" in told
     (told,) = verify(checkpoint, quick=True).unchecked
     assert told.startswith("the data")
+
+
+@pytest.mark.parametrize("value", [torch.arange(6.0).reshape(2, 3), torch.tensor(3.0)], ids=["matrix", "scalar"])
+@pytest.mark.parametrize("by_stock", [False, True])
+def test_a_tensor_that_is_placed_without_an_offset_is_damage_as_for_loads(
+    checkpoint: Path, tmp_path: Path, by_stock: bool, value: torch.Tensor
+) -> None:
+    """Stock DCP asks for the place of each chunk by its offset, and raises KeyError."""
+    values = {"w": value, "x": torch.ones(2), "object": [1]}
+    (stock_save if by_stock else save)(checkpoint, values)
+    metadata = read_metadata(checkpoint)
+    metadata.storage_data = {
+        MetadataIndex("w") if index.fqn == "w" else index: info for index, info in metadata.storage_data.items()
+    }
+    rewrite_metadata(checkpoint, metadata)
+    with pytest.raises(CheckpointException, match="KeyError"):
+        dcp.load({"w": torch.empty_like(value)}, checkpoint_id=checkpoint, no_dist=True)
+    error = outcome(checkpoint, values)
+    assert isinstance(error, CorruptCheckpointError) and error.key == "w"
+    for quick in (True, False):
+        assert damaged_keys(verify(checkpoint, quick=quick)) == {"w"}
+    with pytest.raises(CorruptCheckpointError, match="w: the metadata does not say where it is stored"):
+        vescale_ckpt.convert(checkpoint, tmp_path / "made.pt", format="torch")

@@ -244,10 +244,13 @@ class _Listing:
         self.malformed: list[CheckpointError] = []
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
-        locations: dict[str, dict[tuple[int, ...], Any]] = {}  # {key: {offset in the tensor: unchecked location}}
+        # {key: {offset in the tensor: unchecked location}}. Objects have no offset. A tensor without one is not found,
+        # because no load looks there, of stock DCP neither.
+        locations: dict[str, dict[tuple[int, ...] | None, Any]] = {}
         for index, info in metadata.storage_data.items():
             if type(index) is MetadataIndex and type(index.fqn) is str:
-                locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+                at = None if index.offset is None else tuple(index.offset)
+                locations.setdefault(index.fqn, {})[at] = info
             else:
                 reason = f"the metadata places {index!r}, which is no name"
                 self.malformed.append(CorruptCheckpointError(reason, key=None, file=where))
@@ -262,10 +265,10 @@ class _Listing:
                         at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                         if math.prod(sizes) * itemsize >= 1 << 62:
                             raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {sizes}", key=key)
-                        chunks.append(self._chunk(key, of_key.get(at, of_key.get(())), at, sizes))
+                        chunks.append(self._chunk(key, of_key.get(at), at, sizes))
                 else:
                     self.objects[key] = Chunk((), (), "", -1, -1)
-                    self.objects[key] = self._chunk(key, of_key.get(()), (), ())
+                    self.objects[key] = self._chunk(key, of_key.get(None), (), ())
             except CheckpointError as error:
                 chunks.clear()
                 self.malformed.append(error)
