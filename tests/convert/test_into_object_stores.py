@@ -153,7 +153,7 @@ def test_damage_in_the_source_leaves_nothing(url: str, source: Path) -> None:
     for to, format in (("/dcp", "dcp"), ("/model", "safetensors"), ("/a.npz", "npz")):
         with pytest.raises(CorruptCheckpointError):
             vescale_ckpt.convert(source, url + to, format=format)  # type: ignore[arg-type]
-    assert names(url) == set()
+    assert stores.keys(url) == []
 
 
 def test_a_file_that_is_replaced_is_the_new_one_or_an_error_is_raised(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vescale_ckpt._storage.object_store import Client
 from vescale_ckpt._storage.open_storage import storage_at
 
 
@@ -25,3 +26,8 @@ def remove(url: str | Path, name: str) -> None:
 
 def size(url: str | Path, name: str) -> int:
     return int(storage_at(str(url)).stat(name).size)
+
+
+def keys(url: str | Path) -> list[str]:
+    """The keys of all objects below. `names` has folders, too, and servers may list one after its last object is gone."""
+    return [found["path"] for found in Client(str(url)).all_below()]
