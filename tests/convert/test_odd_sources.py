@@ -9,12 +9,16 @@ import os
 import random
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.children import in_child
 
+import vescale_ckpt
 from vescale_ckpt import CheckpointError, convert, safetensors
+from vescale_ckpt._checkpoint import mapped_files, numpy_checkpoint, torch_checkpoint
 
 
 def test_conversions_take_for_a_model_what_loads_do(tmp_path: Path) -> None:
@@ -101,3 +105,82 @@ def test_any_damage_of_an_archive_is_told_as_such(tmp_path: Path) -> None:
             convert(tmp_path / "b.npz", tmp_path / "b.safetensors", format="safetensors", overwrite=True)
             found = safetensors.load_file(tmp_path / "b.safetensors")
             assert all(value.equal(expected.get(name, value)) for name, value in found.items())
+
+
+def _source(folder: Path, kind: str) -> Path:
+    """A file, or a folder with one, of 1 MiB."""
+    values = np.arange(1 << 18, dtype=np.float32)
+    path = folder / ("a" if kind == "npy" else f"a.{kind.partition(' ')[0]}")
+    if kind == "npy":
+        path.mkdir()
+        np.save(path / "a.npy", values)
+    elif kind == "npz":
+        np.savez(path, a=values)
+    else:
+        torch.save({"a": torch.from_numpy(values) if kind == "pt" else ("text", torch.from_numpy(values))}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "name"),
+    [
+        ("pt", torch_checkpoint, "narrowed"),
+        ("pt with an object", torch_checkpoint, "verify_entry"),
+        ("npy", numpy_checkpoint, "narrowed"),
+        ("npz", numpy_checkpoint, "_read_member"),
+    ],
+)
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: Any, name: str
+) -> None:
+    """It was found whole and sound before. An access to its memory would end the process."""
+    source = _source(tmp_path, kind)
+    file = source / "a.npy" if kind == "npy" else source
+    call = getattr(module, name)
+
+    def cut_short(*arguments: Any) -> Any:
+        found = None if name == "_read_member" else call(*arguments)
+        os.truncate(file, 4096)
+        return call(*arguments) if name == "_read_member" else found
+
+    monkeypatch.setattr(module, name, cut_short)
+
+    def converted() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            convert(source, tmp_path / "made", format="dcp")
+        return str(caught.value)
+
+    assert str(file) in in_child(converted).value
+
+
+def test_tensors_of_any_strides_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_files, "_READ_BYTES", 100)
+    base = torch.arange(7.0 * 6 * 5).to(torch.complex64).view(7, 6, 5)
+    base = base + 1j * base.flip(0)
+    values = {
+        "whole": base,
+        "transposed": base.permute(2, 0, 1),
+        "window": base[1:6:2, 2:, ::2],
+        "expanded": base[2:3].expand(3, 6, 5),
+        "conjugate": base.conj()[:, 1:],
+        "negated": torch._neg_view(torch.arange(7.0))[1:],
+        "one": base[3, 2, 1],
+        "none": base[:0],
+    }
+    torch.save({**values, "object": (base[1].t(), "text")}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "made", format="dcp")
+    found = {**{key: torch.zeros_like(value.resolve_conj()) for key, value in values.items()}, "object": None}
+    vescale_ckpt.load(tmp_path / "made", found)
+    for key, value in values.items():
+        assert found[key].equal(value.resolve_conj().resolve_neg()), key
+    assert found["object"][0].equal(base[1].t()) and found["object"][1] == "text"
+
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    array = np.arange(60).reshape(5, 4, 3)
+    np.save(folder / "fortran.npy", np.asfortranarray(array))
+    np.save(folder / "plain.npy", array)
+    convert(folder, tmp_path / "again", format="dcp")
+    arrays = {"fortran": torch.zeros(5, 4, 3, dtype=torch.int64), "plain": torch.zeros(5, 4, 3, dtype=torch.int64)}
+    vescale_ckpt.load(tmp_path / "again", arrays)
+    assert all(value.equal(torch.from_numpy(array)) for value in arrays.values())

@@ -29,5 +29,5 @@ def size(url: str | Path, name: str) -> int:
 
 
 def keys(url: str | Path) -> list[str]:
-    """The keys of all objects below. `names` has folders, too, and servers may list one after its last object is gone."""
+    """The keys of all objects below. `names` has folders, which some servers list without an object."""
     return [found["path"] for found in Client(str(url)).all_below()]

@@ -22,6 +22,7 @@ from .._storage.open_storage import is_folder, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from .archive_entries import damage_named, entries, open_archive
 from .checkpoint import Checkpoint, Read, TensorInfo, whole_in
+from .mapped_files import read_mapped
 from .seen_files import SeenFiles
 
 SUFFIX = ".npy"
@@ -34,8 +35,8 @@ _MOST_ELEMENTS = 1 << 59  # with any dtype, a signed 64-bit integer can count th
 class NumpyCheckpoint(Checkpoint):
     """The arrays of an archive or folder.
 
-    Arrays of an archive are read whole, one at a time, and compared with their checksums. Arrays of a folder are mapped
-    to memory, and have no checksums.
+    Arrays of an archive are read whole, one at a time, and compared with their checksums. Of arrays of a folder only
+    what is asked for is read; they have no checksums.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,11 +94,14 @@ class NumpyCheckpoint(Checkpoint):
             self._archive.close()
 
     def read(self, reads: Sequence[Read]) -> None:
-        paths = {self._place(read.key)[0] for read in reads}
-        self._seen.check(paths)  # an access to mapped memory beyond the end of a truncated file would end the process
         for read in reads:
-            read.target.copy_(narrowed(self._tensor(read.key), read.offsets, read.target.shape))
-        self._seen.check(paths)
+            view = narrowed(self._tensor(read.key), read.offsets, read.target.shape)
+            if self._archive is None:
+                path, begin = self._place(read.key)
+                read_mapped(path, read.key, begin, view, read.target)
+            else:
+                read.target.copy_(view)
+        self._seen.check({self._place(read.key)[0] for read in reads})
 
     def _place(self, key: str) -> tuple[str, int]:
         (chunk,) = self.tensors[key].chunks

@@ -1,7 +1,8 @@
-"""`TorchCheckpoint` opens files of torch.save for conversions and tools. torch.load maps them to memory."""
+"""`TorchCheckpoint` opens files of torch.save for conversions and tools. torch.load says where tensors lie."""
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -16,13 +17,15 @@ from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
 from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
+from .mapped_files import read_mapped, read_storage
 from .seen_files import SeenFiles
 
 
 class TorchCheckpoint(Checkpoint):
-    """A dict, nested or not, that torch.load maps to memory. Keys are flattened as in DCP.
+    """A dict, nested or not. Keys are flattened as in DCP.
 
-    Opening it reads only the pickle. Each storage is compared with its checksum once, before its memory is read.
+    Opening it reads only the pickle: torch.load maps the tensors to memory, which is never touched. Each storage is
+    compared with its checksum once, before it is read.
 
     Raises `UntrustedCheckpointError` if loading needs to run code, `CorruptCheckpointError` for damage, and
     `CheckpointError` for other files.
@@ -79,19 +82,24 @@ class TorchCheckpoint(Checkpoint):
         self._archive.close()
 
     def load_objects(self, names: Iterable[str]) -> dict[str, Any]:
-        found = {key: self._flat[key] for key in names}
-        for key, value in found.items():
-            for storage in _storages_within(value):
-                if entry := self._entries.get(storage.data_ptr()):
-                    self._verify(entry, key)
-        return found
+        return {key: self._object(key, self._flat[key]) for key in names}
+
+    def _object(self, key: str, value: Any) -> Any:
+        """Returns an object whose tensors lie in memory of their own."""
+        read: dict[int, torch.UntypedStorage] = {}
+        for storage in _storages_within(value):
+            if entry := self._entries.get(storage.data_ptr()):
+                self._verify(entry, key)
+                read[storage._cdata] = read_storage(self.path, key, entry.offset, storage.nbytes())
+        memo: dict[Any, Any] = {"torch": read}  # where torch looks for copies of storages
+        return copy.deepcopy(value, memo) if read else value
 
     def read(self, reads: Sequence[Read]) -> None:
         for read in reads:
             self._verify(self._entry_of[read.key], read.key)
-        self._seen.check([self.path])  # an access to mapped memory of a truncated file would end the process
         for read in reads:
-            read.target.copy_(narrowed(self._tensors[read.key], read.offsets, read.target.shape).detach())
+            view = narrowed(self._tensors[read.key], read.offsets, read.target.shape)
+            read_mapped(self.path, read.key, self._entry_of[read.key].offset, view, read.target)
         self._seen.check([self.path])
 
     def _verify(self, entry: Entry, key: str) -> None:
