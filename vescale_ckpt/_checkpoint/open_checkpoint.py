@@ -14,9 +14,9 @@ from .archive_entries import advice_for_file, kind_of_file, open_archive
 from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
-from .native.file_names import INDEX_NAME, is_metadata_file
+from .native.file_names import INDEX_NAME, METADATA_NAME, is_metadata_file
 from .native.native_checkpoint import NativeCheckpoint, explained
-from .safetensors import safetensors_checkpoint
+from .safetensors import model_names, safetensors_checkpoint
 from .safetensors.headers import SUFFIXES, HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 from .torch_checkpoint import TorchCheckpoint
@@ -51,6 +51,14 @@ def recognize(path: str) -> Kind | None:
     if any(name.endswith(SUFFIXES) for name in names):
         return "safetensors"
     return "npy" if any(name.endswith(".npy") for name in names) else None
+
+
+def committed_at(path: str) -> int | None:
+    """Returns when the checkpoint or model in a folder was committed, in nanoseconds: the time of the file that a save
+    writes last. None if there is none, as after a save that died. Raises as `Storage.has` and `Storage.stat`."""
+    storage = storage_at(path)
+    found = (name for name in (METADATA_NAME, model_names.SINGLE_NAME, model_names.INDEX_NAME) if storage.has(name))
+    return next((storage.stat(name).modified_ns for name in found), None)
 
 
 def open_checkpoint(path: str) -> Checkpoint:

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .. import SaveHandle, inspect, settings, verify
-from .._checkpoint.native import metadata_file
-from .._checkpoint.native.file_names import METADATA_NAME
+from .._checkpoint.open_checkpoint import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.open_storage import storage_at
@@ -86,8 +85,8 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
             continue
         if os.path.isfile(path):
             written[path] = os.stat(path).st_mtime_ns
-        elif metadata_file.has_metadata(path, None):
-            written[path] = storage_at(path).stat(METADATA_NAME).modified_ns
+        elif (committed := committed_at(path)) is not None:
+            written[path] = committed
     sound = (
         path for path in sorted(written, key=written.__getitem__, reverse=True) if os.path.isfile(path) or _sound(path)
     )
@@ -103,7 +102,7 @@ def _sound(path: str) -> bool:
 
 def _found(path: str) -> tuple[str, bool]:
     """The path to load, and whether it is a folder. A kill may leave "last" unfinished: then the newest is loaded."""
-    if os.path.isdir(path) and not metadata_file.has_metadata(path, None):
+    if os.path.isdir(path) and committed_at(path) is None:
         folder, name = os.path.split(path)
         if name.startswith(_LAST) and (other := newest(folder)) is not None:
             logger.warning("the save of %s did not finish: %s, the newest checkpoint beside it, is loaded", path, other)

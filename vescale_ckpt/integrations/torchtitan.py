@@ -19,8 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from .. import SaveHandle, settings
-from .._checkpoint.native.file_names import METADATA_NAME
-from .._checkpoint.safetensors.model_names import INDEX_NAME as SAFETENSORS_INDEX
+from .._checkpoint.open_checkpoint import committed_at
 from ..api import load, save
 from ..errors import CheckpointError, MissingKeysError
 from ._versions import check_version, hook
@@ -115,7 +114,7 @@ class VescaleCheckpointManager(_Manager):
     def _purge(self) -> None:
         found = [(int(match[1]), name) for name in os.listdir(self.folder) if (match := _STEP.fullmatch(name))]
         paths = [os.path.join(self.folder, name) for _, name in sorted(found)]
-        whole = [path for path in paths if _is_whole(path)]
+        whole = [path for path in paths if committed_at(path) is not None]
         for path in whole[: -self.keep_latest_k]:
             self.purge_queue.put(path)
 
@@ -123,10 +122,6 @@ class VescaleCheckpointManager(_Manager):
         if self._last_save is not None:  # its callback may purge; its error is reported at exit if nobody has seen it
             futures.wait([self._last_save.future])
         super()._close()
-
-
-def _is_whole(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in (METADATA_NAME, SAFETENSORS_INDEX))
 
 
 @_override(target=_Manager.Config, description="vescale_ckpt saves and loads", exact=True)
