@@ -26,8 +26,8 @@ class DeviceBuffer:
         with self._device.queued():
             self._on_device = [torch.empty(size, dtype=torch.uint8, device=self._device.device) for size in sizes]
 
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return self._host[number % len(self._host)]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._host[index % len(self._host)]
 
     def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
         """Does nothing: all ranks exchange messages over their devices."""
@@ -40,12 +40,12 @@ class DeviceBuffer:
         """Returns the memory to torch's allocators, which keep it for the next load."""
         del self._host, self._on_device
 
-    def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
+    def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Copies a round's data from the host to the device, and sends and receives its messages there.
 
         Returns an error instead of raising it: other ranks may still wait for this one, and are told after the round.
         """
-        host, on_device = self[number], self._on_device[number % len(self._on_device)]
+        host, on_device = self[index], self._on_device[index % len(self._on_device)]
         nothing = on_device[:0]
         inputs, outputs = [nothing] * peers.size, [nothing] * peers.size
         for peer, offset, size in round_.messages(round_.sends):
@@ -63,9 +63,9 @@ class DeviceBuffer:
             return CheckpointError(f"the devices could not swap what they had read: {type(error).__name__}: {error}")
         return None
 
-    def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+    def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
         """The buffers that the round's placements copy from, by peer (-1: this rank)."""
-        return {-1: self._on_device[number % len(self._on_device)]}
+        return {-1: self._on_device[index % len(self._on_device)]}
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class DeviceBuffer:
         if not self._device.finish(self._group.seconds):
             raise CheckpointError(f"the device has not placed what it got within {self._group.seconds:g} s")
 
-    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
+    def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         """Does nothing: no rank reads another rank's buffer."""
 
     def leave(self) -> None:

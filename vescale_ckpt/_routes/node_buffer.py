@@ -86,54 +86,54 @@ class NodeBuffer:
         self._own.end[: len(self._token)] = tensor_over(bytearray(self._token))
         self._of_peers: dict[int, _Mapped] = {}
 
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return self._own.memories[number % len(self._sizes)]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._own.memories[index % len(self._sizes)]
 
     def is_as(self, sizes: Sequence[int], near: Iterable[int]) -> bool:
         """Whether it has these sizes and neighbours."""
         return self._sizes == _whole_pages(sizes) and self._of_peers.keys() == set(near)
 
-    def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
+    def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Sends and receives the messages of a round between nodes. Then it tells the neighbours that they may look at
         what was read and at what came from other nodes, and waits until it may look at theirs."""
-        self._begin_messages(peers, number, round_)
+        self._begin_messages(peers, index, round_)
         peers.wait(receipts=False)  # `acknowledge` waits for them
-        self._own.filled.set(number + 1)
+        self._own.filled.set(index + 1)
         for peer in round_.same_node_peers(round_.receives):
             owner = self._of_peers[peer]
-            peers.expect(peer, _Counted(owner.filled, owner.process, number + 1))
+            peers.expect(peer, _Counted(owner.filled, owner.process, index + 1))
         peers.wait(receipts=False)
         return None
 
-    def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+    def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
         """The buffers that the round's placements copy from, by peer (-1: this rank)."""
-        return self._buffers(number, round_.same_node_peers(round_.receives))
+        return self._buffers(index, round_.same_node_peers(round_.receives))
 
-    def targets(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+    def targets(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
         """The buffers that an export's round copies to, by peer (-1: this rank)."""
-        return self._buffers(number, round_.same_node_peers(round_.sends))
+        return self._buffers(index, round_.same_node_peers(round_.sends))
 
-    def _buffers(self, number: int, peers: Iterable[int]) -> dict[int, torch.Tensor]:
-        found = {-1: self[number]}
+    def _buffers(self, index: int, peers: Iterable[int]) -> dict[int, torch.Tensor]:
+        found = {-1: self[index]}
         for peer in peers:
             memories = self._of_peers[peer].memories
-            found[peer] = memories[number % len(memories)]
+            found[peer] = memories[index % len(memories)]
         return found
 
-    def collect_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
+    def collect_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Tells the neighbours that this rank has copied to their buffers what belongs there, and waits until they have
         copied to this rank's. Then it sends and receives the messages of an export's round between nodes."""
-        self._own.filled.set(number + 1)
+        self._own.filled.set(index + 1)
         for peer in round_.same_node_peers(round_.receives):
             owner = self._of_peers[peer]
-            peers.expect(peer, _Counted(owner.filled, owner.process, number + 1))
+            peers.expect(peer, _Counted(owner.filled, owner.process, index + 1))
         peers.wait(receipts=False)
-        self._begin_messages(peers, number, round_)
+        self._begin_messages(peers, index, round_)
         peers.wait()  # afterwards neighbours may copy to where messages lie
         return None
 
-    def _begin_messages(self, peers: Connections, number: int, round_: Round) -> None:
-        memory = self[number]
+    def _begin_messages(self, peers: Connections, index: int, round_: Round) -> None:
+        memory = self[index]
         for peer, offset, size in round_.messages(round_.receives):
             if size:
                 peers.receive(peer, memory[offset : offset + size], receipt=True)
@@ -146,13 +146,13 @@ class NodeBuffer:
         self._own.filled.set(0)
         self._own.placed.set(0)
 
-    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
+    def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
         until those that `round_` sends to have, too, and until the messages of this rank have come."""
-        self._own.placed.set(number + 1)
+        self._own.placed.set(index + 1)
         for peer in round_.same_node_peers(round_.sends):
             owner = self._of_peers[peer]
-            peers.expect(peer, _Counted(owner.placed, owner.process, number + 1))
+            peers.expect(peer, _Counted(owner.placed, owner.process, index + 1))
         peers.wait()
 
     def leave(self) -> None:
@@ -237,9 +237,9 @@ class _Counted:
 
 
 def _open(hello: bytearray) -> _Mapped:
-    process, number, count, token = _HELLO.unpack_from(hello)
+    process, descriptor, count, token = _HELLO.unpack_from(hello)
     sizes = struct.unpack_from(f"<{count}q", hello, _HELLO.size)
-    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_size != sum(sizes) + _PAGE:  # an access beyond a file's end kills the process
             raise ValueError("a file of another size is in its place")

@@ -24,7 +24,7 @@ Swap = Callable[[Connections, int, Round], CheckpointError | None]
 class Buffers(Protocol):
     """The memory of the rounds."""
 
-    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
+    def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
         and until the messages of this rank have come."""
 
@@ -54,15 +54,15 @@ class Pipeline:
         """Runs the rounds, until all are done or one rank has failed: then it returns False. `fills_others`: whether
         `fill` writes to the buffers of neighbours."""
         if self._exchange.size == 1:  # nobody to exchange with: it brings parts of rows together that one rank holds
-            for number in range(len(self._routes.rounds)):
-                self._guarded(fill, number)
-                self._guarded(empty, number)
+            for index in range(len(self._routes.rounds)):
+                self._guarded(fill, index)
+                self._guarded(empty, index)
             return True
         name = "vescale_ckpt"
         with ThreadPoolExecutor(1, name) as filling, ThreadPoolExecutor(1, name) as emptying:
 
-            def submit(pool: ThreadPoolExecutor, step: Callable[[int], None], number: int) -> Future[None]:
-                return pool.submit(self._guarded, step, number)
+            def submit(pool: ThreadPoolExecutor, step: Callable[[int], None], index: int) -> Future[None]:
+                return pool.submit(self._guarded, step, index)
 
             rounds = self._routes.rounds
             start, count = 0, len(rounds)
@@ -71,26 +71,26 @@ class Pipeline:
             while start < count:
                 stop = min(count, start + ROUNDS_BETWEEN_CHECKS)
                 with self._peers(start, stop - 1) as peers:
-                    for number in range(start, stop):
+                    for index in range(start, stop):
                         with phase("write" if fills_others else "read"):
-                            filled.pop(number).result()
-                        peers.progress(2 * number)
-                        if number - 2 in emptied:  # the next round has the buffers of this one
-                            emptied.pop(number - 2).result()
-                            shared = rounds[min(number + 1, count - 1) if fills_others else number - 2]
-                            self._memory.acknowledge(peers, number - 2, shared)
-                        if number + 1 < count:
-                            filled[number + 1] = submit(filling, fill, number + 1)
-                        self._swap(peers, number, swap)
-                        emptied[number] = submit(emptying, empty, number)
+                            filled.pop(index).result()
+                        peers.progress(2 * index)
+                        if index - 2 in emptied:  # the next round has the buffers of this one
+                            emptied.pop(index - 2).result()
+                            shared = rounds[min(index + 1, count - 1) if fills_others else index - 2]
+                            self._memory.acknowledge(peers, index - 2, shared)
+                        if index + 1 < count:
+                            filled[index + 1] = submit(filling, fill, index + 1)
+                        self._swap(peers, index, swap)
+                        emptied[index] = submit(emptying, empty, index)
                 if stop < count and self._exchange.agree([int(self.error is None)], self._phase) != [1]:
                     return False
                 start = stop
             return True  # leaving the pools waits for the last rounds
 
-    def _swap(self, peers: Connections, number: int, swap: Swap) -> None:
-        peers.progress(2 * number + 1)
-        error = swap(peers, number, self._routes.rounds[number])
+    def _swap(self, peers: Connections, index: int, swap: Swap) -> None:
+        peers.progress(2 * index + 1)
+        error = swap(peers, index, self._routes.rounds[index])
         self.error = self.error or error
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
@@ -98,9 +98,9 @@ class Pipeline:
         of = f"{len(self._routes.rounds)}, plan {self._routes.number:x}"
         return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
 
-    def _guarded(self, step: Callable[[int], None], number: int) -> None:
+    def _guarded(self, step: Callable[[int], None], index: int) -> None:
         if self.error is None:
             try:
-                step(number)
+                step(index)
             except BaseException as error:
                 self.error = error

@@ -133,19 +133,19 @@ class RoutedRead:
 
     # --- Steps of a round.
 
-    def _read(self, number: int) -> None:
-        round_, memory = self.routes.rounds[number], self._memory[number]
+    def _read(self, index: int) -> None:
+        round_, memory = self.routes.rounds[index], self._memory[index]
         if len(round_.staged):
             self._read_pieces(round_, memory)
         if len(round_.packs):
             _C.copy_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), self._reader.threads)
 
-    def _place(self, number: int) -> None:
-        round_ = self.routes.rounds[number]
+    def _place(self, index: int) -> None:
+        round_ = self.routes.rounds[index]
         if not len(round_.placements):
             return
         assert self._reads is not None
-        memories = self._memory.sources(number, round_)
+        memories = self._memory.sources(index, round_)
         if isinstance(self._memory, DeviceBuffer):
             with self._memory.placing():
                 for placement in self._placements(round_.placements, None, memories):
@@ -160,9 +160,9 @@ class RoutedRead:
         )
         names, left_out = state.names, set(rest)
 
-        def key_of(number: int) -> str:
+        def key_of(index: int) -> str:
             rows = (row for at, row in enumerate(_rows(round_.placements, 5, 4)) if at not in left_out)
-            return names[next(islice(rows, number, None))[2]]
+            return names[next(islice(rows, index, None))[2]]
 
         with named_errors(key_of, self._phase):
             _C.copy_boxes(copies, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__))
@@ -174,15 +174,15 @@ class RoutedRead:
         names = self._reads.description.names
         rows: list[list[int]] = []
 
-        def row_at(number: int) -> list[int]:
+        def row_at(index: int) -> list[int]:
             if not rows:  # rarely needed
                 rows.extend(_rows(round_.staged, 8, 3))
-            return rows[number]
+            return rows[index]
 
         table = _C.staging_table(round_.staged, memory.data_ptr(), len(memory))
-        for number in self._reader.read_pieces(table, lambda number: names[row_at(number)[1]]):
-            offset, item, *record, ndim = row_at(number)[:8]
-            chunk, start, size = _lists(row_at(number)[8:], ndim, 3)
+        for index in self._reader.read_pieces(table, lambda index: names[row_at(index)[1]]):
+            offset, item, *record, ndim = row_at(index)[:8]
+            chunk, start, size = _lists(row_at(index)[8:], ndim, 3)
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
             self._reader.read_piece_from_archive(names[item], record, chunk, start, piece)
 
@@ -209,10 +209,10 @@ class RoutedRead:
     def _placements(
         self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]
     ) -> Iterator[_Placement]:
-        """The rows of a table of placements whose numbers are in `wanted` (None: all)."""
+        """The rows of a table of placements whose indices are in `wanted` (None: all)."""
         assert self._reads is not None
-        for number, row in enumerate(_rows(rows, 5, 4)):
-            if wanted is not None and number not in wanted:
+        for index, row in enumerate(_rows(rows, 5, 4)):
+            if wanted is not None and index not in wanted:
                 continue
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)

@@ -89,14 +89,14 @@ class RoutedWrite:
         this rank writes, in the order of their places. Raises this rank's error only. Returns whether all rounds were
         taken: not if another rank has failed."""
 
-        def fill(number: int) -> None:
-            round_, table = self.routes.rounds[number], int_table()
-            for peer, memory in self._memory.targets(number, round_).items():
+        def fill(index: int) -> None:
+            round_, table = self.routes.rounds[index], int_table()
+            for peer, memory in self._memory.targets(index, round_).items():
                 table.extend((peer, memory.data_ptr(), len(memory)))
             _C.gather_boxes(held.gather_table(round_.placements, table), threads)
 
-        def empty(number: int) -> None:
-            round_, memory = self.routes.rounds[number], self._memory[number]
+        def empty(index: int) -> None:
+            round_, memory = self.routes.rounds[index], self._memory[index]
             if len(round_.packs):
                 _C.gather_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), threads)
             if len(round_.staged):
@@ -111,7 +111,7 @@ class RoutedWrite:
         """Takes the rounds of a rank that has failed before them, or in them. The other ranks wait for its messages."""
         if not self._ran:
             self._pipeline.error = error
-            self._take_rounds(lambda number: None, lambda number: None)
+            self._take_rounds(lambda index: None, lambda index: None)
 
     def _take_rounds(self, fill: Callable[[int], None], empty: Callable[[int], None]) -> bool:
         self._ran = True

@@ -68,25 +68,25 @@ class Delta:
         placed: list[int] = [0] * (3 * len(entries))
         with phase("compare"):
             hashes = _C.hash_tensors(table, self._key, options)
-        for number, (blocks, crc) in enumerate(hashes):
-            row, entry = rows[number], entries[number]
+        for index, (blocks, crc) in enumerate(hashes):
+            row, entry = rows[index], entries[index]
             id = self._ids[row] = _id_of(entry, blocks)
             if self._frozen is not None:
                 self._frozen.was_read(row, self.seed, Content(id, crc))
             older = self._table.find(id)
             if older is not None and older.crc == crc:
-                placed[3 * number : 3 * number + 3] = self._reuse(row, older, sizes[number])
+                placed[3 * index : 3 * index + 3] = self._reuse(row, older, sizes[index])
             else:
-                new.append(number)
+                new.append(index)
                 new_table.extend(entry)
-                new_sizes.append(sizes[number])
+                new_sizes.append(sizes[index])
                 crcs.append(crc)
         if new:
             written = write(new_table, lambda at: key_of(new[at]), new_sizes)
-            for at, number in enumerate(new):
+            for at, index in enumerate(new):
                 if written[3 * at + 2] != crcs[at]:  # else a later save could take the record for what was hashed
-                    raise changed_meanwhile(key_of(number))
-                placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
+                    raise changed_meanwhile(key_of(index))
+                placed[3 * index : 3 * index + 3] = written[3 * at : 3 * at + 3]
         return placed
 
     def write_archives(
@@ -99,16 +99,16 @@ class Delta:
         """The same for the records of wrapper subclasses, which are archives of `torch.save`."""
         placed: list[int] = [0] * (3 * len(archives))
         new = []
-        for number, (archive, row) in enumerate(zip(archives, rows, strict=True)):
+        for index, (archive, row) in enumerate(zip(archives, rows, strict=True)):
             id = self._ids[row] = hashlib.sha256(self._key + archive).digest()[:ID_BYTES]
             older = self._table.find(id)
             if older is not None and (older.crc, older.length) == (_C.crc32(archive), len(archive)):
-                placed[3 * number : 3 * number + 3] = self._reuse(row, older, len(archive))
+                placed[3 * index : 3 * index + 3] = self._reuse(row, older, len(archive))
             else:
-                new.append(number)
-        written = write([archives[number] for number in new], [keys[number] for number in new])
-        for at, number in enumerate(new):
-            placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
+                new.append(index)
+        written = write([archives[index] for index in new], [keys[index] for index in new])
+        for at, index in enumerate(new):
+            placed[3 * index : 3 * index + 3] = written[3 * at : 3 * at + 3]
         return placed
 
     def locate(self, located: array[int], own_files: Sequence[str]) -> tuple[bytes, list[str]]:

@@ -106,9 +106,9 @@ class FrozenTensors:
         description, plan = items.description, words(items.local_plan)
         rows, storages = [], []
         for row in range(items.count_tensors()):
-            number = description.tensor_index(plan[row * PLAN_ROW])
-            if description.ready[number] != NOT_READY:
-                identity = storage_identity(description.tensors[number])
+            index = description.tensor_index(plan[row * PLAN_ROW])
+            if description.ready[index] != NOT_READY:
+                identity = storage_identity(description.tensors[index])
                 if identity in self._versions:
                     rows.append(row)
                     storages.append(identity)

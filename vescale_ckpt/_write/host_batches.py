@@ -128,10 +128,10 @@ def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequenc
 def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
     budget, sizes = settings.number("arena_bytes") // 2, words(items.body_bytes())
     start, held = 0, 0
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if held and held + sizes[row] > budget:
-            yield rows[start:number]
-            start, held = number, 0
+            yield rows[start:index]
+            start, held = index, 0
         held += sizes[row]
     yield rows[start:]
 

@@ -240,8 +240,8 @@ class NativeLayout(Layout):
                 for column in range(3):
                     table[at + column + 1 : end : LOCATION_ROW] = array("q", placed[column::3])
             else:
-                for number, row in enumerate(rows):
-                    place = file, *placed[3 * number : 3 * number + 3]
+                for index, row in enumerate(rows):
+                    place = file, *placed[3 * index : 3 * index + 3]
                     table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = array("q", place)
         return (table.tobytes(), self._names) if self._delta is None else self._delta.locate(table, self._names)
 

@@ -81,17 +81,17 @@ class GatedCopy:
         rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
             item = local_plan[row * PLAN_ROW]
-            number = description.tensor_index(item)
-            if not guarded[number]:
+            index = description.tensor_index(item)
+            if not guarded[index]:
                 continue
             rows.append(row)
-            if number not in watched:
-                tensor, key = description.tensors[number], description.names[item]
-                watched[number] = [tensor, *by_address.pop(tensor.data_ptr(), [])]
-                if number in description.wrappers:
-                    watched[number].append(description.wrappers[number])
-                self._names += [key] * len(watched[number])
-                key_of_storage.setdefault(storages[number], key)
+            if index not in watched:
+                tensor, key = description.tensors[index], description.names[item]
+                watched[index] = [tensor, *by_address.pop(tensor.data_ptr(), [])]
+                if index in description.wrappers:
+                    watched[index].append(description.wrappers[index])
+                self._names += [key] * len(watched[index])
+                key_of_storage.setdefault(storages[index], key)
         others = [
             (tensor, f"what the optimizer has in the memory of {key_of_storage[place]}")
             for place, tensor, address in own

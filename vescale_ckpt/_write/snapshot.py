@@ -211,9 +211,9 @@ class StagedPlan:
         before, copied = self._samples[first:], samples_of(self._guarded.table())
         if before == copied:
             return
-        for number, (was, of_copy) in enumerate(zip(before, copied, strict=True)):
+        for index, (was, of_copy) in enumerate(zip(before, copied, strict=True)):
             if was not in (0, of_copy):
-                raise changed_behind_gate(self._key_of(self._guarded_rows)(first + number))
+                raise changed_behind_gate(self._key_of(self._guarded_rows)(first + index))
 
     def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         return named_errors(self._key_of(rows), self._layout.options.path)
