@@ -43,11 +43,11 @@ class Row:
     of_baseline: float | None
     cpu_seconds: float | None
     cpu_seconds_per_gib: float | None
-    peak_extra_bytes: int | None  #: of all rounds, warm-up included, as a candidate may keep what it took in its first
+    peak_extra_bytes: int | None  #: over all rounds, warm-up included: a candidate may keep what it took in its first
     disk: float | None  #: bytes that went to or from the storage, over those of the state
     calls: float | None  #: bytes that went through read and write calls, over those of the state
     shared: float | None
-    first_seconds: float | None  #: of the first warm-up round
+    first_seconds: float | None  #: the first warm-up round's
     path: str | None
 
 

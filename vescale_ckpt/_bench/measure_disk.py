@@ -42,7 +42,7 @@ class Trial:
     value: int
     save: float  #: how many times faster than with the settings in force: median over rounds
     load: float
-    together: float  #: of their sum
+    together: float  #: the same of their sum
     steady: float  #: the part of the rounds in which the sum was less
 
 

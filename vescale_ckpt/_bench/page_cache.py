@@ -12,7 +12,7 @@ from pathlib import Path
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 RESIDENT_LIMIT = 0.01  #: a load counts as cold up to this fraction of its pages in memory
 _ATTEMPTS = 5
-_LOWEST_BITS = bytes(page & 1 for page in range(256))  # of mincore's bytes; the other bits mean nothing
+_LOWEST_BITS = bytes(page & 1 for page in range(256))  # only that bit of mincore's bytes means anything
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

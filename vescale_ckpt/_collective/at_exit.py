@@ -19,9 +19,9 @@ from .handle import Notice
 
 logger = logging.getLogger(__name__)
 
-_FIRST, _LAST = 1000, -sys.maxsize  # of a child's finalizers
+_FIRST, _LAST = 1000, -sys.maxsize  # priorities of a child's finalizers
 
-_notices: set[Notice] = set()  # of saves that are running or have failed
+_notices: set[Notice] = set()  # one for each save that is running or has failed
 _ending = False
 _child = 0  # process id of the child of multiprocessing in which finalizers are set
 

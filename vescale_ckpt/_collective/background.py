@@ -37,7 +37,7 @@ class BackgroundQueue:
         self.lock = threading.RLock()
         self._last: SaveHandle | None = None
         self._save: Save | None = None  # while it is running
-        self._thread: threading.Thread | None = None  # of the last save; ends after all callbacks of its handle
+        self._thread: threading.Thread | None = None  # the last save's; ends after all callbacks of its handle
         self._path = ""
         self._rank = 0
 

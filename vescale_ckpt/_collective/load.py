@@ -49,7 +49,7 @@ from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
 
 _Result = TypeVar("_Result")
-_PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # of the timeline, for steps; other steps plan
+_PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; other steps plan
 
 
 @dataclass
@@ -378,7 +378,7 @@ class _TargetState:
         self.application = Application(state)
         self._paths: dict[str, Path] = {}
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
-        self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: replacements for tensors without memory
+        self._new: dict[str, torch.Tensor] = {}  # {checkpoint key: replacement for a tensor without memory}
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
         self._per_rank = Restoring()
 

@@ -56,14 +56,14 @@ class Save:
         self.timeline = timeline
         self.steps = Steps(exchange, timeline.doing)
         self.staged_plan: StagedPlan | None = None
-        self.stats: SaveStats | None = None  # of this rank, set after writing
+        self.stats: SaveStats | None = None  # this rank's, set after writing
         self._make_layout = layout
         self._layout: Layout  # from the first step on
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
-        self._committed = False  # by this rank
+        self._committed = False  # whether this rank has committed
         self._abandoned = False
 
     @property

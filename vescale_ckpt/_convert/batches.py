@@ -30,7 +30,7 @@ class Piece:
     output: Output
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file_offset: int = -1  #: of its bytes; -1: the file decides
+    file_offset: int = -1  #: where its bytes lie; -1: the file decides
 
     @cached_property
     def bytes(self) -> int:
@@ -61,8 +61,8 @@ class PlacedSegment:
 
     segment: Segment
     at: int  #: in the buffer
-    target: torch.Tensor  #: of the output's dtype; of bytes for a head
-    stored: torch.Tensor  #: of the stored dtype; the same tensor as `target` if nothing is converted
+    target: torch.Tensor  #: it has the output's dtype; for a head that of bytes
+    stored: torch.Tensor  #: it has the stored dtype; `target` itself if nothing is converted
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Batch:
     """Some segments in one buffer. Segments with a file offset have the same distances in the buffer as in the file."""
 
     buffer: torch.Tensor
-    file_offset: int = 0  #: of the buffer's first byte, a multiple of PAGE
+    file_offset: int = 0  #: where the buffer's first byte lies, a multiple of PAGE
     segments: list[PlacedSegment] = field(default_factory=list)
     last: bool = False
 
@@ -161,7 +161,7 @@ def transfer(segments: Iterable[Segment], source: Checkpoint, file: File, buffer
 def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
     """Collects segments into batches. The last batch is marked; without segments it is empty."""
     batch: Batch | None = None
-    end = 0  # of the segments placed so far, in the buffer
+    end = 0  # end in the buffer of the segments placed so far
     beside = 0  # bytes at the buffer's end that hold stored dtypes
     for segment in segments:
         if batch is not None:

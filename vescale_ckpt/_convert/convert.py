@@ -44,8 +44,8 @@ class ConvertReport:
     seconds: float
     tensors: int
     objects: int
-    bytes: int  #: of tensors as written
-    files: int  #: that hold tensors
+    bytes: int  #: size of the tensors as written
+    files: int  #: how many hold tensors
     left_out: list[str] = field(default_factory=list)  #: objects that the format cannot hold
 
 

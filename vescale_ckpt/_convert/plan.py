@@ -36,7 +36,7 @@ class Output:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored_dtype: torch.dtype
-    keys: tuple[str, ...]  #: of the source
+    keys: tuple[str, ...]  #: the source's keys
     stacked: bool = False
     index: int | None = None
 

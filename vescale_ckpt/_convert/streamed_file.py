@@ -35,7 +35,7 @@ class OutputFile:
     """A file to write."""
 
     name: str  #: in its folder; empty if the destination is one file
-    bytes: int  #: of its tensors
+    bytes: int  #: bytes of its tensors
     write: Write
 
 

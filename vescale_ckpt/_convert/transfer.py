@@ -24,13 +24,13 @@ from .batches import Buffers
 class CopyReport:
     """What a copy did."""
 
-    path: str  #: of the copy
+    path: str  #: where the copy is
     seconds: float = 0.0
     files: int = 0
-    bytes: int = 0  #: of all files
-    resumed_files: int = 0  #: of these were complete when the copy began
+    bytes: int = 0  #: sum over all files
+    resumed_files: int = 0  #: files that were complete when the copy began
     resumed_bytes: int = 0
-    unverified_bytes: int = 0  #: of tensors without checksums: only compared with what was read
+    unverified_bytes: int = 0  #: bytes of tensors without checksums: only compared with what was read
     left_out: list[str] = field(default_factory=list)  #: names in the source that do not belong to the checkpoint
 
 

@@ -71,7 +71,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
         self._flattener, self._describer = Flattener(), Describer(loading=True)
-        self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for
+        self._kept_plan: _C.LoadPlan | None = None  # the last load's, and what it was for
         self._kept_for: tuple[str, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class SavePlanner(DefaultSavePlanner):
         self._describer = Describer()
         self._cache = PlanCache()
         self._description: Description | None = None
-        self._structure = ""  # of the state, packed: kinds of keys and empty mappings
+        self._structure = ""  # the state's, packed: kinds of keys and empty mappings
         #: Of the save's group, as the default group numbers them. Set after `set_up_planner`, except by DCP.
         self.ranks: tuple[int, ...] | None = None
 

@@ -27,7 +27,7 @@ from .._write import snapshot_budget
 from .._write.host_batches import new_snapshot, write_table
 from ..errors import CheckpointError
 
-_Path = tuple[Any, ...]  # of a tensor in a state
+_Path = tuple[Any, ...]  # where a tensor is in a state
 
 
 class StagedChunks(torch.Tensor):
@@ -75,7 +75,7 @@ class Stager(AsyncStager):
         the budget is too small. `vescale_ckpt.save` can still save such a state: it copies only what a rank writes, and
         does not need memory for all of it at once.
         """
-        values: dict[int, torch.Tensor | ShardedTensor] = {}  # by their `id`
+        values: dict[int, torch.Tensor | ShardedTensor] = {}  # {id: value}
         keys: dict[int, _Path] = {}
         for path, value in _tensors(state_dict):
             values.setdefault(id(value), value)

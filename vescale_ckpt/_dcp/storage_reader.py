@@ -102,7 +102,7 @@ class StorageReader(DcpStorageReader):
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
-        self.checkpoint: LoadableCheckpoint | None = None  #: that is read
+        self.checkpoint: LoadableCheckpoint | None = None  #: the one that is read
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
         self._seen = SeenFiles()  # identities of the files of this load, to detect a replaced file

@@ -12,8 +12,8 @@ from . import _C
 
 # Integers in a row:
 PLAN_ROW = 4  #: a row of a local plan: item, dim (-1: the whole chunk), start, length
-LOCATION_ROW = 4  #: of the location of a written row: file, offset, length, CRC-32 (-1: none)
-OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
+LOCATION_ROW = 4  #: words of a written row's location: file, offset, length, CRC-32 (-1: none)
+OBJECT_ROW = 5  #: words of a row of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
 
 OBJECT, TENSOR, SHARD = range(3)  # kinds of items of an inventory (csrc/state/inventory.h)
 

@@ -91,7 +91,7 @@ class DTensorLayout(NamedTuple):
 
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
-    shape: torch.Size  #: of the whole tensor
+    shape: torch.Size  #: the whole tensor's
     shard_order: Any = None  #: (tensor dim, mesh dims) pairs: which mesh dim cuts first. None: from left to right
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read, cut
 
-GROUP_BYTES = 64 << 20  #: of targets that one call reads, for each source
+GROUP_BYTES = 64 << 20  #: bytes of targets that one call reads from each source
 
 
 @dataclass(frozen=True)

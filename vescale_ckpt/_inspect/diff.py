@@ -50,7 +50,7 @@ class Diff:
     only_b: list[str] = field(default_factory=list)
     kinds: dict[str, tuple[str, str]] = field(default_factory=dict)  #: kind, dtype or shape differs: in a and in b
     objects: list[str] = field(default_factory=list)  #: objects of another value, or that cannot be compared
-    values: list[ValueDifference] = field(default_factory=list)  #: of tensors whose values differ
+    values: list[ValueDifference] = field(default_factory=list)  #: one for each tensor whose values differ
     compared: int = 0  #: tensors whose values were compared
     compared_bytes: int = 0
 

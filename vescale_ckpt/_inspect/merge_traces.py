@@ -23,7 +23,7 @@ class RankTimes:
     begin: float
     end: float
     spans: list[tuple[str, float, float]] = field(default_factory=list)  #: phase, begin, end; inner ones come later
-    seconds: dict[str, float] = field(default_factory=dict)  #: by phase, without what inner phases took
+    seconds: dict[str, float] = field(default_factory=dict)  #: {phase: seconds}, without those of inner phases
 
     @property
     def busy(self) -> float:

@@ -33,7 +33,7 @@ class RankLoad(RecordReader):
         super().__init__(checkpoint, options, seen)
         self.checkpoint = checkpoint
         self._filled: list[torch.Tensor] = []
-        self.shared_bytes = 0  #: of `bytes`, those that several ranks needed and one of them read
+        self.shared_bytes = 0  #: those of `bytes` that several ranks needed and one of them read
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
         """Runs `work`, which does all of a load and returns how many tensors and objects it read.

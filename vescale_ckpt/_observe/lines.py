@@ -12,8 +12,8 @@ from .phase_times import OpenPhase, PhaseTimes
 
 logger = logging.getLogger("vescale_ckpt")
 
-_LEAST_SHARE = 0.005  # of all time, for a phase to be named
-_LATE_SHARE = 0.1  # of all time, for the rank that came last to be named
+_LEAST_SHARE = 0.005  # a phase is named if it takes this part of all time
+_LATE_SHARE = 0.1  # the rank that came last is named if others waited this part of all time
 
 _handler: logging.Handler | None = None
 

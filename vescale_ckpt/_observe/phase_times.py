@@ -13,7 +13,7 @@ Kind = Literal["save", "load"]
 _Stats = TypeVar("_Stats", SaveStats, LoadStats)
 
 WAIT = "wait"  #: the phase in which a rank waits for others
-_TICKS = 10_000  # of which a second has so many in what ranks compare
+_TICKS = 10_000  # a second has so many in what ranks compare
 _RANK_BITS = 24
 
 
@@ -22,7 +22,7 @@ class OpenPhase:
     """A phase that is not over."""
 
     name: str
-    detail: str  #: of what is done in it: the step of an exchange, a file
+    detail: str  #: what is done in it: the step of an exchange, a file
     who: Callable[[], str] | None  #: names the ranks that it waits for; called on another thread
     began: int  #: nanoseconds
     thread: str

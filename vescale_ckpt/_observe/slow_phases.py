@@ -26,7 +26,7 @@ class _Watched:
         self.timeline = timeline
         self.times = 1  # `here` may be nested
         self._phase: OpenPhase | None = None
-        self._reports = 0  # of that phase
+        self._reports = 0  # how often that phase was reported
         self._bytes = (0, 0)  # at the last report
         self._bar = Bar(timeline.doing, _LINE_SECONDS) if _wants_bar(timeline) else None
 

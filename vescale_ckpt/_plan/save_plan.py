@@ -46,14 +46,14 @@ from .lazy_list import LazyList
 class ExportPart(NamedTuple):
     """What a rank keeps of an export with its local plan."""
 
-    token: str  #: of the export that the layout was made for
+    token: str  #: names the export that the layout was made for
     tied: dict[str, str]  #: for each tensor that is not stored, the name of the stored tensor that it is tied to
     boxes: bytes  #: what this rank holds, and where in the files: `_C.export_boxes`
     own_boxes: bytes  #: without what ranks bring to each other
-    routes: bytes  #: of the rounds in which they do, packed; empty: they do not
+    routes: bytes  #: packed rounds in which they do; empty: they do not
 
 
-ExportParts = dict[Any, ExportPart]  #: by the options of an export
+ExportParts = dict[Any, ExportPart]  #: {options of an export: part}
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
 
@@ -111,7 +111,7 @@ class GlobalSavePlan:
         # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # {node: catalog}
-        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by the options of an export, with its token
+        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: {options of an export: its token, layout}
 
     def files(
         self, locations: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0

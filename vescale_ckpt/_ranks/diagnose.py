@@ -31,7 +31,7 @@ class Failure(NamedTuple):
     calls: int
     phase: str
     step: str
-    progress: int  #: of this rank, when it failed
+    progress: int  #: how far this rank had come
     timeout: float
     error: BaseException
 

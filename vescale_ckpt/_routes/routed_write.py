@@ -16,9 +16,9 @@ from .routes import BUFFERS, Routes
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20  #: of a round, written by one rank, at most
+PIECE_BYTES = 8 << 20  #: most bytes of a piece, which one rank writes
 BUDGET_BYTES = 16 << 20  #: memory of a rank in a round
-_KEPT = "buffers of exports"  # of an exchange
+_KEPT = "buffers of exports"  # key in what an exchange keeps
 
 
 def plan_writes(

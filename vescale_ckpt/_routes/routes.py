@@ -22,14 +22,14 @@ from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from ..errors import LoadFailedError
 
-BUFFERS = 3  #: of a rank: one round is read, one is sent, and one is copied to its targets at a time
+BUFFERS = 3  #: a rank reads one round, sends one, and copies one to its targets at a time
 _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 5  # 64-bit words before the tables of packed routes
-_MOST_WHOLE_BYTES = 64 << 20  # of a shared record that can only be checked whole; each rank reads larger ones itself
-_MOST_GATHERED_BYTES = 128 << 20  # of tables that are planned at a time; a plan takes a few times as much memory
-_RANGES_OF_A_PART = 4  # of each file: more make parts more even, and reads shorter
-_MOST_OBJECT_BYTES = 64 << 20  # of objects that the coordinator reads for all; each rank reads more than that itself
+_MOST_WHOLE_BYTES = 64 << 20  # a larger record that can only be checked whole is read by each rank
+_MOST_GATHERED_BYTES = 128 << 20  # tables planned at a time; a plan takes a few times as much memory
+_RANGES_OF_A_PART = 4  # more ranges of each file make parts more even, and reads shorter
+_MOST_OBJECT_BYTES = 64 << 20  # if objects have more, each rank reads them; else the coordinator does for all
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Reads:
         return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
 
 
-_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by a hash of what they were planned from
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # {hash of what they were planned from: routes}
 _kept_lock = threading.Lock()
 
 
@@ -178,7 +178,7 @@ class _Coordinator:
     def __init__(self, verify: bool, budget: int) -> None:
         self._verify = verify
         self._budget = budget
-        self._bytes_read: list[int] = []  # by each rank, for the parts so far
+        self._bytes_read: list[int] = []  # one number for each rank: what it reads in the parts so far
 
     def plan(self, gathered: list[list[bytes]] | None) -> list[bytes] | None:
         """The messages to all ranks about one part. `gathered`: the tables of all ranks; None on other ranks than the

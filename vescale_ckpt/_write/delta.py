@@ -31,8 +31,8 @@ class Delta:
         self.seed = table.seed
         self._key = hashlib.shake_128(b"vescale_ckpt delta" + table.seed).digest(_C.HASH_KEY_BYTES)
         self._table = table
-        self._ids: dict[int, bytes] = {}  # by row of the rank's part
-        self._older: dict[int, Row] = {}  # by row of the rank's part: the record that it has already
+        self._ids: dict[int, bytes] = {}  # {row of the rank's part: id}
+        self._older: dict[int, Row] = {}  # {row of the rank's part: the record that has it already}
         self.reused_bytes = 0
         self.reused_tensors = 0
 

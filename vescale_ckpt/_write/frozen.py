@@ -32,8 +32,8 @@ class Content(NamedTuple):
 
 class _Remembered(NamedTuple):
     storage: StorageWeakRef
-    versions: tuple[int, ...]  # of all named tensors in that storage
-    sample: int  # of its elements; 0: none was taken
+    versions: tuple[int, ...]  # one for each named tensor in that storage
+    sample: int  # hash of some elements; 0: none was taken
     content: Content
 
 
@@ -73,7 +73,7 @@ class FrozenTensors:
         self, tensors: Iterable[torch.Tensor], contents: FrozenContents, trained: Mapping[str, torch.Tensor]
     ) -> None:
         self._contents = contents
-        self._versions: dict[int, tuple[int, ...]] = {}  # by the identity of the storage
+        self._versions: dict[int, tuple[int, ...]] = {}  # {identity of the storage: versions}
         self._storages: dict[int, StorageWeakRef] = {}
         # By row: storage, place and sample of boxes that the save has to read.
         self._unread: dict[int, tuple[int, bytes, int]] = {}

@@ -30,7 +30,7 @@ from .layout import Layout, SaveOptions
 
 logger = logging.getLogger(__name__)
 
-_SAMPLED_ELEMENTS = 4  # of each tensor
+_SAMPLED_ELEMENTS = 4  # most elements of a tensor that are hashed
 _notes: dict[str, None] = {}  # what slows copies down and the engine does not note itself, in order
 _logged_notes: set[str] = set()
 

@@ -27,7 +27,7 @@ def new_save_id() -> str:
 class SaveOptions:
     """Where and how a rank writes one save."""
 
-    path: str  #: of the directory, absolute
+    path: str  #: the directory's, absolute
     rank: int = 0
     thread_count: int | None = None  #: None: the setting
     direct_io: DirectIO = field(default_factory=lambda: direct_io_setting("auto"))
@@ -45,7 +45,7 @@ class Written(NamedTuple):
     tensor_bytes: int
     file_bytes: int
     of_files: Sequence[dict[str, int]]  #: the engine's statistics of each file
-    reused_bytes: int = 0  #: of tensors that older checkpoints have
+    reused_bytes: int = 0  #: size of tensors that older checkpoints have
     reused_tensors: int = 0
 
 

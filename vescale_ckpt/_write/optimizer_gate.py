@@ -25,7 +25,7 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 
 # What each optimizer waits for before its next step. Hooks stay: a hook must not be removed while hooks run.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
-_copies: set[Future[None]] = set()  # of this process, while they go on
+_copies: set[Future[None]] = set()  # those of this process that go on
 
 
 class Gate:

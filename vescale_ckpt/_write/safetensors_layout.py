@@ -44,7 +44,7 @@ from .layout import Layout, SaveOptions, Written
 logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
-LEAST_BYTES = 1 << 20  #: of a node, below which its ranks bring each other no short runs
+LEAST_BYTES = 1 << 20  #: if a node's short runs have fewer, its ranks bring each other none
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,10 @@ class StagedPlan:
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
-        self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # of these, until the save has read them
+        self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # their copies, until the save has read them
         self._guarded_rows: Sequence[int] = []
-        self._archives: dict[int, bytes] = {}  # by row: the records of wrapper subclasses
-        self._samples = memoryview(b"").cast("Q")  # of these rows, when the constructor returned
+        self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
+        self._samples = memoryview(b"").cast("Q")  # hashes of these rows, when the constructor returned
         self._stored = self._layout.stored(items)
         self._early_bytes = 0
         with self._save:

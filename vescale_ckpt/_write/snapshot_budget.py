@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import settings
 from .._ranks.node import ranks_of_this_node
 
-_SHARE = 0.5  # of the free memory: training allocates, too
+_SHARE = 0.5  # part of the free memory: training allocates, too
 
 
 def snapshot_bytes() -> int:

@@ -41,10 +41,10 @@ class StoreLayout(SafetensorsLayout):
     def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
         super().__init__(options, wanted)
         self._names: list[str] = []
-        self._tables: list[tuple[bytes, Sequence[int]]] = []  # of this rank's tensors, and their rows in its part
+        self._tables: list[tuple[bytes, Sequence[int]]] = []  # this rank's tensors, and their rows in its part
         self._steps: Steps | None = None  # from `join_ranks` on, until the heads are agreed on
         self._own = b""  # boxes of the files that this rank writes
-        self._file_heads: list[bytes] = []  # of all files, on the coordinator
+        self._file_heads: list[bytes] = []  # one for each file, on the coordinator
         self._objects: _C.OrderedWriter | None = None
         self._sent_bytes = 0
         self._in_background = self._cancelled = self._may_be_committed = False

@@ -14,7 +14,7 @@ from . import draw, output
 from .output import FINE
 
 _SHARED = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb3", "9p", "virtiofs")  # and fuse.*
-_NODES = 8  # of the example
+_NODES = 8  # the example has so many
 
 
 def run(options: Namespace) -> int:

@@ -14,7 +14,7 @@ from . import output
 from .output import FINE, clean
 
 _RANK = re.compile(r"__(\d+)_")  # begins the names of data files
-_MOST_CHILDREN = 40  # of a level that are shown, of more the first ones and the last
+_MOST_CHILDREN = 40  # a level shows so many; of more the first ones and the last
 
 
 def inspect(options: Namespace) -> int:

@@ -11,8 +11,8 @@ from .output import FINE
 if TYPE_CHECKING:
     from .._inspect.merge_traces import Operation
 
-_MOST_RANKS = 12  # that are listed, the slowest ones
-_MOST_LABELS = 32  # of ranks in a picture
+_MOST_RANKS = 12  # so many are listed, the slowest ones
+_MOST_LABELS = 32  # so many ranks are named in a picture
 _COLOURS = {
     "previous save": "#ccb974",
     "metadata": "#8172b3",
@@ -103,7 +103,7 @@ def _phases(operation: Operation) -> list[str]:
 def _draw(operation: Operation, path: str) -> None:
     """Draws the phases of each rank as bars along one axis of time. The slowest rank is named, and red."""
     ranks, start = sorted(operation.ranks), operation.begin
-    height = min(20.0, 0.28 * len(ranks))  # of the bars; the rest of the figure is text
+    height = min(20.0, 0.28 * len(ranks))  # height of the bars; the rest of the figure is text
     drawn, ((axes,),) = draw.figure(11, height + 1.4)
     for row, rank in enumerate(ranks):
         for name, begin, end in operation.ranks[rank].spans:

@@ -30,7 +30,7 @@ class Saves:
 
     def __init__(self, async_checkpoint: bool) -> None:
         self.async_checkpoint = checked_flag("async_checkpoint", async_checkpoint)
-        self.last: SaveHandle | None = None  #: of the last save that has begun
+        self.last: SaveHandle | None = None  #: the last save that has begun
         self._running: SaveHandle | None = None  # its error has not been raised
         self._in_use: list[str] = []  # folders to remove, which another process was reading
         self._waits_at_exit = False

@@ -110,7 +110,7 @@ class DefaultHuggingFaceWriter(StorageWriter):
 class DefaultReader(StorageReader):
     """A `StorageReader` with the arguments of torch's `FileSystemReader`."""
 
-    broadcast: ClassVar[Broadcast] = False  #: that of the `dcp_defaults` in force
+    broadcast: ClassVar[Broadcast] = False  #: as the `dcp_defaults` in force say
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
         super().__init__(path, broadcast_checkpoint=self.broadcast, _extension_registry=_extension_registry)

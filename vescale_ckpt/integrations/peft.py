@@ -94,7 +94,7 @@ def save_adapter(
 def _peft_model(model: Any) -> Any:
     kind = hook("peft", "PeftModel")
     while not isinstance(model, kind) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # that of DDP
+        model = model.module  # DDP wraps it
     if not isinstance(model, kind):
         raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
     return model

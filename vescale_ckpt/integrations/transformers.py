@@ -25,7 +25,7 @@ from ._versions import check_version, hook
 from .dcp import Defaults, enable
 
 TESTED = ("5.23", "5.24")
-_LAST_WRITTEN = "trainer_state.json"  # by the Trainer's rank 0
+_LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
 _SHARDED = "SHARDED_STATE_DICT"
 
 

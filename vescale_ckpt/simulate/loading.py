@@ -19,7 +19,7 @@ from .models import Entry
 from .parallelism import Parallelism, SimulatedState
 from .simulation import gather, metadata_files, planned, with_peak_memory, written
 
-_Rule = Callable[[float, float], bool]  # of the bytes that are read alone and once: whether to share
+_Rule = Callable[[float, float], bool]  # bytes read alone, bytes read once -> whether to share
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class LoadSimulation:
     read_by_rank: list[int]
     read_alone: int  #: what all ranks read in sum if each reads what it needs
     nodes: int
-    node_read_most: int  #: by the ranks of one node
+    node_read_most: int  #: most that the ranks of one node read
     node_received_most: int  #: over one node's link
     node_sent_most: int
-    table_bytes: int  #: of what all ranks need
-    gathered_bytes: int  #: of these, what travels to the coordinator at the first load: equal tables once
+    table_bytes: int  #: tables of what all ranks need
+    gathered_bytes: int  #: what of these the coordinator gets at the first load: equal tables once
     planning_parts: int  #: the coordinator plans one at a time
     planning_seconds: float  #: on the coordinator
     planning_memory: int | None  #: peak, of one part, with what was gathered. None if the kernel does not report it
-    seconds: float | None  #: that storage and links need at least; None if no bandwidth is given
+    seconds: float | None  #: what storage and links need at least; None if no bandwidth is given
 
     @property
     def read(self) -> int:

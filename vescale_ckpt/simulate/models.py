@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None  #: None: an object
-    bytes: int = 0  #: of an object
+    bytes: int = 0  #: size of an object
     everywhere: bool = False  #: whole on every rank, whatever the parallelism
 
 

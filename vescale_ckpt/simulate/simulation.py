@@ -80,7 +80,7 @@ class Gathered(NamedTuple):
     """What the coordinator has of all ranks. Equal parts of inventories are one object."""
 
     inventories: list[InventoryParts]
-    sent_bytes: int  #: by all ranks: each distinct part once, and a digest of each part of each rank
+    sent_bytes: int  #: sum over all ranks: each distinct part once, and a digest of each part of each rank
 
 
 def gather(state: SimulatedState, node_size: int = 8) -> Gathered:
