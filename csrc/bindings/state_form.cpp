@@ -69,7 +69,7 @@ bool each(PyObject* mapping, const Visit& visit) {
 struct Container {
   struct Element {
     py::object name;                       // in a mapping: text or a whole number
-    PyTypeObject* type = nullptr;          // of a value; borrowed from `Form::types`
+    PyTypeObject* type = nullptr;          // a value's; borrowed from `Form::types`
     std::unique_ptr<Container> container;  // null: a value
   };
   bool is_list = false;

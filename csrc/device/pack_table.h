@@ -15,10 +15,10 @@ struct PackDim {
 
 struct PackRow {
   uint64_t address;  // device address of the first element of the whole strided range, or of the first byte
-  uint64_t first;    // of a strided range: index of the unit at which this row begins
+  uint64_t first;    // in a strided range: index of the unit at which this row begins
   uint32_t offset;   // in the slab, ascending
   uint32_t bytes;
-  uint32_t unit;  // of a strided range: 1, 2, 4, 8 or 16 contiguous bytes that are aligned on both sides
+  uint32_t unit;  // in a strided range: 1, 2, 4, 8 or 16 contiguous bytes that are aligned on both sides
   uint32_t dims;  // 0: one run of bytes; otherwise the number of dimensions of units, outermost first
   uint32_t dims_at;
   uint32_t padding;

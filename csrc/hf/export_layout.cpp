@@ -72,7 +72,7 @@ std::vector<std::vector<size_t>> shards_by_number(const metadata::Catalog& catal
                                                   std::span<const ExportLayout::FileNumber> numbers) {
   std::map<std::string_view, uint64_t> number_of;
   for (const ExportLayout::FileNumber& of : numbers) number_of.emplace(of.name, of.number);
-  std::map<uint64_t, std::vector<size_t>> keys;  // by the file's number
+  std::map<uint64_t, std::vector<size_t>> keys;  // {number of a file: keys}
   std::string without;
   size_t count = 0;
   for (size_t key = 0; key < catalog.keys.size(); ++key) {
@@ -110,7 +110,7 @@ ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_
   std::vector<std::vector<size_t>> shards =
       numbers.empty() ? shards_by_size(bytes, most_file_bytes) : shards_by_number(catalog, numbers);
 
-  std::map<std::string_view, std::vector<const Alias*>> aliases_of;  // by the stored tensor
+  std::map<std::string_view, std::vector<const Alias*>> aliases_of;  // {stored tensor: its other names}
   std::map<std::string_view, size_t> stored;
   if (!aliases.empty()) {
     for (size_t number = 0; number < tensors_.size(); ++number) stored.emplace(tensors_[number].name, number);
@@ -181,7 +181,7 @@ void ExportLayout::bring_short_runs(std::span<const uint32_t> nodes, uint64_t le
       node = node == kNobody || node == nodes[rank] ? nodes[rank] : kSeveral;
     }
   }
-  std::vector<uint64_t> bytes(ranks);  // by node
+  std::vector<uint64_t> bytes(ranks);  // one for each node
   for (const bool choose : {false, true}) {
     for (size_t number = 0; number < tensors_.size(); ++number) {
       Tensor& tensor = tensors_[number];
@@ -241,7 +241,7 @@ std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uin
     const Tensor* tensor;
     uint64_t missing;  // bytes
   };
-  std::vector<std::map<uint64_t, Found>> at(files_.size());  // by file and offset
+  std::vector<std::map<uint64_t, Found>> at(files_.size());  // one for each file, {offset: what was found there}
   for (const Tensor& tensor : tensors_) {
     std::vector<uint32_t>& all = of_file[tensor.file];
     all.resize(std::max<size_t>(all.size(), tensor.first_block + format::cells(tensor.begin, tensor.end)));

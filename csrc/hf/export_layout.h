@@ -21,11 +21,11 @@ namespace vescale_ckpt::hf {
 class ExportLayout {
  public:
   struct Alias {
-    std::string name, stored;  // of a tensor that is not stored, and of the one that it shares memory with
+    std::string name, stored;  // a tensor that is not stored, and the one that it shares memory with
   };
 
   struct FileNumber {
-    std::string name;  // of a tensor
+    std::string name;  // a tensor's
     uint64_t number = 0;
   };
 
@@ -75,14 +75,14 @@ class ExportLayout {
     bool apart = false;      // some box of it has long runs
     bool brought = false;
   };
-  struct Row {  // of a rank's local plan
+  struct Row {  // one of a rank's local plan
     uint64_t tensor = 0;
     uint64_t bytes = 0;
   };
 
   std::vector<File> files_;
   std::vector<Tensor> tensors_;
-  std::vector<std::vector<Row>> rows_;  // of each rank
+  std::vector<std::vector<Row>> rows_;  // one list for each rank
   uint64_t tensor_bytes_ = 0;
 };
 

@@ -355,7 +355,7 @@ std::vector<int64_t> SafetensorsHeader::torch_shape(const Tensor& tensor) const 
   if (of.torch.empty()) refuse("torch has no dtype for " + std::string(of.name));
   if (sizes.size() > kTorchMostDims) refuse("torch has no shapes of " + std::to_string(sizes.size()) + " dimensions");
   std::vector<int64_t> result;
-  int64_t stride = 1;  // of an empty tensor too
+  int64_t stride = 1;  // also for an empty tensor
   for (const uint64_t size : sizes) {
     if (size > INT64_MAX ||
         __builtin_mul_overflow(stride, static_cast<int64_t>(std::max<uint64_t>(size, 1)), &stride)) {

@@ -14,7 +14,7 @@ namespace vescale_ckpt::hf {
 
 struct SafetensorsDType {
   std::string_view name;   // as in headers
-  uint32_t bits;           // of an element
+  uint32_t bits;           // an element's
   std::string_view torch;  // as in torch.<name>; empty: torch has none
 };
 

@@ -22,8 +22,8 @@ inline constexpr uint64_t kSafetensorsDataAt = 64;
 inline constexpr uint64_t kSafetensorsLeastPadding = 8;
 
 struct SafetensorsChecksums {
-  uint32_t head = 0;             // of length and header, with zeros for this checksum's own digits
-  std::vector<uint32_t> blocks;  // of each tensor in the order of their bytes, a block for each cell that it touches
+  uint32_t head = 0;             // CRC-32 of length and header, with zeros for this checksum's own digits
+  std::vector<uint32_t> blocks;  // tensors in the order of their bytes: a block for each cell that one touches
 };
 
 uint64_t checksum_text_bytes(uint64_t blocks);

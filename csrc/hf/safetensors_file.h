@@ -25,7 +25,7 @@ struct SafetensorsFile {
 
   std::shared_ptr<io::File> file;
   SafetensorsHeader header;
-  uint32_t head_crc = 0;  // of the bytes before the data: tells this file from another of its name
+  uint32_t head_crc = 0;  // CRC-32 of the bytes before the data: tells this file from another of its name
 };
 
 // `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().

@@ -27,7 +27,7 @@ class SafetensorsLayout {
   SafetensorsLayout(std::vector<Tensor> tensors, SafetensorsHeader::Metadata metadata);
 
   std::span<const size_t> order() const { return order_; }    // tensors as they lie in the file
-  std::span<const uint64_t> bytes() const { return bytes_; }  // of each, in that order
+  std::span<const uint64_t> bytes() const { return bytes_; }  // one number a tensor, in that order
   uint64_t data_begin() const { return data_begin_; }
   uint64_t file_bytes() const { return file_bytes_; }
 

@@ -27,8 +27,8 @@ class SafetensorsLoad {
  public:
   static constexpr uint64_t kOwnMemory = 8 << 20;
   static constexpr uint64_t kSharedMemory = 16 << 20;
-  static constexpr uint64_t kAlignment = 64;         // of each tensor in host memory, bytes
-  static constexpr uint64_t kDeviceAlignment = 512;  // of each tensor in a block of an accelerator, as of torch's own
+  static constexpr uint64_t kAlignment = 64;         // bytes, for each tensor in host memory
+  static constexpr uint64_t kDeviceAlignment = 512;  // for each tensor in a block of an accelerator, as torch's own
 
   struct Tensor {
     std::shared_ptr<std::byte> data;  // undefined until finish() returns; null where there are no bytes

@@ -57,7 +57,7 @@ Box::Box(uint32_t item_bytes, std::span<const int64_t> chunk_sizes, std::span<co
       if (__builtin_mul_overflow(memory_strides[dim], static_cast<int64_t>(item_bytes), &memory_stride)) {
         throw Error::invalid("a stride of " + std::to_string(memory_strides[dim]) + " elements overflows");
       }
-      int64_t covered = 0;  // by the dimension inside, in memory
+      int64_t covered = 0;  // what the dimension inside covers in memory
       const bool joins =
           !dims_.empty() && body_stride == dims_.back().body_stride * dims_.back().count &&
           !__builtin_mul_overflow(dims_.back().memory_stride, static_cast<int64_t>(dims_.back().count), &covered) &&

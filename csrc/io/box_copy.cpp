@@ -17,7 +17,7 @@ constexpr uint64_t kStep = 1 << 20;
 struct Step {
   size_t copy;  // the first of those in it, or of which it is a part
   size_t end;
-  uint64_t from, to;  // of the body; of a single copy
+  uint64_t from, to;  // range of the body; a single copy's
 };
 
 std::vector<Step> steps_of(std::span<const BoxCopy> copies) {

@@ -11,9 +11,9 @@
 namespace vescale_ckpt::io {
 
 struct BoxCopy {
-  Box box;  // of the piece, over `memory`
+  Box box;  // which elements of the piece, and how they lie in `memory`
   std::byte* piece;
-  std::byte* memory;  // of the box's first element
+  std::byte* memory;  // where the box's first element is
 };
 
 enum class CopyWay {

@@ -93,7 +93,7 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
   const uint64_t part_bytes_;
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
-  std::map<uint64_t, Filling> parts_;  // by number, not taken yet
+  std::map<uint64_t, Filling> parts_;  // {number: part that is not taken yet}
   std::vector<std::unique_ptr<std::byte[]>> free_;
   uint64_t taken_ = 0;          // parts
   uint64_t goes_on_until_ = 0;  // bytes that the file will have at least, or will have been padded to

@@ -10,7 +10,7 @@ namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kLeastPart = 5 << 20;
-constexpr uint64_t kMostParts = 8'000;  // of 10,000: the size is an estimate
+constexpr uint64_t kMostParts = 8'000;  // 10,000 are allowed, but the size is an estimate
 
 RemoteStore& registered() {
   static RemoteStore& store = *new RemoteStore;  // never destroyed: it may hold what must not outlive its runtime

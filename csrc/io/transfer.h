@@ -19,7 +19,7 @@ struct Transfer {
   std::byte* data = nullptr;   // file's memory alignment, wherever file->access() is direct. Null: see `lent`
   uint64_t size = 0;           // bytes asked for
   uint64_t needed = 0;         // bytes that must arrive: a read of whole blocks may pass the end of the file
-  bool part_of_block = false;  // of one that others may write to: through the page cache, of any offset and size
+  bool part_of_block = false;  // others may write to the block: through the page cache, at any offset and size
 
   // Set by perform().
   std::shared_ptr<const std::byte> lent;  // where a remote read without `data` has its bytes; `data` is there then

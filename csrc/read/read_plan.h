@@ -44,7 +44,7 @@ struct Record {
     uint32_t crc;
     uint64_t bytes;
   };
-  std::vector<PartSum> sums;                  // of the body's parts, by ascending offset
+  std::vector<PartSum> sums;                  // one for each part of the body, by ascending offset
   std::vector<std::byte> prologue, epilogue;  // bytes found in the file
   bool unread = false;
   bool concluded = false;  // whether the rest need not be read
@@ -95,7 +95,7 @@ class ReadPlan {
 
   std::deque<Record> records;  // a deque, because atomics cannot be moved
   std::vector<FileRange> file_ranges;
-  std::map<uint32_t, DataFile> files;  // by number
+  std::map<uint32_t, DataFile> files;  // {number: file}
 
  private:
   struct NeededRange {

@@ -190,7 +190,7 @@ class Cutter {
   const std::span<uint64_t> own_bytes_;
   std::vector<Piece> pieces_;
   std::map<std::vector<uint32_t>, uint32_t> sets_;
-  std::vector<std::vector<Box>> own_;  // of each need of the record at hand, what its rank alone needs
+  std::vector<std::vector<Box>> own_;  // one for each need of the record at hand: what its rank alone needs
 };
 
 }  // namespace
@@ -288,7 +288,7 @@ void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
 }
 
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
-  uint64_t slice = item_bytes(need);  // of the chunk: all of the dimensions that follow
+  uint64_t slice = item_bytes(need);  // bytes of the chunk's dimensions that follow
   uint64_t outer = box.elements();
   if (verify && need.crc() == kUnknownCrc) {  // can only be checked as a whole
     return std::accumulate(need.chunk().begin(), need.chunk().end(), slice, std::multiplies<uint64_t>());
@@ -307,7 +307,7 @@ uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
 
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   constexpr uint64_t kLeast = 4 << 20;  // where the budget has no room for all ranks', they read in turns
-  constexpr uint64_t kElement = 64;     // of the largest dtype, and more
+  constexpr uint64_t kElement = 64;     // bytes, as the largest dtype has, and more
   const uint64_t most = std::max(options.piece_bytes, kElement);
   const uint64_t least = std::min({kLeast, most, std::max(options.budget_bytes / 2, kElement)});
   return std::clamp(options.budget_bytes / (senders + 2), least, most);

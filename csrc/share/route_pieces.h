@@ -62,7 +62,7 @@ struct Piece {
   Box box;           // what is read
   uint64_t bytes;
   std::vector<Receiver> receivers;  // by rank; several of a rank that wants it for several items
-  uint32_t set;                     // of ranks that need it: number in Pieces::sets
+  uint32_t set;                     // ranks that need it: index in Pieces::sets
   enum class Cuts { never, if_all_receive_both, always } cuts;
   uint64_t order = 0;  // position in the files; pieces cut from one piece have the same
   uint32_t reader = 0;

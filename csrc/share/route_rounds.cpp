@@ -45,7 +45,7 @@ struct Bucket {
   };
   std::vector<Entry> entries;
   uint64_t staging_bytes = 0;
-  uint64_t packed_bytes = 0;  // of all messages that differ, if all have to be packed
+  uint64_t packed_bytes = 0;  // sum of all messages that differ, if all have to be packed
   bool uniform = true;        // all nodes that get anything get all of it
 };
 
@@ -68,7 +68,7 @@ void join(Parcels& parcels, Parcel next) {
 // record's offset is that of its first element, and what is one behind another in the file is so in memory.
 uint64_t staging_offset(const Piece& piece, bool in_file, uint64_t cursor) {
   if (!in_file && piece.bytes < kLargeBytes) return align_up(cursor, kAlignment);
-  uint64_t element = 0;  // of the chunk: the first that is read
+  uint64_t element = 0;  // the chunk's first that is read
   for (size_t dim = 0; dim < piece.box.offset.size(); ++dim) {
     element = element * static_cast<uint64_t>(piece.like->chunk()[dim]) + static_cast<uint64_t>(piece.box.offset[dim]);
   }
@@ -140,14 +140,14 @@ class Rounds {
       const Parcel* parcel;
     };
     std::vector<Part> parts;
-    std::vector<uint32_t> ranks;      // of the node, that want any of it; rising
+    std::vector<uint32_t> ranks;      // those of the node that want any of it; rising
     bool packed = false;              // else it is the staging memory itself
     std::optional<uint32_t> same_as;  // an earlier node, for which the very same is packed
     uint64_t bytes = 0;
 
     bool takes_memory() const { return packed && !same_as; }  // of the reader, beside the staging memory
   };
-  using Messages = std::map<uint32_t, Message>;  // by node
+  using Messages = std::map<uint32_t, Message>;  // {node: message}
 
   uint32_t node(uint32_t rank) const { return ranks_[rank].node; }
 
@@ -216,7 +216,7 @@ class Rounds {
   // The bucket must outlive them.
   Messages messages_of(const Bucket& bucket, uint32_t reader) const {
     Messages messages;
-    std::map<std::vector<int64_t>, uint32_t> packed_for;  // by what is in it
+    std::map<std::vector<int64_t>, uint32_t> packed_for;  // {what is in a message: the node that it was packed for}
     for (const Bucket::Entry& entry : bucket.entries) {
       for (const auto& [to_node, parcels] : entry.by_node) {
         Message& message = messages[to_node];
@@ -299,7 +299,7 @@ class Rounds {
         routes_[to.need->rank].shared_bytes += to.box.elements() * item_bytes(*to.need);
       }
     }
-    std::map<uint32_t, uint64_t> packed_at;  // by node
+    std::map<uint32_t, uint64_t> packed_at;  // {node: offset}
     for (const auto& [to_node, message] : messages) {
       if (to_node == node(reader)) {
         for (const auto& [entry, parcel] : message.parts) {
@@ -377,9 +377,9 @@ class Rounds {
   const std::span<const uint32_t> members_;
   const RouteOptions options_;
   const std::span<RankRoutes> routes_;
-  std::vector<std::vector<Bucket>> buckets_;      // by reader
-  std::vector<uint64_t> passed_on_;               // by rank: bytes that it got from other nodes
-  std::set<std::pair<uint32_t, uint32_t>> told_;  // of this round: who says to whom that its memory can be read
+  std::vector<std::vector<Bucket>> buckets_;      // one for each reader
+  std::vector<uint64_t> passed_on_;               // one for each rank: bytes that it got from other nodes
+  std::set<std::pair<uint32_t, uint32_t>> told_;  // this round's: who says to whom that its memory can be read
 };
 
 }  // namespace

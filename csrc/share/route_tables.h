@@ -32,7 +32,7 @@ class HeldRows {
 
  private:
   std::vector<Held> held_;
-  std::vector<size_t> at_;  // by row of the part: in held_
+  std::vector<size_t> at_;  // one for each row of the part: its index in held_
 };
 
 // Boxes in memory (write/placed_boxes.h) for those of RankRoutes::own, or rows of the same form, that are held. Throws

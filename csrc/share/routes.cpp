@@ -23,7 +23,7 @@ size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> 
   return most;
 }
 
-constexpr uint64_t kMostParts = 4'000'000;  // of pieces, which take some hundred bytes each
+constexpr uint64_t kMostParts = 4'000'000;  // pieces of a plan; one takes some hundred bytes
 
 using Groups = std::map<uint32_t, std::vector<uint32_t>>;  // their ranks
 

@@ -42,7 +42,7 @@ class DeviceLoad final : public read::DeviceSink {
 
  private:
   class Slots;
-  using Copies = std::map<int, std::vector<device::FlatCopy>>;  // by device
+  using Copies = std::map<int, std::vector<device::FlatCopy>>;  // {device: copies}
 
   // Copies on a device, and the slot that they read. The slot is given back when no copy reads it any more.
   struct InFlight {
@@ -58,7 +58,7 @@ class DeviceLoad final : public read::DeviceSink {
   void end() noexcept;
 
   LoadStreams& streams_;
-  std::map<int, std::unique_ptr<LoadStream>> borrowed_;  // by device
+  std::map<int, std::unique_ptr<LoadStream>> borrowed_;  // {device: stream}
 
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;

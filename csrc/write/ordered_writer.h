@@ -19,7 +19,7 @@ class OrderedWriter {
  public:
   struct Target {
     std::string path;  // in a remote store
-    uint32_t number;   // of the file, as boxes name it
+    uint32_t number;   // names the file in tables of boxes
     uint64_t length;
     std::string head;  // what it begins with
   };
@@ -43,7 +43,7 @@ class OrderedWriter {
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled).
   void cancel();
   uint64_t progress() const { return stats_.bytes(); }
-  uint64_t file_bytes() const { return file_bytes_; }  // of complete files
+  uint64_t file_bytes() const { return file_bytes_; }  // sum over complete files
   const io::TransferStats& stats() const { return stats_; }
   // The files of which bytes were sent.
   std::vector<uint32_t> begun() const;

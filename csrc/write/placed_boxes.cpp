@@ -13,7 +13,7 @@
 namespace vescale_ckpt::write {
 
 PlacedBoxes::PlacedBoxes(std::span<const int64_t> table, size_t files) {
-  std::vector<size_t> first;  // of each box: where its words are in checksums_
+  std::vector<size_t> first;  // one for each box: where its words are in checksums_
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint64_t file = cursor.size(), begin = cursor.size(), bytes = cursor.size();
     cursor.take(1);

@@ -44,7 +44,7 @@ struct TensorPlace {
 // What is written of one tensor: all of it (no box), or a box, which is of the tensor's bytes over strided memory.
 struct PlacedTensor {
   TensorPlace place;
-  const std::byte* data = nullptr;  // of the first element
+  const std::byte* data = nullptr;  // where the first element is
   const io::Box* box = nullptr;
   // What stands before the tensor and behind it, if anything. Epilogues are not cut, so a record that is not large is
   // set apart where a slot does not hold it with what is before it.

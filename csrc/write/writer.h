@@ -39,9 +39,9 @@ struct RecordSource {
 };
 
 struct PlacedRecord {
-  uint64_t offset;  // of the record, in the file
+  uint64_t offset;  // where the record begins in the file
   uint64_t length;
-  uint32_t crc;  // of the tensor's bytes, or of the object's; 0 without checksums
+  uint32_t crc;  // CRC-32 of the tensor's bytes, or the object's; 0 without checksums
 };
 
 class FileWriter {
