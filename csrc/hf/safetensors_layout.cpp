@@ -65,6 +65,9 @@ SafetensorsLayout::SafetensorsLayout(std::vector<Tensor> tensors, SafetensorsHea
   for (const size_t index : order_) {
     const Tensor& tensor = tensors[index];
     const auto row = static_cast<int64_t>(index);
+    if (const size_t at = format::invalid_utf8(tensor.name); at != std::string::npos) {
+      throw Error::invalid("a tensor's name is no UTF-8 text behind '" + tensor.name.substr(0, at) + "'");
+    }
     if (tensor.name == kSafetensorsMetadata) throw Error::invalid("that is the name of the metadata, no tensor's", row);
     const std::vector<uint64_t> shape = stored_shape(tensor, row);
     bytes_.push_back(bytes_of(shape, safetensors_dtypes()[tensor.dtype].bits, row));

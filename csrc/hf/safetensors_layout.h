@@ -23,7 +23,8 @@ class SafetensorsLayout {
   };
 
   // Throws Error (invalid, tensor) for names that are equal or no tensor's, sizes that overflow, shapes that end inside
-  // a byte, and for a header that no reader would take. `metadata` has unique keys, and not that of the checksums.
+  // a byte; and Error (invalid) for names that are no text, and for a header that no reader would take. `metadata` has
+  // unique keys, and not that of the checksums.
   SafetensorsLayout(std::vector<Tensor> tensors, SafetensorsHeader::Metadata metadata);
 
   std::span<const size_t> order() const { return order_; }    // tensors as they lie in the file

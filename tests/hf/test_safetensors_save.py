@@ -212,6 +212,13 @@ def test_what_is_no_tensor_is_refused_by_name(checkpoint: Path) -> None:
         save(checkpoint, {"w": torch.empty(3, dtype=torch.bits8)})
 
 
+def test_a_name_that_is_no_text_is_refused(checkpoint: Path) -> None:
+    save(checkpoint, {"w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"no UTF-8 text behind 'layer\.'"):
+        save(checkpoint, {"layer.\ud800": torch.ones(2)})
+    assert same(read(checkpoint), {"w": torch.ones(2)}) and nothing_left(checkpoint)
+
+
 def test_a_module_keeps_its_names_and_tied_tensors_are_stored_once(checkpoint: Path) -> None:
     module = Tied()
     expected = {name: value.detach() for name, value in module.state_dict().items() if name != "head.weight"}
