@@ -264,6 +264,16 @@ def test_the_second_save_plans_and_lays_out_nothing(checkpoint: Path) -> None:
     assert same(read(checkpoint), {name: value for name, value in tied.items() if name != "head"})
 
 
+def test_texts_that_differ_at_each_export_do_not_pile_up(checkpoint: Path) -> None:
+    planner, state = SavePlanner(), {"w": torch.ones(2)}
+    with mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
+        for step in (*range(9), 8, 0):  # what 8 needs is kept, and what 0 needs no more
+            save(checkpoint, state, planner=planner, metadata={"step": str(step)})
+            with stock.safe_open(checkpoint / "model.safetensors", "pt") as file:
+                assert file.metadata()["step"] == str(step)
+    assert made.call_count == 10
+
+
 def test_an_asynchronous_save_has_what_was_there_when_it_began(checkpoint: Path) -> None:
     state = model(5)
     handle = save(checkpoint, state, async_checkpoint=True, max_shard_size="1MB")

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -54,6 +54,8 @@ class ExportPart(NamedTuple):
 
 
 ExportParts = dict[Any, ExportPart]  #: {options of an export: part}
+MOST_EXPORTS = 4  # a plan keeps the files of exports with so many different options
+_Kept = TypeVar("_Kept")
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
 
@@ -131,6 +133,15 @@ class SavePlans(list[SavePlan]):
     def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
         super().__init__(answers)
         self.planned = planned
+
+
+def keep_export(exports: dict[Any, _Kept], options: Any, kept: _Kept) -> None:
+    """Keeps what exports with these options need, and drops the oldest beyond `MOST_EXPORTS`: texts in the headers may
+    differ at each export."""
+    exports.pop(options, None)
+    exports[options] = kept
+    while len(exports) > MOST_EXPORTS:
+        del exports[next(iter(exports))]
 
 
 class PackedItems(LazyList):

@@ -28,7 +28,7 @@ from .._engine.options import engine_options, threads_of
 from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._observe.timeline import phase
-from .._plan.save_plan import ExportPart, GlobalSavePlan, PackedItems, SavePlans, pack_items
+from .._plan.save_plan import ExportPart, GlobalSavePlan, PackedItems, SavePlans, keep_export, pack_items
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
@@ -164,7 +164,8 @@ class SafetensorsLayout(Layout):
                 _C.export_boxes(items.description.inventory, items.local_plan, locations, with_brought)
                 for with_brought in (True, False)
             )
-            part = items.exports[self._kept_by] = ExportPart(token.decode(), self._tied, boxes, own, routes)
+            part = ExportPart(token.decode(), self._tied, boxes, own, routes)
+            keep_export(items.exports, self._kept_by, part)
         self._part = part
         self._write_to(int(count), token.decode(), part.boxes)
 
@@ -180,7 +181,7 @@ class SafetensorsLayout(Layout):
         made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
         routes = self._plan_routes(made, planned.catalog(), [domains.index(domain) for domain in domains])
         token = self._make_files(made)
-        planned.exports[self._kept_by] = token, made
+        keep_export(planned.exports, self._kept_by, (token, made))
         begin = str(len(made.file_bytes)).encode(), token.encode()
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
