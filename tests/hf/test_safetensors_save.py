@@ -45,6 +45,7 @@ from vescale_ckpt._checkpoint.safetensors import model_names
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks, orphans
 from vescale_ckpt._storage.file_system import FileSystem
+from vescale_ckpt._storage.storage import MARKER_PREFIX
 
 State = dict[str, torch.Tensor]
 
@@ -272,6 +273,16 @@ def test_texts_that_differ_at_each_export_do_not_pile_up(checkpoint: Path) -> No
             with stock.safe_open(checkpoint / "model.safetensors", "pt") as file:
                 assert file.metadata()["step"] == str(step)
     assert made.call_count == 10
+
+
+def test_a_marker_file_of_a_dead_save_is_removed_after_ten_minutes(checkpoint: Path) -> None:
+    checkpoint.mkdir()
+    dead, young = (checkpoint / f"{MARKER_PREFIX}{name}" for name in ("dead", "young"))
+    for path in (dead, young):
+        path.touch()
+    os.utime(dead, (time.time() - 660,) * 2)
+    save(checkpoint, {"w": torch.ones(2)})
+    assert sorted(os.listdir(checkpoint)) == [young.name, "model.safetensors"]
 
 
 def test_an_asynchronous_save_has_what_was_there_when_it_began(checkpoint: Path) -> None:

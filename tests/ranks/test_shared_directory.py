@@ -25,6 +25,8 @@ from vescale_ckpt._checkpoint.native import file_names
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_orphans
 from vescale_ckpt._ranks import shared_directory
 from vescale_ckpt._ranks.shared_directory import MarkerFile, SeparateDirectoriesError
+from vescale_ckpt._storage.file_system import FileSystem
+from vescale_ckpt._storage.storage import MARKER_PREFIX
 
 
 class PlansItems(SavePlanner):
@@ -176,3 +178,21 @@ def _no_room(path: Path) -> str:
 def test_no_room_for_the_token_is_told_as_such(tmp_path: Path) -> None:
     for text in run_ranks(2, _no_room, tmp_path / "c"):
         assert "rank 0" in text and str(tmp_path) in text
+
+
+def _may_not_remove(path: Path) -> float:
+    remove = FileSystem.remove
+
+    def refuses(storage: FileSystem, name: str) -> bool:
+        if name.startswith(MARKER_PREFIX):
+            raise PermissionError(errno.EACCES, "this job may not delete anything")
+        return remove(storage, name)
+
+    with mock.patch.object(FileSystem, "remove", refuses):
+        vescale_ckpt.save(path, _state(1), timeout=20.0)
+    return float(vescale_ckpt.load(path)["w"][0])
+
+
+def test_a_token_that_cannot_be_removed_fails_no_rank(tmp_path: Path) -> None:
+    """An object store may allow a job to write, and not to delete."""
+    assert run_ranks(2, _may_not_remove, tmp_path / "c") == [1.0, 1.0]

@@ -72,9 +72,9 @@ class MarkerFile:
             time.sleep(0.05)
 
     def remove(self) -> None:
-        """May be called again."""
+        """May be called again. Raises nothing: a file that stays is an orphan."""
         if self._name is not None:
-            with contextlib.suppress(_C.EngineError):
+            with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
                 storage_at(self.directory).remove(self._name)
         self._name = None
 

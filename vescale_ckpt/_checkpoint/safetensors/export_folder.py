@@ -15,6 +15,7 @@ from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
 from ..._storage.pending import Pending, new_token
+from ..._storage.storage import MARKER_PREFIX
 from .commit import IndexOf, check_replaceable, commit_files, is_named, names_in
 from .model_names import (
     file_names,
@@ -50,7 +51,7 @@ class ExportFolder:
         needed = sum(sizes)
         with named_system_errors(directory, needed):
             check_replaceable(directory)
-            orphans.remove(left_by_exports(directory))
+            orphans.remove([*left_by_exports(directory), *_markers(directory)])
             check_space(directory, needed)
             first, *names = file_names(len(sizes))
             try:
@@ -97,6 +98,12 @@ def left_by_exports(directory: str) -> list[Orphan]:
         elif is_temporary_index(name):
             found.append(Orphan([path], None, SMALL_FILE_GRACE))
     return found + [Orphan(paths, paths[0], SAVE_GRACE) for paths in exports.values()]
+
+
+def _markers(directory: str) -> list[Orphan]:
+    """Returns the marker files in a folder, which saves of several ranks make and remove while they begin."""
+    names = [name for name in storage_at(directory).names() if name.startswith(MARKER_PREFIX)]
+    return [Orphan([os.path.join(directory, name)], None, SMALL_FILE_GRACE) for name in names]
 
 
 def _left_in_store(directory: str) -> list[Orphan]:
