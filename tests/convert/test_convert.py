@@ -37,7 +37,8 @@ from vescale_ckpt import (
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt._checkpoint.checkpoint import Read, cut
 from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
-from vescale_ckpt._convert import batches, run
+from vescale_ckpt._convert import batches
+from vescale_ckpt._convert import convert as convert_module
 from vescale_ckpt._convert.formats import Format
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.flatten import flatten
@@ -495,7 +496,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             self.out -= len(buffer)
             give_back(self, buffer)
 
-    monkeypatch.setattr(run, "Buffers", Counting)
+    monkeypatch.setattr(convert_module, "Buffers", Counting)
     source = path
     for format in FORMATS[:2]:
         convert(source, tmp_path / NAMES[format], format=format)
