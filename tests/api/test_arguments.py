@@ -98,7 +98,9 @@ CASES = [
     ),
     *(refused(call, "metadata", {"a": "b"}, "put it into the state") for call in (save, StorageWriter)),
     *(refused(call, "metadata", ["a"], "expected a mapping of texts or None") for call in (save, StorageWriter)),
-    refused(save, "gate", 3, "expected a torch.optim.Optimizer or several, got int"),
+refused(save, "gate", 3, "expected a torch.optim.Optimizer or several, got int"),
+    refused(save, "gate", [1], "expected a torch.optim.Optimizer or several"),
+    refused(save, "on_busy", "perhaps", "on_busy"),
     refused(save, "planner", DefaultSavePlanner(), "expected a vescale_ckpt.SavePlanner"),
     refused(load, "planner", LoadPlanner, "expected a planner of loads"),
     refused(load, "keys", 3, "expected names or patterns"),
@@ -127,6 +129,11 @@ def test_what_is_expected_is_said(call: Any, name: str, value: Any, wanted: str,
     with pytest.raises((ValueError, TypeError), match=wanted):
         call(**{**arguments, name: value})
     assert not (tmp_path / "new").exists()
+
+
+def test_only_an_asynchronous_save_has_a_gate() -> None:
+    with pytest.raises(ValueError, match="only an asynchronous save"):
+        save("x", {}, gate=torch.optim.SGD([torch.zeros(1)]))
 
 
 def test_texts_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,16 +56,6 @@ def test_later_changes_do_not_reach_the_file(
     assert same(load(checkpoint, many_kinds(0)), many_kinds(1))
 
 
-def test_dense_state_is_copied_where_it_is(checkpoint: Path, held: threading.Event) -> None:
-    values = {key: value for key, value in many_kinds(1).items() if key != "conjugate"}
-    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
-    change_all(values)
-    held.set()
-    handle.result(BOUND)
-    expected = {key: value for key, value in many_kinds(1).items() if key != "conjugate"}
-    assert same(load(checkpoint, {key: many_kinds(0)[key] for key in expected}), expected)
-
-
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
@@ -170,15 +160,6 @@ def test_waiting_for_the_last_save_has_an_end(checkpoint: Path, held: threading.
     held.set()
     handle.result(BOUND)
     vescale_ckpt.save(checkpoint, state(3))
-
-
-def test_arguments() -> None:
-    with pytest.raises(ValueError, match="on_busy"):
-        vescale_ckpt.save("x", {}, on_busy="perhaps")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="asynchronous"):
-        vescale_ckpt.save("x", {}, gate=torch.optim.SGD([torch.zeros(1)]))
-    with pytest.raises(TypeError, match="Optimizer"):
-        vescale_ckpt.save("x", {}, gate=[1], async_checkpoint=True)  # type: ignore[list-item]
 
 
 # --- Failures

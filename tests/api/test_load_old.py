@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
-from harness.states import assert_same, bits, train
+from harness.states import assert_same, bits, sharded, train
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed.checkpoint import _version
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, MissingKeysError, StorageWriter
@@ -82,13 +82,12 @@ def test_fsdp1_loads_and_is_loaded_by_all_others(checkpoint: Path) -> None:
 
 def _own_metadata(directory: Path, ours: bool) -> None:
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(70.0).view(10, 7)
     writer: Any = StorageWriter(directory) if ours else FileSystemWriter(directory)
     layer = nn.Linear(3, 4)
     state = {
-        "rows": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
-        "everywhere": distribute_tensor(full, mesh, [Replicate()], src_data_rank=None),
+        "rows": sharded(full, Shard(0)),
+        "everywhere": sharded(full, Replicate()),
         "plain": torch.full((5,), float(rank)),
         "object": {"rank": rank},
         "layer": layer.state_dict(),
@@ -97,8 +96,8 @@ def _own_metadata(directory: Path, ours: bool) -> None:
     dist.barrier()
     for broadcast in (True, False):
         target: dict[str, Any] = {
-            "rows": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)], src_data_rank=None),
-            "everywhere": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(1)], src_data_rank=None),
+            "rows": sharded(torch.zeros(10, 7), Shard(0)),
+            "everywhere": sharded(torch.zeros(10, 7), Shard(1)),
             "plain": torch.zeros(5),
             "object": {"rank": None},
             "layer": nn.Linear(3, 4),

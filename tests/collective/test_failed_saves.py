@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults, steps
+from harness import faults, saves, steps
 from harness.ranks import RankDiedError, run_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, load, replicated, save
@@ -115,15 +115,7 @@ def _die(directory: str, phase: str, who: int) -> None:
     with pytest.raises(CheckpointTimeoutError) as caught:
         vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value
-    assert_same(_load_alone(path, old), old)
-
-
-def _load_alone(path: str, state: dict[str, Any]) -> dict[str, Any]:
-    from harness.states import blank
-
-    target: dict[str, Any] = blank(state)
-    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
-    return target
+    assert_same(saves.load(path, old), old)
 
 
 @pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("open files", 2), ("finish files", 1), ("commit", 0)])

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.ranks import run_ranks
-from harness.states import MiB, assert_same
+from harness.states import MiB, Witness, assert_same, sharded
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank
@@ -29,19 +28,6 @@ RANKS = 3
 FOREVER = 30.0  # seconds; the timeout of each step where nobody is late
 SHORT = 2.0  # the same where somebody is
 ROUNDS = 6  # at least, of the checkpoint that is loaded
-
-
-class Witness:
-    """Stateful: counts what is handed to it."""
-
-    def __init__(self) -> None:
-        self.loads = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loads += 1
 
 
 def _values() -> dict[str, torch.Tensor]:
@@ -72,7 +58,6 @@ class Target:
     """A state to load into, with one of everything that is handed over at the end."""
 
     def __init__(self) -> None:
-        mesh = init_device_mesh("cpu", (RANKS,))
         with torch.device("meta"):
             self.layer = nn.Linear(3, 4)
         self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.25)
@@ -81,7 +66,7 @@ class Target:
         values = _values()
         self.state: dict[str, Any] = {
             "everywhere": torch.zeros_like(values["everywhere"]),
-            "halves": distribute_tensor(torch.zeros_like(values["halves"]), mesh, [Shard(1)], src_data_rank=None),
+            "halves": sharded(torch.zeros_like(values["halves"]), Shard(1)),
             f"own{dist.get_rank()}": torch.zeros_like(_own()),
             "layer": self.layer,
             "optimizer": self.optimizer,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import steps
 from harness.files import flip
 from harness.ranks import run_ranks
-from harness.states import KiB, MiB, assert_same, train
+from harness.states import KiB, MiB, Witness, assert_same, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -142,22 +142,6 @@ def test_values_of_ranks_and_checkpoints_of_many_ranks_in_one_process(checkpoint
 
 
 # --- Failures
-
-
-class Witness:
-    """Stateful: counts what is handed to it."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.loads = 0
-        self.fails = fails
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loads += 1
-        if self.fails:
-            raise ZeroDivisionError("cannot take it")
 
 
 def _state(rows: int = 64) -> dict[str, Any]:

@@ -63,9 +63,16 @@ class FakeCuda:
     def fail(self, name: str, skip: int = 0, code: int = 1) -> None:
         self._library.fake_fail(name.encode(), ctypes.c_int64(skip), code)
 
+    def last_error(self) -> int:
+        return int(self._library.fake_last_error())
+
     def stick(self, code: int) -> None:
         """Lets work of the trainer have failed on the device: all calls give this error from now on."""
         self._library.fake_stick(code)
+
+    def answer(self, question: str, answer: int) -> None:
+        """Lets the driver answer a question otherwise than a new one does."""
+        self._library.fake_answer(question.encode(), answer)
 
     def allocate(self, tensor: torch.Tensor) -> None:
         """Makes the storage of a tensor an allocation of the device."""
@@ -108,6 +115,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(device_streams, "made_current", lambda streams, devices: nullcontext())
         assert _C.copies_from_cuda(), device_info()
         yield fake
+        assert fake.count("calls without a device") == 0
+        assert fake.last_error() == 0, "the framework would find our error"
 
 
 def copies_from_cuda() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from vescale_ckpt._engine.rows import DTYPE_CODES
 from vescale_ckpt._engine.torch_private import StridedShard
@@ -38,6 +38,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> torch.Tensor:
     return ((torch.arange(torch.Size(shape).numel()) + first) % 8191).to(dtype).view(shape)
+
+
+def sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | None = None) -> DTensor:
+    """What all ranks hold of a tensor that each of them gives whole: on one line of ranks, or a mesh of this shape."""
+    device_mesh = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
+    return distribute_tensor(full, device_mesh, placements, src_data_rank=None)
 
 
 def at_address(tensor: torch.Tensor, within_page: int) -> torch.Tensor:
@@ -236,6 +242,22 @@ class Tied(torch.nn.Module):
         self.inner = torch.nn.Linear(8, 8)
         self.head = torch.nn.Linear(8, 50, bias=False)
         self.head.weight = self.embed.weight
+
+
+class Witness:
+    """Stateful: counts what is handed to it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.loads = 0
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+        if self.fails:
+            raise ZeroDivisionError("cannot take it")
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from harness import faults
 from harness.ranks import run_ranks
-from harness.states import same
+from harness.states import same, sharded
 from test_safetensors_save import nothing_left, read, state_of_rank, whole
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner
@@ -95,8 +94,7 @@ def _columns(k: int) -> dict[str, torch.Tensor]:
 
 
 def _sharded_columns(k: int) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    return {name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(k).items()}
+    return {name: sharded(value, Shard(1)) for name, value in _columns(k).items()}
 
 
 def _save_columns(directory: str, who: int, what: str) -> str:

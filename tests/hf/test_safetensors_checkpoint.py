@@ -19,13 +19,13 @@ from harness import steps
 from harness.files import flip, flipped
 from harness.ranks import run_ranks
 from harness.saves import cause
-from harness.states import Tied, assert_same, numbers
+from harness.states import Tied, assert_same, numbers, sharded
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -528,29 +528,25 @@ def _torchs_writer(directory: Path) -> None:
     """Ours reads what torch's reader reads, in every form that torch's writer has."""
     values = state()
     values.pop("scalar")  # has no dimension to be cut along
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def sharded(full: State, dim: int) -> dict[str, Any]:
-        return {
-            key: distribute_tensor(value, mesh, [Shard(min(dim, value.dim() - 1))], src_data_rank=None)
-            for key, value in full.items()
-        }
+    def spread(full: State, dim: int) -> dict[str, Any]:
+        return {key: sharded(value, Shard(min(dim, value.dim() - 1))) for key, value in full.items()}
 
-    dcp.save(sharded(values, 0), storage_writer=HuggingFaceStorageWriter(str(directory / "d"), save_distributed=True))
+    dcp.save(spread(values, 0), storage_writer=HuggingFaceStorageWriter(str(directory / "d"), save_distributed=True))
     assert len(list((directory / "d").glob("shard-*.safetensors"))) == dist.get_world_size()
     for dim in (0, 1):
-        theirs, ours, fast = (sharded(zeros(values), dim) for _ in range(3))
+        theirs, ours, fast = (spread(zeros(values), dim) for _ in range(3))
         dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(directory / "d")))
         dcp.load(ours, storage_reader=StorageReader(directory / "d"), planner=PLANNERS[dim]())
         vescale_ckpt.load(directory / "d", fast, timeout=FOREVER)
-        for key, value in sharded(values, dim).items():
+        for key, value in spread(values, dim).items():
             for loaded in (theirs, ours, fast):
                 assert_same(loaded[key].to_local(), value.to_local())
     assert_same(vescale_ckpt.load(directory / "d", timeout=FOREVER), values)
 
     floats = {key: value for key, value in values.items() if value.is_floating_point() and value.numel()}  # no others
     writer = HuggingFaceStorageWriter(str(directory / "one"), save_distributed=True, enable_consolidation=True)
-    dcp.save(sharded(floats, 0), storage_writer=writer)
+    dcp.save(spread(floats, 0), storage_writer=writer)
     for part in ("", "sharded"):
         assert_same(vescale_ckpt.load(directory / "one" / part, timeout=FOREVER), floats)
 
@@ -581,14 +577,11 @@ def _each_byte_once(directory: Path, by: str) -> list[tuple[int, int]]:
         write(directory, values, by)
     dist.barrier()
     results = []
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     opened = len(os.listdir("/proc/self/fd"))
     for planner in (None, *PLANNERS):
         replicas = zeros(values)
         columns = {"layers.1.weight": torch.zeros(512, 512), "layers.0.weight": torch.zeros(300, 1000)}
-        columns = {
-            key: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for key, value in columns.items()
-        }
+        columns = {key: sharded(value, Shard(1)) for key, value in columns.items()}
         for filled in (replicas, columns):
             if planner is None:
                 stats = vescale_ckpt.load(directory, filled, broadcast_checkpoint=True, timeout=FOREVER).stats
@@ -600,9 +593,7 @@ def _each_byte_once(directory: Path, by: str) -> list[tuple[int, int]]:
             results.append((stats.read_bytes, stats.unverified_bytes))
         assert_same(replicas, values)
         for key, value in columns.items():
-            assert_same(
-                value.to_local(), distribute_tensor(values[key], mesh, [Shard(1)], src_data_rank=None).to_local()
-            )
+            assert_same(value.to_local(), sharded(values[key], Shard(1)).to_local())
     assert len(os.listdir("/proc/self/fd")) <= opened + 16
     return results
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.ranks import run_ranks
-from harness.states import same
+from harness.states import same, sharded
 from test_safetensors_save import files, nothing_left, read, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, safetensors
 
@@ -52,14 +52,14 @@ def _rank_state(seed: int, values: dict[str, torch.Tensor]) -> dict[str, Any]:
         owner = chance.randrange(dist.get_world_size())
         if way == "shard" and value.ndim:
             placement = Shard(chance.randrange(value.ndim))
-            spread = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+            spread = sharded(value, placement)
             if chance.random() < 0.5 and value.ndim > 1:  # strided local
                 local = spread.to_local()
                 local = local.transpose(0, 1).contiguous().transpose(0, 1)
                 spread = DTensor.from_local(local, mesh, [placement], shape=value.shape, stride=value.stride())
             state[name] = spread
         elif way == "replica":
-            state[name] = distribute_tensor(value, mesh, [Replicate()], src_data_rank=None)
+            state[name] = sharded(value, Replicate())
         elif way == "alone":
             if owner == dist.get_rank():
                 state[name] = value
@@ -111,7 +111,6 @@ def test_random_states(tmp_path: Path, ranks: int, seeds: list[int]) -> None:
 
 
 def _tied(directory: str) -> list[int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     planner = SavePlanner()
     made = []
     plan_of_all = SavePlanner.global_plan_of
@@ -122,8 +121,8 @@ def _tied(directory: str) -> list[int]:
 
     with mock.patch.object(SavePlanner, "global_plan_of", counted):
         for k in range(3):
-            tensor = distribute_tensor(torch.arange(10.0).view(5, 2) + k, mesh, [Shard(0)], src_data_rank=None)
-            other = distribute_tensor(torch.ones(5, 2) * k, mesh, [Shard(0)], src_data_rank=None)
+            tensor = sharded(torch.arange(10.0).view(5, 2) + k, Shard(0))
+            other = sharded(torch.ones(5, 2) * k, Shard(0))
             save(directory, {"other": other, "embed": tensor, "head": tensor}, planner=planner)
     return made
 

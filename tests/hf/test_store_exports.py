@@ -21,10 +21,9 @@ from harness import stores
 from harness.fault_proxy import Action, FaultProxy, Kind, Rule
 from harness.object_server import ObjectServer, unfinished_uploads
 from harness.ranks import run_ranks
-from harness.states import blank, same
+from harness.states import blank, same, sharded
 from test_safetensors_save import model, state_of_rank, whole
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
@@ -292,10 +291,7 @@ def test_four_ranks_of_a_mesh(bucket_url: str, object_server: ObjectServer, tmp_
 
 def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
     os.environ.update(environment)
-    mesh = init_device_mesh("cpu", (2,))
-    state = {
-        name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
-    }
+    state = {name: sharded(value, Shard(1)) for name, value in _columns(1).items()}
     send, count = store_layout.StoreLayout.write, 0
 
     def fails(files: Any, boxes: bytes) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from harness import stores
 from harness.states import blank, same
+from test_manager_delta import lora
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
@@ -27,12 +27,6 @@ from vescale_ckpt.manager import step_directories
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 State = dict[str, Any]
-
-
-def lora(step: int, frozen: int = 0) -> State:
-    """Most of it depends on `frozen` alone."""
-    torch.manual_seed(100 + frozen)
-    return {"frozen": torch.randn(40_000), "adapter": torch.full((3000,), float(step)), "step": step}
 
 
 def loads(path: str, state: State) -> bool:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import struct
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from harness.children import in_child
 from harness.files import Record, data_files, drop_from_cache, flipped, records
 from harness.saves import cause, load, load_boxes, outcome, save
 from harness.states import State, blank, same, small_state, state
@@ -315,30 +313,6 @@ def test_metadata_of_another_save_is_found(checkpoint: Path) -> None:
 
 
 # --- .metadata
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_one_flipped_bit_in_metadata_gives_the_values_or_a_named_error(checkpoint: Path, sharded: bool) -> None:
-    save(checkpoint, small_state(1), sharded=sharded)
-    # In a child: the wrong flip may take all memory or crash an unpickler.
-    answer = in_child(flip_metadata, checkpoint, 400)
-    assert not answer.value, "\n".join(answer.value)
-    assert answer.peak_bytes < 200 << 20
-
-
-def flip_metadata(directory: Path, count: int) -> list[str]:
-    """What went against the rule."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, most))
-    path = directory / ".metadata"
-    failures = []
-    for bit in random.Random(8).sample(range(8 * path.stat().st_size), count):
-        with flipped(path, bit):
-            try:
-                outcome(directory, small_state(1))
-            except AssertionError as failure:
-                failures.append(f"bit {bit}: {failure}")
-    return failures
 
 
 def test_damaged_metadata_is_named_by_dcp_load(checkpoint: Path) -> None:

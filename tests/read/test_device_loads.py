@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from harness.fake_cuda import ASSERT, device_notes, fake_cuda, needs_fake_cuda, neighbours
 from harness.files import flip
 from harness.ranks import in_fork, run_ranks
-from harness.states import KiB, MiB, assert_same, numbers
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from harness.states import KiB, MiB, assert_same, numbers, sharded
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
@@ -163,6 +162,7 @@ def _in_neighbouring_allocations(directory: Path) -> list[int]:
             found = neighbours(state)
             vescale_ckpt.load(directory / kind, found)
             assert_same(found, state)
+        assert 100 < fake.count("most copies in a batch") <= 512
         return [fake.count("copies across allocations"), fake.count("cudaMemcpyAsync")]
 
 
@@ -252,8 +252,7 @@ def test_an_error_that_the_trainer_left_is_named_as_theirs(tmp_path: Path) -> No
 
 
 def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
+    return sharded(full, Replicate() if dim is None else Shard(dim))
 
 
 def _full() -> dict[str, torch.Tensor]:

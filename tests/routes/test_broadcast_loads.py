@@ -16,11 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import drop_from_cache, flip
 from harness.ranks import run_ranks
-from harness.states import assert_same, numbers
+from harness.states import assert_same, blank, numbers, sharded
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
@@ -41,18 +40,6 @@ def _full() -> dict[str, Any]:
     }
 
 
-def _zeros(full: dict[str, Any]) -> dict[str, Any]:
-    def zero(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.zeros_like(value)
-        if isinstance(value, dict):
-            return {key: zero(item) for key, item in value.items()}
-        return [zero(item) for item in value] if isinstance(value, list) else 0
-
-    result: dict[str, Any] = zero(full)
-    return result
-
-
 def _save(directory: Path, state: dict[str, Any], by: str) -> None:
     if by == "stock":
         dcp.save(state, storage_writer=FileSystemWriter(directory))
@@ -66,22 +53,21 @@ def _save(directory: Path, state: dict[str, Any], by: str) -> None:
 def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
     """Bytes read and needed with each planner, of replicas, then of rows loaded as columns."""
     full = _full()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = distribute_tensor(full["w"], mesh, [Shard(0)], src_data_rank=None)
+    rows = sharded(full["w"], Shard(0))
     _save(directory, {**full, "rows": rows}, by)
     results = []
     for planner in PLANNERS:
         reader = StorageReader(directory, broadcast_checkpoint=True)
-        state = _zeros(full)
+        state = blank(full)
         dcp.load(state, storage_reader=reader, planner=planner())
         assert_same(state, full)
         assert reader.last_stats is not None
         results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
 
         reader = StorageReader(directory, broadcast_checkpoint=True)
-        columns = distribute_tensor(torch.zeros_like(full["w"]), mesh, [Shard(1)], src_data_rank=None)
+        columns = sharded(torch.zeros_like(full["w"]), Shard(1))
         dcp.load({"rows": columns}, storage_reader=reader, planner=planner())
-        wanted = distribute_tensor(full["w"], mesh, [Shard(1)], src_data_rank=None)
+        wanted = sharded(full["w"], Shard(1))
         assert_same(columns.to_local(), wanted.to_local())
         assert reader.last_stats is not None
         results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
@@ -108,11 +94,11 @@ def _without_others(directory: Path) -> list[str]:
     with mock.patch.object(BroadcastLoad, "begin", side_effect=AssertionError("nothing is to be shared")):
         for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
             if "no_dist" not in options or dist.get_rank() == 0:
-                state = _zeros(full)
+                state = blank(full)
                 reader = StorageReader(directory, broadcast_checkpoint=True)
                 dcp.load(state, storage_reader=reader, planner=LoadPlanner(), **options)  # type: ignore[arg-type]
                 assert_same(state, full)
-        state = _zeros(full)
+        state = blank(full)
         reader = StorageReader(directory, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
         with mock.patch(
             "vescale_ckpt._dcp.storage_reader.logger.warning", side_effect=lambda text, *a: texts.append(text % a)
@@ -141,7 +127,7 @@ class _Committing(DefaultLoadPlanner):
 def _with_a_planner_that_commits(directory: Path) -> int:
     full = _full()
     _save(directory, full, "us")
-    state = _zeros(full)
+    state = blank(full)
     reader = StorageReader(directory, broadcast_checkpoint=True)
     dcp.load(state, storage_reader=reader, planner=_Committing())
     assert_same(state, full)
@@ -162,7 +148,7 @@ def _damaged(directory: Path) -> list[str]:
         flip(file, file.stat().st_size // 2 * 8)
     dist.barrier()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+        dcp.load(blank(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
     errors = [error for error, _ in caught.value.failures.values()]
     assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
     return [str(error) for error in errors]
@@ -179,7 +165,7 @@ def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
     if dist.get_rank() == 1:
         os.environ[variable] = "wrong"
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+        dcp.load(blank(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
     return str(caught.value)
 
 
@@ -199,7 +185,7 @@ def _ways_that_differ(directory: Path) -> list[bool]:
     for ways in ((True, False), (False, True), (True, "auto")):
         way: Any = ways[dist.get_rank()]
         reader = StorageReader(directory, broadcast_checkpoint=way)
-        state = _zeros(full)
+        state = blank(full)
         dcp.load(state, storage_reader=reader)
         assert_same(state, full)
         assert reader.last_stats is not None
@@ -286,7 +272,6 @@ def test_nodes_may_keep_to_themselves(checkpoint: Path) -> None:
 def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
     """Bytes of each load that went past the page cache, and in all, when nothing is shared."""
     w = numbers(4096, 512)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     _save(directory, {"w": w}, by)
     results = {}
     for name, ranks_here in (("replicas", "2"), ("rows", "2"), ("replicas", "1")):
@@ -296,12 +281,12 @@ def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
             drop_from_cache(path)
         dist.barrier()
         zeros = torch.zeros_like(w)
-        target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros
+        target: Any = sharded(zeros, Shard(0)) if name == "rows" else zeros
         reader = StorageReader(directory)
         dcp.load({"w": target}, storage_reader=reader, planner=LoadPlanner())
         assert reader.last_stats is not None
         results[f"{name} {ranks_here}"] = (reader.last_stats.direct_bytes, reader.last_stats.read_bytes)
-        wanted = distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None).to_local() if name == "rows" else w
+        wanted = sharded(w, Shard(0)).to_local() if name == "rows" else w
         assert_same(target.to_local() if name == "rows" else target, wanted)
     return results
 
@@ -335,7 +320,7 @@ def _counted(directory: Path, by: str) -> tuple[int, ...]:
     """How often this rank read the index whole and in part, and the metadata, parsed and as bytes."""
     full = _full()
     _save(directory, full, by)
-    state = _zeros(full)
+    state = blank(full)
     names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
     with contextlib.ExitStack() as stack:
         calls = [
@@ -358,7 +343,7 @@ def _different_disks(directory: Path) -> list[str]:
     rank, full = dist.get_rank(), _full()
     for name in ("first", "second"):
         vescale_ckpt.save(directory / name, full)
-    state, own, texts = _zeros(full), directory / f"disk{rank}", []
+    state, own, texts = blank(full), directory / f"disk{rank}", []
     for name in ("first", "first" if rank == 0 else "second"):
         shutil.rmtree(own, ignore_errors=True)
         shutil.copytree(directory / name, own / "checkpoint")
@@ -392,7 +377,7 @@ def _different_options(directory: Path) -> list[str]:
     mine, texts = dist.get_rank() == 1, []
     for options in ({"strict": mine}, {"broadcast_checkpoint": mine}, {"verify": mine}):
         with pytest.raises(CheckpointError) as caught:
-            vescale_ckpt.load(directory, _zeros(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
+            vescale_ckpt.load(directory, blank(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
         texts.append(str(caught.value))
     return texts
 
@@ -410,10 +395,10 @@ def _damaged_index(directory: Path) -> bool:
         index = directory / ".metadata.index"
         flip(index, index.stat().st_size * 4)  # in its middle: found when that is looked at
     dist.barrier()
-    state = _zeros(full)
+    state = blank(full)
     vescale_ckpt.load(directory, state, timeout=FOREVER)
     assert_same(state, full)
-    reference = _zeros(full)
+    reference = blank(full)
     dcp.load(reference, storage_reader=FileSystemReader(directory))
     assert_same(reference, state)
     return True
@@ -425,7 +410,7 @@ def test_a_damaged_index_is_done_without(checkpoint: Path) -> None:
 
 def _no_checkpoint(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        vescale_ckpt.load(directory / "nothing", _zeros(_full()), timeout=FOREVER)
+        vescale_ckpt.load(directory / "nothing", blank(_full()), timeout=FOREVER)
     return str(caught.value)
 
 

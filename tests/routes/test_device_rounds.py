@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from harness.files import flip
 from harness.ranks import run_ranks
-from harness.states import MiB, assert_same, numbers
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from harness.states import MiB, assert_same, numbers, sharded
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
@@ -110,8 +109,7 @@ def _devices() -> Iterator[tuple[_Host, list[_Gloo]]]:
 
 
 def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
+    return sharded(full, Replicate() if dim is None else Shard(dim))
 
 
 def _full() -> dict[str, torch.Tensor]:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from harness.logs import logged
 from harness.ranks import run_ranks
-from harness.states import MiB, assert_same, numbers
-from torch.distributed.device_mesh import init_device_mesh
+from harness.states import MiB, assert_same, numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
@@ -30,11 +29,6 @@ from vescale_ckpt._routes import node_buffer, pipeline, rounds, routes
 from vescale_ckpt._routes.node_buffer import NodeBuffer
 
 FOREVER = 60.0
-
-
-def _sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | None = None) -> DTensor:
-    device_mesh = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
-    return distribute_tensor(full, device_mesh, placements, src_data_rank=None)
 
 
 def _load(directory: Path, state: dict[str, Any], **options: Any) -> tuple[int, int]:
@@ -69,8 +63,8 @@ def _replicated(directory: Path) -> tuple[int, int, int]:
 
 def _resharded(directory: Path, saved: Placement, wanted: Placement, shape: tuple[int, ...]) -> tuple[int, int, int]:
     full = numbers(*shape)
-    vescale_ckpt.save(directory, {"w": _sharded(full, saved)})
-    state = {"w": _sharded(torch.zeros_like(full), wanted)}
+    vescale_ckpt.save(directory, {"w": sharded(full, saved)})
+    state = {"w": sharded(torch.zeros_like(full), wanted)}
     read, got = _load(directory, state)
     _assert_filled(state["w"], full)
     return read, got, full.nbytes
@@ -102,7 +96,7 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
     full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(6 * MiB)
-    state = {"a": torch.zeros_like(full["a"]), "b": _sharded(torch.zeros_like(full["b"]), Shard(1))}
+    state = {"a": torch.zeros_like(full["a"]), "b": sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
 
     def memory(sizes: list[int]) -> NodeBuffer:
@@ -130,7 +124,7 @@ def _twice(directory: Path) -> list[int]:
     vescale_ckpt.save(directory, full)
     plans = []
     for form in ((100, 10), (100, 10), None, (100, 10)):
-        state = {"w": torch.zeros(100, 10) if form else _sharded(torch.zeros(100, 10), Shard(0))}
+        state = {"w": torch.zeros(100, 10) if form else sharded(torch.zeros(100, 10), Shard(0))}
         with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
             _load(directory, state)
         plans.append(planned.call_count)
@@ -208,7 +202,7 @@ def _without_trying(directory: Path) -> list[int]:
     asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
     never = mock.patch.object(pipeline.Pipeline, "run", side_effect=AssertionError("nothing is to be tried"))
     with never, asked as planned:
-        state = {"w": _sharded(torch.zeros_like(full), Shard(0))}
+        state = {"w": sharded(torch.zeros_like(full), Shard(0))}
         shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)
         _assert_filled(state["w"], full)
     assert not any(rows for call in planned.call_args_list for rows in call.args[0]), "nobody tells what it wants"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.files import metadata_from
 from harness.inventories import inventory_of, items
 from harness.python_forks import run_python
 from harness.ranks import run_ranks
@@ -19,14 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import save
 from vescale_ckpt.cli import main
 from vescale_ckpt.simulate.models import MODELS, Entry, dtype_named, entries_in_checkpoint, entries_in_json, with_adam
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState, coordinate
-from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, simulate, written
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import gather, simulate
 
 SMALL = [
     Entry("model.embed_tokens.weight", (50, 8), torch.bfloat16),
@@ -122,21 +120,6 @@ def test_experts_lie_on_the_innermost_ranks(rank: int) -> None:
     assert items(simulated) == items(real)
 
 
-def test_placements_follow_from_names() -> None:
-    parallelism = Parallelism(16, fsdp=2, tensor=4)
-    column, row = (_StridedShard(0, split_factor=4), Shard(0)), (Shard(0), Shard(1))
-    found = {entry.name: parallelism.mesh_and_placements(entry) for entry in SMALL[:5]}
-    assert found["model.layers.0.self_attn.q_proj.weight"] == ((2, 2, 4), (Replicate(), *column))
-    assert found["model.embed_tokens.weight"] == ((2, 2, 4), (Replicate(), *column))
-    assert found["model.layers.0.self_attn.o_proj.weight"] == ((2, 2, 4), (Replicate(), *row))
-    assert found["model.norm.weight"] == ((2, 2, 4), (Replicate(), Shard(0), Replicate()))
-    assert found["step"] is None
-    moment = Entry("optim.state.layers.0.attention.wo.weight.exp_avg", (8, 8), torch.float32)
-    assert parallelism.mesh_and_placements(moment) == ((2, 2, 4), (Replicate(), *row))
-    assert parallelism.mesh_and_placements(moment._replace(everywhere=True)) is None
-    assert Parallelism(16).mesh_and_placements(moment) is None
-
-
 def test_a_rank_that_holds_several_pieces_or_none_names_them_all() -> None:
     entries = [Entry("q_proj.weight", (10, 3), torch.float32), Entry("bias", (3,), torch.float32)]
     state = SimulatedState(entries, Parallelism(8, fsdp=4, tensor=2))
@@ -151,12 +134,6 @@ def test_a_rank_that_holds_several_pieces_or_none_names_them_all() -> None:
         assert held == list(range(length))
 
 
-def test_ranks_are_numbered_row_by_row() -> None:
-    assert [coordinate(rank, (2, 1, 3)) for rank in range(6)] == [
-        (0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0), (1, 0, 1), (1, 0, 2),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"ranks": 6, "tensor": 4}, {"ranks": 0}, {"ranks": 6, "fsdp": 3, "expert": 2}, {"ranks": 6, "expert": 4}],
@@ -169,24 +146,6 @@ def test_meshes_that_cannot_be_are_refused(arguments: dict[str, int]) -> None:
 # --- What is reported
 
 
-@pytest.mark.parametrize(
-    "parallelism",
-    [Parallelism(4), Parallelism(4, fsdp=4), Parallelism(8, fsdp=2, tensor=2)],
-    ids=["replicated", "sharded", "both"],
-)
-def test_every_byte_is_written_once(parallelism: Parallelism) -> None:
-    found = simulate(SMALL, parallelism)
-    assert found.bytes_mean * parallelism.ranks == pytest.approx(SMALL_BYTES)
-    assert found.bytes_least <= found.bytes_mean <= found.bytes_most
-    assert found.imbalance == found.bytes_most / found.bytes_mean
-    assert found.items >= len(SMALL)
-    assert found.pieces * parallelism.ranks >= len(SMALL)
-    assert found.local_plan_bytes == found.pieces * parallelism.ranks * 32
-    assert found.planning_seconds > 0
-    assert found.planning_memory is None or found.planning_memory >= found.inventory_bytes
-    assert found.index_bytes > 0
-
-
 def test_what_ranks_send_grows_with_layers_once_and_not_for_each_rank() -> None:
     def sent(layers: int, ranks: int) -> int:
         entries = [Entry(f"layers.{layer:02}.weight", (64, 8), torch.float32) for layer in range(layers)]
@@ -195,37 +154,9 @@ def test_what_ranks_send_grows_with_layers_once_and_not_for_each_rank() -> None:
     assert sent(40, 2) - sent(20, 2) == sent(40, 16) - sent(20, 16) == 20 * (len("layers.00.weight") + 2 * 4)
 
 
-def test_placements_differ_in_who_writes() -> None:
-    balanced, lowest, local = (
-        simulate(SMALL, Parallelism(8), placement, node_size=2) for placement in ("balanced", "lowest_rank", "local")
-    )
-    assert lowest.imbalance == 8
-    assert balanced.bytes_most < lowest.bytes_most == SMALL_BYTES
-    assert local.bytes_mean * 8 == pytest.approx(4 * SMALL_BYTES)
-
-
 def test_an_empty_state_is_planned() -> None:
     found = simulate([], Parallelism(3))
     assert (found.items, found.bytes_most, found.imbalance) == (0, 0, 1.0)
-
-
-def test_large_replicated_tensors_are_split() -> None:
-    found = simulate([Entry("table", (128256, 512), torch.bfloat16)], Parallelism(64))
-    assert found.pieces >= 1
-    assert found.imbalance < 1.02
-
-
-def test_metadata_is_that_of_the_state() -> None:
-    parallelism = Parallelism(4, fsdp=2, tensor=2)
-    state = SimulatedState(SMALL, parallelism)
-    plan, parts = planned([state.inventory(rank) for rank in range(4)], "balanced")
-    content, _ = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
-    metadata = metadata_from(content)
-    assert list(metadata.state_dict_metadata) == state.names
-    for entry in SMALL[:5]:
-        stored = metadata.state_dict_metadata[entry.name]
-        assert (tuple(stored.size), stored.properties.dtype) == (entry.shape, entry.dtype)
-        assert sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(entry.shape)
 
 
 # --- States found elsewhere

@@ -145,25 +145,6 @@ def rank_3_of_8() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-PLACEMENTS: list[list[Placement]] = [
-    [Shard(0), Shard(1)],
-    [Shard(0), Shard(0)],
-    [Replicate(), Shard(1)],
-    [_StridedShard(0, split_factor=2), Shard(0)],
-    [_StridedShard(1, split_factor=2), Shard(1)],
-    [_StridedShard(0, split_factor=3), Replicate()],
-]
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("shape", [(16, 8), (5, 7), (17, 1), (1, 3), (0, 4)], ids=str)
-def test_dtensors(rank_3_of_8: None, shape: tuple[int, ...], placements: list[Placement]) -> None:
-    mesh = init_device_mesh("cpu", (4, 2))
-    full = numbered(shape)
-    dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-    assert torch.equal(assembled(full, chunks_of(dtensor)), dtensor.to_local())
-
-
 def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
     mesh = init_device_mesh("cpu", (4, 2))
     like = distribute_tensor(numbered((16, 3)), mesh, [_StridedShard(0, split_factor=2), Shard(0)], src_data_rank=None)

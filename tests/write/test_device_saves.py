@@ -227,6 +227,8 @@ def _prepared(directory: Path) -> tuple[dict[str, int], dict[str, int]]:
         before = {call: fake.count(call) for call in calls}
         vescale_ckpt.save(directory, state, async_checkpoint=True).result(BOUND)
         vescale_ckpt.prepare(state)
+        kernel = device_info()["kernel_built"]
+        assert not kernel or fake.count("cudaMemsetAsync") > 0, "nothing of the device's lies in gaps of a slab"
         return before, {call: fake.count(call) - before[call] for call in calls}
 
 

@@ -86,24 +86,33 @@ struct State {
   std::map<std::string, Fault> faults;
   std::map<uintptr_t, size_t> locked;
   std::map<uintptr_t, size_t> allocations;  // of devices
+  std::map<std::string, int> answers = {{"driver version", 13000}, {"host addresses are the device's", 1}};
   int sticky = 0;
   int delay_us = 0;  // of each copy
 };
-State& state = *new State;  // threads use it while the process ends
-thread_local int last_error = 0;
+State& state = *new State;        // threads use it while the process ends
+thread_local int last_error = 0;  // until it is asked for
+thread_local int contexts = 0;    // pushed
 
 constexpr int kFailure = 719;  // cudaErrorLaunchFailure
 
-int called(const std::string& name, uint64_t times = 1) {
+int called(const std::string& name, bool needs_device = true) {
   const std::lock_guard lock(state.mutex);
-  state.counts[name] += times;
+  ++state.counts[name];
+  if (needs_device && contexts == 0) ++state.counts["calls without a device"];
+  int code = state.sticky;
   const auto fault = state.faults.find(name);
   if (fault != state.faults.end() && fault->second.skip-- <= 0) {
-    const int code = fault->second.code;
+    code = fault->second.code;
     state.faults.erase(fault);
-    return last_error = code;
   }
-  return last_error = state.sticky;
+  if (code != 0) last_error = code;
+  return code;
+}
+
+int answer(const char* question) {
+  const std::lock_guard lock(state.mutex);
+  return state.answers.at(question);
 }
 
 void copy_later(void* to, const void* from, size_t bytes, int kind, void* stream) {
@@ -208,7 +217,16 @@ void fake_fail(const char* name, int64_t skip, int code) {
 // As if work of the trainer had failed on the device: every call fails from now on.
 void fake_stick(int code) {
   const std::lock_guard lock(state.mutex);
-  state.sticky = code;
+  last_error = state.sticky = code;
+}
+// The error that the framework's next check on this thread would find, but for those of a device that has failed.
+int fake_last_error() {
+  const std::lock_guard lock(state.mutex);
+  return state.sticky != 0 ? 0 : last_error;
+}
+void fake_answer(const char* question, int answer) {
+  const std::lock_guard lock(state.mutex);
+  state.answers.at(question) = answer;
 }
 // Memory of a device. What was allocated there before was freed.
 void fake_allocation(void* memory, size_t bytes) {
@@ -241,22 +259,22 @@ void fake_drain(void* stream) {
 // --- CUDA's runtime
 
 int cudaGetDeviceCount(int* count) {
-  return *count = 2, called(__func__);
+  return *count = 2, called(__func__, false);
 }
 int cudaGetDevice(int* device) {
-  return *device = 0, called(__func__);
+  return *device = 0, called(__func__, false);
 }
 int cudaDeviceGetAttribute(int* value, int, int) {
-  return *value = 1, called(__func__);
+  return *value = answer("host addresses are the device's"), called(__func__, false);
 }
 int cudaDeviceGetPCIBusId(char* address, int, int) {
-  return std::strcpy(address, "0000:00:00.0"), called(__func__);
+  return std::strcpy(address, "0000:00:00.0"), called(__func__, false);
 }
 int cudaRuntimeGetVersion(int* version) {
   return *version = 13000, 0;
 }
 int cudaDriverGetVersion(int* version) {
-  return *version = 13000, 0;
+  return *version = answer("driver version"), 0;
 }
 int cudaGetLastError() {
   return std::exchange(last_error, 0);
@@ -351,6 +369,11 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
   if (attribute_count != 1 || starts[0] != 0) return last_error = 1;
   const bool to_device = attributes->destination_kind == 1;
   if (to_device == (attributes->source_kind == 1)) return last_error = 1;
+  {
+    const std::lock_guard lock(state.mutex);
+    uint64_t& most = state.counts["most copies in a batch"];
+    most = std::max<uint64_t>(most, count);
+  }
   for (size_t i = 0; i < count; ++i) {
     const void* host = to_device ? from[i] : to[i];
     if (crosses(host, bytes[i]) || !in_one_allocation(to_device ? to[i] : from[i], bytes[i])) return last_error = 1;
@@ -394,22 +417,24 @@ int cudaHostUnregister(void* memory) {
 // --- CUDA's driver
 
 int cuDeviceGet(int* device, int ordinal) {
-  return *device = ordinal, 0;
+  return *device = ordinal, called(__func__, false);
 }
 int cuDeviceGetName(char* name, int, int) {
   return std::strcpy(name, "Fake"), 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__);
+  return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__, false);
 }
 int cuDevicePrimaryCtxRelease_v2(int) {
   return 0;
 }
 int cuCtxPushCurrent_v2(void*) {
-  return 0;
+  const int code = called(__func__, false);
+  contexts += code == 0;
+  return code;
 }
 int cuCtxPopCurrent_v2(void** context) {
-  return *context = nullptr, 0;
+  return --contexts, *context = nullptr, 0;
 }
 int cuModuleLoadData(void** module, const void*) {
   return *module = module, called(__func__);

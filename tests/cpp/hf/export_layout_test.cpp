@@ -7,45 +7,11 @@
 namespace vescale_ckpt::hf {
 namespace {
 
-const SafetensorsHeader::Metadata kTexts = {{"format", "pt"}};
-
-TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
-  plan::Ranks ranks(2);
-  ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
-  ranks.shard(1, "w", {4, 6}, {0, 2}, {4, 4});
-  ranks.tensor(1, "own", {3});
-  const plan::GlobalPlan plan = ranks.plan();
-  const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
-  const std::vector<int64_t> first = layout.record_locations(0), second = layout.record_locations(1);
-  ASSERT_EQ(first.size(), 2u);
-  ASSERT_EQ(second.size(), 4u);
-  EXPECT_EQ(first[1], second[1]);          // of the tensor, not of the box
-  EXPECT_EQ(second[3], first[1] - 3 * 4);  // "own" comes before "w"
-  const std::vector<std::byte> packed = ranks.builder(1).pack(0);
-  const std::vector<int64_t> boxes = make_export_boxes(state::Inventory(packed), plan.local_plan(1), second, true);
-  const int64_t float32 = plan::dtype_of("float32");
-  EXPECT_EQ(boxes, (std::vector<int64_t>{0, 0, second[1], 96, -1, float32, 2, 4, 6, 0, 2, 4, 4, 0, 0,  //
-                                         1, 0, second[3], 12, -1, float32, 1, 3, 0, 3, 0}));
-  EXPECT_THROW(layout.record_locations(2), Error);
-  EXPECT_THROW(make_export_boxes(state::Inventory(packed), plan.local_plan(1), first, true), Error);
-}
-
-TEST(ExportLayout, BoxesOfPiecesArePieces) {
-  plan::Ranks ranks(2);
-  ranks.replicated("w", {10, 8}, "int8");
-  const plan::GlobalPlan plan = ranks.plan({plan::Placement::balanced, 1});
-  const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
-  const std::vector<std::byte> packed = ranks.builder(1).pack(0);
-  const std::vector<int64_t> places = layout.record_locations(1);
-  EXPECT_EQ(make_export_boxes(state::Inventory(packed), plan.local_plan(1), places, false),
-            (std::vector<int64_t>{0, 0, places[1], 80, -1, plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8, 0, 0}));
-}
-
 TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
   plan::Ranks ranks(2);
   ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
   ranks.shard(1, "w", {4, 6}, {0, 2}, {4, 4});
-  const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, kTexts, {});
+  const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, {}, {});
   const auto begin = static_cast<uint32_t>(layout.record_locations(0)[1]);
   const auto words = [&](uint32_t bytes, uint32_t crc) {
     return std::vector<uint32_t>{0, begin, 0, bytes, 0, 0, 1, crc};
@@ -61,27 +27,6 @@ TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
        std::vector<std::vector<std::span<const uint32_t>>>{{a}, {a, none}, {a, b, two}, {a, b, b}}) {
     EXPECT_THROW(layout.heads(wrong), Error);
   }
-}
-
-TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
-  plan::Ranks ranks(1);
-  ranks.tensor(0, "embed", {2});
-  ranks.tensor(0, "other", {2});
-  const std::vector<ExportLayout::Alias> aliases = {{"head", "embed"}, {"other", "embed"}, {"format", "other"}};
-  const ExportLayout layout(ranks.plan().catalog(), 8, kTexts, aliases);
-  std::vector<uint32_t> blocks;
-  for (size_t row = 0; row < 2; ++row) {  // a box of 8 bytes in each file
-    const auto place = layout.record_locations(0);
-    const uint32_t file = static_cast<uint32_t>(place[2 * row]), begin = static_cast<uint32_t>(place[2 * row + 1]);
-    blocks.insert(blocks.end(), {file, begin, 0, 8, 0, 0, 1, static_cast<uint32_t>(row)});
-  }
-  const std::vector<std::span<const uint32_t>> of_ranks = {blocks};
-  const std::vector<std::string> heads = layout.heads(of_ranks);
-  const auto texts = [&](size_t file) {
-    return *SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true).metadata();
-  };
-  EXPECT_EQ(texts(0), (SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
-  EXPECT_EQ(texts(1), kTexts);
 }
 
 }  // namespace

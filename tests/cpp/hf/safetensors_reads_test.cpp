@@ -1,9 +1,6 @@
 // Tensors of safetensors files, read by the tables of a checkpoint.
 #include "hf/safetensors_reads.h"
 
-#include <algorithm>
-#include <fstream>
-
 #include "data_files.h"
 #include "tables.h"
 
@@ -16,8 +13,8 @@ constexpr int64_t kRows = 900, kColumns = 1003;
 // Files of an empty tensor and a matrix of bytes.
 class SafetensorsReadsTest : public ScratchTest {
  protected:
-  std::string write(const std::string& name, const Memory& matrix, const std::string& note = {}) const {
-    const SafetensorsLayout layout({{"empty", kBytes, {0}}, {"matrix", kBytes, {kRows, kColumns}}}, {{"note", note}});
+  std::string write(const std::string& name, const Memory& matrix) const {
+    const SafetensorsLayout layout({{"empty", kBytes, {0}}, {"matrix", kBytes, {kRows, kColumns}}}, {});
     write::FileWriter writer(path(name), layout.file_bytes(), options_, true);
     write_safetensors(writer, layout, std::vector<const std::byte*>{nullptr, matrix.data()}, true);
     return path(name);
@@ -59,11 +56,6 @@ class SafetensorsReadsTest : public ScratchTest {
     }
   }
 
-  template <typename Act>
-  static void expect_error(Error::Kind kind, int64_t item, const Act& act) {
-    EXPECT_EQ(row_of_error(act, kind), item);
-  }
-
   const io::EngineOptions options_ = small_options(io::Access::direct);
 };
 
@@ -91,57 +83,6 @@ TEST_F(SafetensorsReadsTest, ReadsBoxesOfMoreFilesThanStayOpen) {
       fill_random(targets[static_cast<size_t>(number)].bytes(), 7);
     }
   }
-}
-
-TEST_F(SafetensorsReadsTest, NoticesAnotherFileOfTheSameName) {
-  const Memory matrix = random_matrix(1), target(10 * kWidth);
-  const std::vector<std::string> paths = {write("file", matrix)};
-  const auto table = row(0, paths[0], 5, 10, target);
-  SafetensorsReads reads(false, options_);
-  reads.read(paths, table);
-  expect_box(target, matrix, 5, 10);
-  std::filesystem::rename(write("new", matrix, "another"), paths[0]);
-  expect_error(Error::Kind::corrupt, 0, [&] { reads.read(paths, table); });
-  SafetensorsReads fresh(false, options_);
-  expect_error(Error::Kind::corrupt, 0, [&] { fresh.read(paths, table); });
-  fresh.read(paths, row(0, paths[0], 5, 10, target));
-}
-
-TEST_F(SafetensorsReadsTest, FindsDamageInBoxesAndWhole) {
-  const Memory matrix = random_matrix(1), target(10 * kWidth);
-  const std::vector<std::string> paths = {write("file", matrix)};
-  auto table = row(0, paths[0], 5, 10, target);
-  const auto at = static_cast<uint64_t>(table[1] + 7 * kColumns + kLeft);
-  {
-    std::fstream file(paths[0], std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(static_cast<std::streamoff>(at))
-        .put(static_cast<char>(~std::to_integer<int>(matrix.data()[7 * kColumns + kLeft])));
-  }
-  SafetensorsReads reads(true, options_);
-  expect_error(Error::Kind::corrupt, 0, [&] { reads.read(paths, table); });
-  table.resize(8);  // a row of parse_check_table
-  const auto report = reads.check(paths, table);
-  ASSERT_EQ(report->damaged.size(), 1u);
-  EXPECT_EQ(report->damaged[0].item, 0u);
-}
-
-TEST_F(SafetensorsReadsTest, RefusesRowsThatNameNoTensor) {
-  const Memory matrix = random_matrix(1), target(10 * kWidth);
-  const std::vector<std::string> paths = {write("file", matrix)};
-  const auto sound = row(0, paths[0], 5, 10, target);
-  SafetensorsReads reads(true, options_);
-  const auto refused = [&](size_t word, int64_t change) {
-    std::vector<int64_t> table = sound;  // a sound row before it
-    table.insert(table.end(), sound.begin(), sound.end());
-    table[sound.size() + word] += change;
-    expect_error(Error::Kind::invalid, 1, [&] { reads.read(paths, table); });
-  };
-  refused(0, 1);      // a file that is none
-  refused(1, 1);      // another offset
-  refused(2, -1);     // another length
-  refused(6, 1);      // another shape
-  refused(8, kRows);  // a box that leaves it
-  reads.read(paths, sound);
 }
 
 }  // namespace

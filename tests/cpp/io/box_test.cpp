@@ -211,37 +211,6 @@ TEST(Box, KnowsItsMeasures) {
   }
 }
 
-TEST(Box, OfAScalar) {
-  const Box box(8, {}, {}, {}, {});
-  EXPECT_TRUE(box.dense());
-  EXPECT_TRUE(box.whole());
-  EXPECT_EQ(box.bytes(), 8u);
-  const std::vector<std::byte> body = numbered(8);
-  std::vector<std::byte> memory(8);
-  box.scatter(body.data(), 0, 8, memory.data());
-  EXPECT_EQ(memory, body);
-}
-
-TEST(Box, OfAnExpandedTensor) {
-  const Sizes sizes{4, 3}, origin{0, 0}, strides{0, 1};  // a row of three, four times
-  const Box box(2, sizes, origin, sizes, strides);
-  const std::vector<std::byte> row = numbered(6);
-  std::vector<std::byte> body(24);
-  box.gather(body.data(), 0, 24, row.data());
-  for (size_t at = 0; at < body.size(); ++at) EXPECT_EQ(body[at], row[at % 6]) << at;
-}
-
-TEST(Box, TouchesNothingOutsideTheRangeAsked) {
-  const Sizes chunk{10}, offsets{2}, sizes{4}, strides{1};
-  const Box box(4, chunk, offsets, sizes, strides);
-  std::vector<std::byte> memory(16, std::byte{7});
-  const std::vector<std::byte> body = numbered(40);
-  box.scatter(body.data(), 0, 8, memory.data());    // before the box
-  box.scatter(body.data(), 24, 40, memory.data());  // behind it
-  box.scatter(body.data(), 10, 10, memory.data());  // nothing
-  EXPECT_EQ(memory, std::vector<std::byte>(16, std::byte{7}));
-}
-
 TEST(Box, RefusesToLeaveItsChunk) {
   const auto make = [](int64_t limit, int64_t offset, int64_t size) {
     const Sizes chunk{3, limit}, offsets{0, offset}, sizes{3, size}, strides{1, 1};

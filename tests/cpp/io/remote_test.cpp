@@ -111,14 +111,6 @@ class RemoteTest : public testing::Test {
   FakeStore store_;
 };
 
-TEST_F(RemoteTest, KnowsPathsWithAScheme) {
-  EXPECT_TRUE(is_remote("s3://bucket/key"));
-  EXPECT_TRUE(is_remote("memory://key"));
-  EXPECT_FALSE(is_remote("/a/b"));
-  EXPECT_FALSE(is_remote("/a/s3://b"));
-  EXPECT_FALSE(is_remote("://b"));
-}
-
 TEST_F(RemoteTest, PartsAreMultiplesAndFewEnough) {
   EXPECT_EQ(part_bytes_for(1, 4 << 20), uint64_t{8 << 20});
   EXPECT_EQ(part_bytes_for(1, 8 << 20), uint64_t{8 << 20});
@@ -181,21 +173,17 @@ TEST_F(RemoteTest, ReadsAcrossTheEndGiveWhatThereIs) {
 
 // Whole blocks are written, and the length comes last: no zeros stay behind it, also where a part ends with the block.
 TEST_F(RemoteTest, PaddingIsCutOff) {
+  const auto all = random_bytes(kPart + 4096);
   for (const uint64_t end : {uint64_t{4096}, kPart, kPart + 4096}) {
     for (const uint64_t padding : {uint64_t{1}, uint64_t{4095}}) {
       const auto file = created();
-      const auto bytes = random_bytes(end);
-      write_exactly(*file, 0, std::span(bytes).first(end - 4096));
-      write_exactly(*file, end - 4096, std::span(bytes).last(4096));
+      const auto bytes = std::span(all).first(end);
+      write_exactly(*file, 0, bytes.first(end - 4096));
+      write_exactly(*file, end - 4096, bytes.last(4096));
       file->complete(end - padding, true);
-      EXPECT_TRUE(std::ranges::equal(store_.content(kPath), std::span(bytes).first(end - padding))) << end;
+      EXPECT_TRUE(std::ranges::equal(store_.content(kPath), bytes.first(end - padding))) << end;
     }
   }
-}
-
-TEST_F(RemoteTest, AnEmptyFileIsAFile) {
-  created()->complete(0, true);
-  EXPECT_TRUE(store_.content(kPath).empty());
 }
 
 TEST_F(RemoteTest, WritersWaitForTheLowestBytes) {
@@ -226,16 +214,6 @@ TEST_F(RemoteTest, AnUploadThatFailsEndsAllWaits) {
   EXPECT_FALSE(store_.has(kPath));
 }
 
-TEST_F(RemoteTest, WhatIsDiscardedIsAborted) {
-  {
-    const auto file = created();
-    write_exactly(*file, 0, random_bytes(2 * kPart));
-    file->discard();
-  }
-  EXPECT_EQ(store_.aborted, 1);
-  EXPECT_FALSE(store_.has(kPath));
-}
-
 TEST_F(RemoteTest, AWriterThatWaitsIsCancelled) {
   const auto file = created();
   auto ahead = std::async(std::launch::async, [&] { write_exactly(*file, 9 * kPart, random_bytes(1)); });
@@ -250,19 +228,6 @@ TEST_F(RemoteTest, BytesThatWereSentCannotBeWrittenAgain) {
   for (uint64_t part = 0; part < 8; ++part) write_exactly(*file, part * kPart, bytes);
   EXPECT_THROW(write_exactly(*file, 0, bytes), Error);
   file->discard();
-}
-
-TEST_F(RemoteTest, SeveralWritersOfOneFileAreRefused) {
-  EXPECT_THROW(File::open_shared(kPath, Access::buffered), Error);
-}
-
-TEST_F(RemoteTest, AMissingObjectIsMissing) {
-  try {
-    File::open(kPath, Access::buffered);
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code, ENOENT);
-  }
 }
 
 }  // namespace

@@ -152,7 +152,6 @@ TEST(GlobalPlan, ObjectsAreSpread) {
   }
 }
 
-// Bytes whose writer is not the one they had before.
 TEST(GlobalPlan, ThreadsDoNotShow) {  // enough for several of them
   Ranks ranks(64);
   for (size_t rank = 0; rank < 64; ++rank) {
@@ -172,6 +171,22 @@ TEST(GlobalPlan, ThreadsDoNotShow) {  // enough for several of them
     EXPECT_EQ(owners(again.catalog()), owners(first.catalog()));
   }
   EXPECT_LT(max_over_mean(first), 1.02);
+}
+
+// Rows and columns of one mesh: sets of holders that overlap and are not nested, and uneven to start with. Real models
+// are in tests/benchmarks/test_stock_plans.py.
+TEST(GlobalPlan, IsEvenBothWaysOverAMesh) {
+  constexpr size_t kSide = 8;
+  Ranks ranks(kSide * kSide);
+  for (size_t line = 0; line < kSide; ++line) {
+    for (size_t i = 0; i < kSide; ++i) {
+      const auto uneven = static_cast<int64_t>(20000 + 5000 * line);
+      ranks.tensor(line * kSide + i, "row." + std::to_string(line), {uneven, 1024});
+      ranks.tensor(i * kSide + line, "column." + std::to_string(line), {uneven * 2, 1024});
+    }
+  }
+  ranks.replicated("all", {131072, 1024});
+  EXPECT_LE(max_over_mean(ranks.plan()), 1.02);
 }
 
 }  // namespace

@@ -30,13 +30,6 @@ bool overlap(const SnapshotRange& a, const SnapshotRange& b) {
   return a.data() < b.data() + b.bytes() && b.data() < a.data() + a.bytes();
 }
 
-TEST(SnapshotArena, TakesNothingBeforeItIsAsked) {
-  const SnapshotMemory memory = SnapshotArena().memory();
-  EXPECT_EQ(memory.reserved, 0u);
-  EXPECT_EQ(memory.touched, 0u);
-  EXPECT_EQ(memory.in_use, 0u);
-}
-
 TEST(SnapshotArena, HandsOutWholeGranulesFromTheStartOfAPiece) {
   SnapshotArena arena;
   const SnapshotRange range = arena.acquire(kGranule + 1, kAmple, kHelpers);
@@ -80,16 +73,6 @@ TEST(SnapshotArena, KeepsMemoryAndTakesItAgainWithoutTouching) {
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
   EXPECT_EQ(range.data(), before);
   EXPECT_EQ(range.data()[kGranule], std::byte{7});
-}
-
-TEST(SnapshotArena, TouchesOnlyWhatIsNew) {
-  SnapshotArena arena;
-  {
-    const SnapshotRange range = arena.acquire(2 * kGranule, kAmple, kHelpers);
-  }
-  const SnapshotRange range = arena.acquire(5 * kGranule, kAmple, kHelpers);
-  EXPECT_EQ(range.bytes(), 5 * kGranule);
-  EXPECT_EQ(arena.memory().touched, 5 * kGranule);
 }
 
 TEST(SnapshotArena, PutsARangeWhereTheFirstOneThatFitsWas) {
@@ -354,19 +337,6 @@ TEST(SnapshotArena, RegistersWhatWasTouchedBefore) {
   EXPECT_EQ(second.registered().size(), 1u);
   arena.set_registrar({});
   EXPECT_TRUE(second.registered().empty());
-}
-
-TEST(SnapshotArena, TakesNoForAnAnswer) {
-  Device device;
-  device.refuse();
-  SnapshotArena arena;
-  arena.set_registrar(device.registrar());
-  for (int round = 0; round < 2; ++round) {
-    EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
-    settle(arena);
-    EXPECT_EQ(device.asked(), 1u);
-    EXPECT_EQ(arena.memory().registered, 0u);
-  }
 }
 
 TEST(SnapshotArena, DoesNotAskAgainForWhatADeviceUsesAsItIs) {

@@ -153,20 +153,6 @@ TEST_F(SnapshotTest, OfNothingIsEmpty) {
   EXPECT_EQ(arena_.memory().touched, 0u);
 }
 
-TEST_F(SnapshotTest, CopiesSharedMemoryOnce) {
-  State state;
-  std::byte* const storage = state.memory(100'000);
-  state.add_view("uint8", storage + 100, {50'000}, {1});
-  state.add_view("uint8", storage + 40'000, {20'000}, {1});
-  state.add_view("uint8", storage + 100, {50'000}, {1});
-  state.add_view("uint8", storage + 90'000, {10'000}, {1});
-  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
-  EXPECT_EQ(snapshot.bytes(), 59'900u + 10'000u);
-  snapshot.copy(kWorkers);
-  state.overwrite();
-  state.expect_copied(snapshot);
-}
-
 TEST_F(SnapshotTest, CopiesManyTinyTensors) {
   constexpr int64_t kCount = 10'000, kBytes = 304;  // two pieces of work
   State state;
@@ -179,18 +165,6 @@ TEST_F(SnapshotTest, CopiesManyTinyTensors) {
   snapshot.copy(kWorkers);
   state.overwrite();
   state.expect_copied(snapshot);
-}
-
-TEST_F(SnapshotTest, LargeTensorsAreWrittenFromWhereTheyLie) {
-  State state;
-  state.add("uint8", {1001});
-  for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(io::kLargeBody) + 333 * i}, 8);
-  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
-  snapshot.copy(kWorkers);
-  const std::vector<write::RecordSource> sources = write::parse_write_table(snapshot.table());
-  for (size_t row = 1; row < sources.size(); ++row) {
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % kBlock, write::kTorchOffset);
-  }
 }
 
 TEST_F(SnapshotTest, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
@@ -243,18 +217,6 @@ TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
   }
 }
 
-TEST_F(SnapshotTest, TakesTheMemoryOfTheOneBefore) {
-  State state = some_of_everything();
-  {
-    Snapshot(state.table(), kUnlimited, kWorkers, arena_).copy(kWorkers);
-  }
-  const ArmedFault counting(Call::populate, ENOMEM, 1000);
-  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
-  snapshot.copy(kWorkers);
-  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
-  state.expect_copied(snapshot);
-}
-
 void expect_invalid(const std::function<void()>& call) {
   try {
     call();
@@ -274,19 +236,6 @@ TEST_F(SnapshotTest, IsCopiedOnceAndNotReadBefore) {
   expect_invalid([&] { snapshot.copy(kWorkers); });
   expect_invalid([&] { snapshot.start(kWorkers); });
   state.expect_copied(snapshot);
-}
-
-TEST_F(SnapshotTest, RefusesATableThatMakesNoSense) {
-  State state;
-  state.add("uint8", {1000});
-  std::vector<int64_t> table(state.table().begin(), state.table().end());
-  table.push_back(0);
-  try {
-    Snapshot(table, kUnlimited, kWorkers, arena_);
-    FAIL() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.item, 1);
-  }
 }
 
 void expect_cancelled_for_good(Snapshot& snapshot) {
