@@ -1,5 +1,5 @@
 """A CUDA of two devices for tests, without one: the engine's own code runs against a library of our making
-(tests/cpp/device/fake_cuda.cpp), whose streams are threads and whose devices' memory is the host's.
+(tests/cpp/fakes/fake_cuda.cpp), whose streams are threads and whose devices' memory is the host's.
 
 Tensors of more than `LEAST` elements in host memory count as being on a device. The storage of each is an allocation
 there: a copy that crosses its border fails, and so does one of memory that is in none. What loads the library keeps it:
@@ -29,7 +29,7 @@ from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._state import tensor_table
 
 LEAST = 100
-_SOURCE = Path(__file__).parents[1] / "cpp" / "device" / "fake_cuda.cpp"
+_SOURCE = Path(__file__).parents[1] / "cpp" / "fakes" / "fake_cuda.cpp"
 _BUILD = Path(__file__).parents[2] / "build" / "fake_cuda"
 _KERNEL = Path(__file__).parents[2] / "csrc" / "device" / "pack_rows.h"
 # By which the engine finds what is loaded.
@@ -165,7 +165,7 @@ def load_runtime(other: bool = False) -> FakeCuda:
 def _library(name: str) -> ctypes.CDLL:
     _BUILD.mkdir(parents=True, exist_ok=True)
     path = _BUILD / name
-    newest = max(source.stat().st_mtime for source in (_SOURCE, _KERNEL, Path(__file__)))
+    newest = max(source.stat().st_mtime for source in (*_SOURCE.parent.iterdir(), _KERNEL, Path(__file__)))
     if not path.exists() or path.stat().st_mtime < newest:
         # The driver is what the runtime has of it: they share the state.
         source = (

@@ -1,63 +1,33 @@
-// A CUDA runtime and driver for Python's tests: the functions that the engine looks up (csrc/device/cuda_api.h), over
-// the host's memory. Streams are threads, so that copies are late. Allocations of a device have borders, which no copy
-// may cross. Built and loaded by tests/fake_cuda.py.
+// A CUDA runtime and driver for tests: the functions that the engine looks up (csrc/device/cuda_api.h), over the host's
+// memory. Streams are threads, so that copies are late and ThreadSanitizer sees every order that is missing.
+// Allocations of a device have borders, which no copy may cross, and addresses that crash who follows them, except
+// those of fake_allocation. Any call can fail. Python's tests load it as a library (tests/harness/fake_cuda.py).
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "device/pack_rows.h"
+#include "fake_queue.h"
 
 namespace {
 
 using vescale_ckpt::device::PackDim;
 using vescale_ckpt::device::PackRow;
-
-class Stream {
- public:
-  void push(std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    work_.push_back(std::move(work));
-    changed_.notify_all();
-    if (!started_) std::thread([this] { run(); }).detach();  // streams live as long as the process
-    started_ = true;
-  }
-  void drain() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return work_.empty() && !running_; });
-  }
-
- private:
-  void run() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [&] { return !work_.empty(); });
-      const auto work = std::move(work_.front());
-      work_.pop_front();
-      running_ = true;
-      lock.unlock();
-      work();
-      lock.lock();
-      running_ = false;
-      changed_.notify_all();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> work_;
-  bool running_ = false, started_ = false;
-};
+using Stream = vescale_ckpt::device::FakeQueue;
 
 struct Event {
   std::mutex mutex;
@@ -73,7 +43,16 @@ struct Event {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return passed >= number; });
   }
+  uint64_t next() {
+    const std::lock_guard lock(mutex);
+    return ++recorded;
+  }
+  uint64_t last() {
+    const std::lock_guard lock(mutex);
+    return recorded;
+  }
 };
+using EventHandle = std::shared_ptr<Event>;  // streams may still wait for one that is destroyed
 
 struct Fault {
   int64_t skip;  // calls that still work
@@ -82,30 +61,59 @@ struct Fault {
 
 struct State {
   std::mutex mutex;  // guards all below
+  std::condition_variable changed;
   std::map<std::string, uint64_t> counts;
   std::map<std::string, Fault> faults;
   std::map<uintptr_t, size_t> locked;
-  std::map<uintptr_t, size_t> allocations;  // of devices
+  std::map<uintptr_t, size_t> allocations;         // of devices
+  std::set<void*> objects, host_objects;           // streams, events and memory that the engine has not given back
+  std::multimap<uintptr_t, size_t> under_copies;   // host memory
+  uint64_t queued = 0, running = 0, failures = 0;  // copies; what fails on the device ends those that are queued
   std::map<std::string, int> answers = {{"driver version", 13000}, {"host addresses are the device's", 1}};
   int sticky = 0;
   int delay_us = 0;  // of each copy
+  Stream default_streams[2];
 };
-State& state = *new State;        // threads use it while the process ends
-thread_local int last_error = 0;  // until it is asked for
-thread_local int contexts = 0;    // pushed
+State& state = *new State;               // threads use it while the process ends
+thread_local int last_error = 0;         // until it is asked for
+thread_local std::vector<int> contexts;  // the devices of those that are pushed
 
 constexpr int kFailure = 719;  // cudaErrorLaunchFailure
+// The address of memory of a device, which no address of the host looks like.
+constexpr uint64_t kTag = uint64_t{0xD} << 60;
+constexpr unsigned kDeviceShift = 48;
+
+uint64_t tagged(const void* memory, int device) {
+  return kTag | static_cast<uint64_t>(device) << kDeviceShift | reinterpret_cast<uintptr_t>(memory);
+}
+std::byte* behind(uint64_t address) {
+  return reinterpret_cast<std::byte*>(address & ((uint64_t{1} << kDeviceShift) - 1));
+}
+std::byte* behind(const void* address) {
+  return behind(reinterpret_cast<uintptr_t>(address));
+}
+
+Stream& stream_of(void* handle) {
+  if (handle != nullptr) return *static_cast<Stream*>(handle);
+  return state.default_streams[contexts.empty() ? 0 : contexts.back()];
+}
+
+// Whether a call, or work on a device, fails now.
+int failure_locked(const std::string& name) {
+  const auto fault = state.faults.find(name);
+  if (fault == state.faults.end() || fault->second.skip-- > 0) return 0;
+  const int code = fault->second.code;
+  state.faults.erase(fault);
+  ++state.counts["faults"];
+  return code;
+}
 
 int called(const std::string& name, bool needs_device = true) {
   const std::lock_guard lock(state.mutex);
   ++state.counts[name];
-  if (needs_device && contexts == 0) ++state.counts["calls without a device"];
-  int code = state.sticky;
-  const auto fault = state.faults.find(name);
-  if (fault != state.faults.end() && fault->second.skip-- <= 0) {
-    code = fault->second.code;
-    state.faults.erase(fault);
-  }
+  if (needs_device && contexts.empty()) ++state.counts["calls without a device"];
+  int code = failure_locked(name);
+  if (code == 0) code = state.sticky;
   if (code != 0) last_error = code;
   return code;
 }
@@ -115,19 +123,51 @@ int answer(const char* question) {
   return state.answers.at(question);
 }
 
-void copy_later(void* to, const void* from, size_t bytes, int kind, void* stream) {
-  static_cast<Stream*>(stream)->push([=] {
-    int delay = 0;
-    {
-      const std::lock_guard lock(state.mutex);
-      delay = state.delay_us;
-      const auto fault = state.faults.find("on the device");
-      if (fault != state.faults.end() && fault->second.skip-- <= 0) state.sticky = kFailure;
-      if (state.sticky != 0) return;
-      state.counts[kind == 1 ? "bytes to device" : "bytes to host"] += bytes;
+// Nothing that was queued runs, and every call fails from now on.
+void fail_devices(std::unique_lock<std::mutex>& lock, int code) {
+  ++state.failures;
+  state.queued = 0;
+  state.changed.wait(lock, [] { return state.running == 0; });
+  state.under_copies.clear();
+  state.sticky = code;
+}
+
+// Queues work on a device that writes to so many bytes of the host. What returns false has failed.
+void queue(void* stream, const void* host, size_t bytes, std::function<bool()> work) {
+  const std::lock_guard lock(state.mutex);
+  if (state.sticky != 0) return;
+  ++state.queued;
+  const auto place = state.under_copies.emplace(reinterpret_cast<uintptr_t>(host), bytes);
+  stream_of(stream).push([=, failures = state.failures] {
+    std::unique_lock lock(state.mutex);
+    if (state.failures != failures) return;
+    --state.queued;
+    if (failure_locked("on the device") != 0) return fail_devices(lock, kFailure);
+    ++state.running;
+    const std::chrono::microseconds delay(state.delay_us);
+    lock.unlock();
+    std::this_thread::sleep_for(delay);
+    const bool whole = work();
+    lock.lock();
+    state.under_copies.erase(place);
+    if (bytes != 0) ++state.counts["copies to host"];
+    --state.running;
+    state.changed.notify_all();
+    if (!whole) fail_devices(lock, kFailure);
+  });
+}
+
+void copy_later(void* to, const void* from, size_t to_pitch, size_t from_pitch, size_t width, size_t height, int kind,
+                void* stream) {
+  const size_t written = kind == 2 ? (height - 1) * to_pitch + width : 0;
+  queue(stream, to, written, [=] {
+    for (size_t i = 0; i < height; ++i) {
+      std::memcpy(behind(to) + i * to_pitch, behind(from) + i * from_pitch, width);
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(delay));
-    std::memcpy(to, from, bytes);
+    if (kind == 2) return true;
+    const std::lock_guard lock(state.mutex);
+    state.counts["bytes to device"] += width * height;
+    return true;
   });
 }
 
@@ -146,7 +186,9 @@ bool crosses(const void* host, size_t bytes) {
 bool in_one_allocation(uint64_t device, size_t bytes) {
   const std::lock_guard lock(state.mutex);
   const auto after = state.allocations.upper_bound(device);
-  bool inside = after != state.allocations.begin();
+  const bool elsewhere = behind(device) != reinterpret_cast<std::byte*>(device) && !contexts.empty() &&
+                         static_cast<int>(device >> kDeviceShift & 0xFFF) != contexts.back();
+  bool inside = !elsewhere && after != state.allocations.begin();
   if (inside) {
     const auto& [from, size] = *std::prev(after);
     inside = device + bytes <= from + size;
@@ -159,8 +201,7 @@ bool in_one_allocation(const void* device, size_t bytes) {
   return in_one_allocation(reinterpret_cast<uintptr_t>(device), bytes);
 }
 
-void allocate(const void* memory, size_t bytes) {
-  const auto begin = reinterpret_cast<uintptr_t>(memory);
+void allocate(uint64_t begin, size_t bytes) {
   const std::lock_guard lock(state.mutex);
   auto at = state.allocations.lower_bound(begin);
   if (at != state.allocations.begin() && std::prev(at)->first + std::prev(at)->second > begin) --at;
@@ -181,11 +222,29 @@ bool reads_one_allocation(const PackRow& row, const PackDim* dims) {
 
 bool is_locked(const void* host) {
   const std::lock_guard lock(state.mutex);
+  if (state.host_objects.contains(const_cast<void*>(host))) return true;
   const auto at = reinterpret_cast<uintptr_t>(host);
   const auto after = state.locked.upper_bound(at);
   if (after == state.locked.begin()) return false;
   const auto& [from, size] = *std::prev(after);
   return at < from + size;
+}
+
+// Locks and unlocks wait for all copies: none may be under way there.
+void look_for_copies_locked(uintptr_t memory, size_t bytes) {
+  for (const auto& [host, copied] : state.under_copies) {
+    state.counts["locks under copies"] += host < memory + bytes && memory < host + copied;
+  }
+}
+
+int keep(void* object) {
+  const std::lock_guard lock(state.mutex);
+  state.objects.insert(object);
+  return 0;
+}
+void forget(void* object) {
+  const std::lock_guard lock(state.mutex);
+  state.objects.erase(object);
 }
 
 struct Attributes {
@@ -207,6 +266,8 @@ uint64_t fake_count(const char* name) {
     for (const auto& [from, size] : state.locked) bytes += size;
     return bytes;
   }
+  if (std::string(name) == "objects") return state.objects.size();
+  if (std::string(name) == "copies in flight") return state.queued + state.running;
   return state.counts[name];
 }
 // The call after the next `skip` ones fails, once; "on the device": the copy, and everything from then on.
@@ -216,8 +277,8 @@ void fake_fail(const char* name, int64_t skip, int code) {
 }
 // As if work of the trainer had failed on the device: every call fails from now on.
 void fake_stick(int code) {
-  const std::lock_guard lock(state.mutex);
-  last_error = state.sticky = code;
+  std::unique_lock lock(state.mutex);
+  fail_devices(lock, last_error = code);
 }
 // The error that the framework's next check on this thread would find, but for those of a device that has failed.
 int fake_last_error() {
@@ -230,13 +291,19 @@ void fake_answer(const char* question, int answer) {
 }
 // Memory of a device. What was allocated there before was freed.
 void fake_allocation(void* memory, size_t bytes) {
-  allocate(memory, bytes);
+  allocate(reinterpret_cast<uintptr_t>(memory), bytes);
+}
+// Nothing fails any more.
+void fake_heal() {
+  const std::lock_guard lock(state.mutex);
+  state.faults.clear();
+  state.sticky = 0;
 }
 void fake_reset() {
+  fake_heal();
   const std::lock_guard lock(state.mutex);
   state.counts.clear();
-  state.faults.clear();
-  state.sticky = state.delay_us = 0;
+  state.delay_us = 0;
 }
 void fake_delay(int microseconds) {
   const std::lock_guard lock(state.mutex);
@@ -247,13 +314,13 @@ void* fake_stream() {
 }
 // Queues, on a stream of a trainer, that memory is filled, after a while.
 void fake_fill(void* stream, void* memory, int value, size_t bytes, int delay_ms) {
-  static_cast<Stream*>(stream)->push([=] {
+  stream_of(stream).push([=] {
     std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
     std::memset(memory, value, bytes);
   });
 }
 void fake_drain(void* stream) {
-  static_cast<Stream*>(stream)->drain();
+  stream_of(stream).drain();
 }
 
 // --- CUDA's runtime
@@ -289,24 +356,21 @@ int cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return *lowest = 0, *highest = -5, 0;
 }
 int cudaStreamCreateWithPriority(void** stream, unsigned, int) {
-  *stream = new Stream;
-  return called(__func__);
+  if (const int code = called(__func__); code != 0) return code;
+  return keep(*stream = new Stream);
 }
-int cudaStreamDestroy(void*) {
+int cudaStreamDestroy(void* stream) {
+  forget(stream);
+  delete static_cast<Stream*>(stream);
   return called(__func__);
 }
 int cudaStreamSynchronize(void* stream) {
-  static_cast<Stream*>(stream)->drain();
+  stream_of(stream).drain();
   return called(__func__);
 }
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
-  auto* of = static_cast<Event*>(event);
-  uint64_t number = 0;
-  {
-    const std::lock_guard lock(of->mutex);
-    number = of->recorded;
-  }
-  static_cast<Stream*>(stream)->push([=] { of->wait(number); });
+  const auto of = *static_cast<EventHandle*>(event);
+  stream_of(stream).push([of, number = of->last()] { of->wait(number); });
   return called(__func__);
 }
 int cudaStreamIsCapturing(void*, int* status) {
@@ -318,30 +382,22 @@ int cudaThreadExchangeStreamCaptureMode(int* mode) {
   return *mode = 0;
 }
 int cudaEventCreateWithFlags(void** event, unsigned) {
-  *event = new Event;  // never deleted: streams may still wait for it
-  return called(__func__);
+  if (const int code = called(__func__); code != 0) return code;
+  return keep(*event = new EventHandle(std::make_shared<Event>()));
 }
-int cudaEventDestroy(void*) {
+int cudaEventDestroy(void* event) {
+  forget(event);
+  delete static_cast<EventHandle*>(event);
   return called(__func__);
 }
 int cudaEventRecord(void* event, void* stream) {
-  auto* of = static_cast<Event*>(event);
-  uint64_t number = 0;
-  {
-    const std::lock_guard lock(of->mutex);
-    number = ++of->recorded;
-  }
-  static_cast<Stream*>(stream)->push([=] { of->pass(number); });
+  const auto of = *static_cast<EventHandle*>(event);
+  stream_of(stream).push([of, number = of->next()] { of->pass(number); });
   return called(__func__);
 }
 int cudaEventSynchronize(void* event) {
-  auto* of = static_cast<Event*>(event);
-  uint64_t number = 0;
-  {
-    const std::lock_guard lock(of->mutex);
-    number = of->recorded;
-  }
-  of->wait(number);
+  Event& of = **static_cast<EventHandle*>(event);
+  of.wait(of.last());
   return called(__func__);
 }
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
@@ -349,18 +405,20 @@ int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* st
   const void* host = kind == 1 ? from : to;
   if (crosses(host, bytes) || !in_one_allocation(kind == 1 ? to : from, bytes)) return last_error = 1;
   if (!is_locked(host)) called("copies of memory that is not locked");
-  copy_later(to, from, bytes, kind, stream);
+  copy_later(to, from, bytes, bytes, bytes, 1, kind, stream);
   return 0;
 }
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
-  const size_t reach = (height - 1) * (kind == 1 ? to_pitch : from_pitch) + width;
-  if (!in_one_allocation(kind == 1 ? to : from, reach)) return last_error = 1;
-  for (size_t i = 0; i < height; ++i) {
-    copy_later(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width, kind,
-               stream);
+  const auto reach = [&](size_t pitch) { return (height - 1) * pitch + width; };
+  if (width > to_pitch || width > from_pitch ||
+      crosses(kind == 1 ? from : to, reach(kind == 1 ? from_pitch : to_pitch)) ||
+      !in_one_allocation(kind == 1 ? to : from, reach(kind == 1 ? to_pitch : from_pitch))) {
+    return last_error = 1;
   }
+  if (!is_locked(kind == 1 ? from : to)) called("copies of memory that is not locked");
+  copy_later(to, from, to_pitch, from_pitch, width, height, kind, stream);
   return 0;
 }
 int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
@@ -378,40 +436,62 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
     const void* host = to_device ? from[i] : to[i];
     if (crosses(host, bytes[i]) || !in_one_allocation(to_device ? to[i] : from[i], bytes[i])) return last_error = 1;
     if (!is_locked(host)) called("copies of memory that is not locked");
-    copy_later(to[i], from[i], bytes[i], to_device ? 1 : 2, stream);
+    copy_later(to[i], from[i], bytes[i], bytes[i], bytes[i], 1, to_device ? 1 : 2, stream);
   }
   return 0;
 }
 int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
-  static_cast<Stream*>(stream)->push([=] { std::memset(memory, value, bytes); });
+  stream_of(stream).push([=] { std::memset(behind(memory), value, bytes); });
   return 0;
 }
 int cudaMalloc(void** memory, size_t bytes) {
   if (const int code = called(__func__); code != 0) return code;
-  allocate(*memory = ::operator new(bytes, std::align_val_t{256}), bytes);
-  return 0;
+  void* const own = ::operator new(bytes, std::align_val_t{256});
+  std::memset(own, 0xEE, bytes);
+  const uint64_t address = tagged(own, contexts.back());
+  allocate(address, bytes);
+  *memory = reinterpret_cast<void*>(address);
+  return keep(own);
 }
 int cudaFree(void* memory) {
-  ::operator delete(memory, std::align_val_t{256});
+  {
+    const std::lock_guard lock(state.mutex);
+    state.allocations.erase(reinterpret_cast<uintptr_t>(memory));
+  }
+  forget(behind(memory));
+  ::operator delete(behind(memory), std::align_val_t{256});
   return called(__func__);
 }
 int cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  return *memory = new char[bytes], called(__func__);
+  if (const int code = called(__func__); code != 0) return code;
+  const std::lock_guard lock(state.mutex);
+  state.host_objects.insert(*memory = new char[bytes]);
+  return 0;
 }
 int cudaFreeHost(void* memory) {
-  return delete[] static_cast<char*>(memory), called(__func__);
+  {
+    const std::lock_guard lock(state.mutex);
+    state.host_objects.erase(memory);
+  }
+  delete[] static_cast<char*>(memory);
+  return called(__func__);
 }
 int cudaHostRegister(void* memory, size_t bytes, unsigned) {
   if (const int code = called(__func__); code != 0) return code;
   if (crosses(memory, bytes) || is_locked(memory)) return last_error = 1;
   const std::lock_guard lock(state.mutex);
+  look_for_copies_locked(reinterpret_cast<uintptr_t>(memory), bytes);
   state.locked[reinterpret_cast<uintptr_t>(memory)] = bytes;
   return 0;
 }
 int cudaHostUnregister(void* memory) {
   const std::lock_guard lock(state.mutex);
-  return state.locked.erase(reinterpret_cast<uintptr_t>(memory)) == 1 ? 0 : 1;
+  const auto found = state.locked.find(reinterpret_cast<uintptr_t>(memory));
+  if (found == state.locked.end()) return 1;
+  look_for_copies_locked(found->first, found->second);
+  state.locked.erase(found);
+  return 0;
 }
 
 // --- CUDA's driver
@@ -428,13 +508,14 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 int cuDevicePrimaryCtxRelease_v2(int) {
   return 0;
 }
-int cuCtxPushCurrent_v2(void*) {
-  const int code = called(__func__, false);
-  contexts += code == 0;
+int cuCtxPushCurrent_v2(void* context) {
+  const std::lock_guard lock(state.mutex);
+  const int code = failure_locked(__func__);
+  if (code == 0) contexts.push_back(static_cast<int>(reinterpret_cast<intptr_t>(context) - 256));
   return code;
 }
 int cuCtxPopCurrent_v2(void** context) {
-  return --contexts, *context = nullptr, 0;
+  return contexts.pop_back(), *context = nullptr, 0;
 }
 int cuModuleLoadData(void** module, const void*) {
   return *module = module, called(__func__);
@@ -449,20 +530,25 @@ int cuModuleUnload(void*) {
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
                    void** arguments, void**) {
   if (const int code = called(__func__); code != 0) return code;
-  char* slab = *static_cast<char**>(arguments[0]);
-  const auto* rows = *static_cast<const PackRow**>(arguments[1]);
+  char* slab = reinterpret_cast<char*>(behind(*static_cast<uint64_t*>(arguments[0])));
+  const auto* table = reinterpret_cast<const PackRow*>(behind(*static_cast<uint64_t*>(arguments[1])));
   const uint32_t row_count = *static_cast<uint32_t*>(arguments[2]);
-  const auto* dims = *static_cast<const PackDim**>(arguments[3]);
+  const auto* dims = reinterpret_cast<const PackDim*>(behind(*static_cast<uint64_t*>(arguments[3])));
   const uint32_t bytes = *static_cast<uint32_t*>(arguments[4]);
-  static_cast<Stream*>(stream)->push([=] {
-    for (uint32_t row = 0; row < row_count; ++row) {
-      if (!reads_one_allocation(rows[row], dims)) return fake_stick(kFailure);
+  queue(stream, nullptr, 0, [=] {
+    std::vector<PackRow> rows(table, table + row_count);
+    uint32_t end = 0;
+    for (PackRow& row : rows) {
+      if (row.offset < end || row.bytes == 0 || !reads_one_allocation(row, dims)) return false;
+      end = row.offset + row.bytes;
+      row.address = reinterpret_cast<uintptr_t>(behind(row.address));
     }
     for (uint32_t piece = 0; piece * vescale_ckpt::device::kPackPieceBytes < bytes; ++piece) {
       for (uint32_t lane = 0; lane < vescale_ckpt::device::kPackLanes; ++lane) {
-        vescale_ckpt::device::copy_piece(slab, rows, row_count, dims, bytes, piece, lane);
+        vescale_ckpt::device::copy_piece(slab, rows.data(), row_count, dims, bytes, piece, lane);
       }
     }
+    return end == bytes;
   });
   return 0;
 }
