@@ -99,7 +99,7 @@ CASES = [
     *(refused(call, "metadata", {"a": "b"}, "put it into the state") for call in (save, StorageWriter)),
     *(refused(call, "metadata", ["a"], "expected a mapping of texts or None") for call in (save, StorageWriter)),
     refused(save, "gate", 3, "expected a torch.optim.Optimizer or several, got int"),
-    refused(save, "gate", [1], "expected a torch.optim.Optimizer or several"),
+    refused(save, "gate", [1], "expected a torch.optim.Optimizer, got int"),
     refused(save, "on_busy", "perhaps", "on_busy"),
     refused(save, "planner", DefaultSavePlanner(), "expected a vescale_ckpt.SavePlanner"),
     refused(load, "planner", LoadPlanner, "expected a planner of loads"),
