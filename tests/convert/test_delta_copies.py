@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import saves
 from harness.commands import copy
 from harness.files import DELTA_NAME, LEASE_MARKER, data_files, flip
-from harness.states import blank, same
+from harness.states import same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
@@ -34,9 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def loads(path: Path, step: int) -> bool:
-    values = blank(lora(step))
-    vescale_ckpt.load(path, values)
-    return same(values, lora(step))
+    return saves.loads(path, lora(step))
 
 
 def test_a_copy_is_self_contained(run: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.saves import cause, dcp_load, dcp_save, load_blank, stock_save
+from harness.saves import cause, dcp_load, dcp_save, load_blank, stock_load, stock_save
 from harness.states import DTYPES, SHAPES, KiB, MiB, assert_same, bits, blank, layouts, mixed_state, random_tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _extension
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,13 +35,6 @@ from vescale_ckpt import (
     StorageWriter,
     UntrustedCheckpointError,
 )
-
-
-def stock_load_blank(path: Path | str, state: dict[str, Any]) -> dict[str, Any]:
-    target: dict[str, Any] = blank(state)
-    dcp.load(target, storage_reader=FileSystemReader(path))
-    return target
-
 
 # --- All combinations of their parts and ours
 
@@ -75,7 +68,7 @@ def test_every_dtype_in_every_shape(checkpoint: Path, writer: Callable[..., Any]
 def test_stock_loads_a_file_for_each_item(checkpoint: Path) -> None:
     state = mixed_state()
     dcp_save(checkpoint, state, single_file_per_rank=False)
-    assert_same(stock_load_blank(checkpoint, state), state)
+    assert_same(stock_load(checkpoint, state), state)
 
 
 @pytest.mark.parametrize("options", [{"thread_count": 4}, {"single_file_per_rank": False}], ids=str)
@@ -127,7 +120,7 @@ def test_conjugated_and_negated_tensors_of_stock(checkpoint: Path) -> None:
     stock_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
     dcp_save(checkpoint, state)
-    assert_same(stock_load_blank(checkpoint, state), state)
+    assert_same(stock_load(checkpoint, state), state)
 
 
 def test_dcp_to_torch_save(checkpoint: Path, tmp_path: Path) -> None:
@@ -268,7 +261,7 @@ def test_record_beyond_32_bits(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(target["tensor"][-100:], ends)
     others = {"after": torch.ones(3), "object": "x"}
     assert_same(load_blank(checkpoint, others), others)
-    assert_same(stock_load_blank(checkpoint, others), others)
+    assert_same(stock_load(checkpoint, others), others)
     shutil.rmtree(checkpoint)
 
 
@@ -396,7 +389,7 @@ def test_records_in_another_archive_layout(checkpoint: Path, size: int, order: s
     state = {"a": torch.randn(size)}
     stock_save(checkpoint, state)
     _replace_record(checkpoint, _archive(state["a"], order, prefix="where" if size == 100 else "archive"))
-    assert_same(stock_load_blank(checkpoint, state), state)
+    assert_same(stock_load(checkpoint, state), state)
     for verify in (True, False):
         assert_same(load_blank(checkpoint, state, verify=verify), state)
         part = {"a": torch.zeros(size)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+import vescale_ckpt
 from harness.states import State, blank, same
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
@@ -105,7 +106,26 @@ def cause(error: BaseException, rank: int | None = None) -> BaseException:
     return failure
 
 
+def loaded(path: str | os.PathLike[str], like: State) -> State:
+    """What `vescale_ckpt.load` puts into a blank copy of `like`."""
+    values: State = blank(like)
+    vescale_ckpt.load(path, values)
+    return values
+
+
+def loads(path: str | os.PathLike[str], state: State) -> bool:
+    """Whether this state is loaded from there."""
+    return same(loaded(path, state), state)
+
+
 # --- By dcp.save and dcp.load themselves
+
+
+def stock_load(path: str | os.PathLike[str], like: State, **options: Any) -> State:
+    """What DCP's own reader and planner put into a blank copy of `like`."""
+    values: State = blank(like)
+    dcp.load(values, storage_reader=FileSystemReader(path), **options)
+    return values
 
 
 def dcp_save(

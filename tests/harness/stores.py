@@ -8,8 +8,16 @@ from vescale_ckpt._storage.object_store import Client
 from vescale_ckpt._storage.open_storage import storage_at
 
 
-def names(url: str | Path) -> list[str]:
-    return list(storage_at(str(url)).names())
+def names(url: str | Path) -> set[str]:
+    """Empty also where nothing is."""
+    try:
+        return set(storage_at(str(url)).names())
+    except FileNotFoundError:
+        return set()
+
+
+def data_files(url: str | Path) -> set[str]:
+    return {name for name in names(url) if name.endswith(".distcp")}
 
 
 def read(url: str | Path, name: str) -> bytes:

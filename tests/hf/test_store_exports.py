@@ -17,11 +17,12 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import stores
+from harness import saves
 from harness.fault_proxy import Action, FaultProxy, Kind, Rule
 from harness.object_server import ObjectServer, unfinished_uploads
 from harness.ranks import run_ranks
-from harness.states import blank, same, sharded
+from harness.states import same, sharded
+from harness.stores import names, read, write
 from test_safetensors_save import model, state_of_rank, whole
 from torch.distributed.tensor import Shard
 
@@ -42,25 +43,16 @@ def save(url: str, state: dict[str, Any], **options: Any) -> Any:
     return vescale_ckpt.save(url, state, format="safetensors", max_shard_size="1MB", **options)
 
 
-def names(url: str) -> set[str]:
-    try:
-        return set(stores.names(url))
-    except FileNotFoundError:
-        return set()
-
-
 def loads(url: str, state: State) -> bool:
-    values = blank(state)
-    vescale_ckpt.load(url, values)
     report = vescale_ckpt.verify(url)
-    return report.ok and not report.unverified_bytes and same(values, state)
+    return report.ok and not report.unverified_bytes and saves.loads(url, state)
 
 
 def download(url: str, folder: Path) -> State:
     """All tensors, as the safetensors library reads them from copies of the files that the index names."""
     folder.mkdir(parents=True)
     for name in names(url):
-        (folder / name).write_bytes(stores.read(url, name))
+        (folder / name).write_bytes(read(url, name))
     index = json.loads((folder / INDEX_NAME).read_bytes())["weight_map"]
     assert names(url) == {*index.values(), INDEX_NAME}
     found: State = {}
@@ -208,7 +200,7 @@ def test_of_two_jobs_that_race_one_commits(url: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store_layout, "commit_objects", after_another)
     with pytest.raises(CheckpointError, match="another job committed it meanwhile"):
         save(url, model(1), overwrite=False)
-    index = json.loads(stores.read(url, INDEX_NAME))["weight_map"]
+    index = json.loads(read(url, INDEX_NAME))["weight_map"]
     assert loads(url, model(0)) and names(url) == {*index.values(), INDEX_NAME}
 
 
@@ -234,7 +226,7 @@ def test_a_failed_save_leaves_the_model_before_and_nothing_else(url: str, monkey
 def test_repair_removes_what_a_killed_save_has_left(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left = object_names(2, "0123abcd")
     for name in left:
-        stores.write(url, name, b"half")
+        write(url, name, b"half")
     with pytest.raises(CheckpointError, match="did not finish"):
         vescale_ckpt.load(url, model(0))
     save(url, model(0))
@@ -381,7 +373,7 @@ def test_passing_harm_is_outlived(fault_proxy: FaultProxy, bucket_url: str, kind
         fault_proxy.clear()
         assert rule.hits == 1
         assert loads(f"{bucket_url}/{skip}", large(1))
-        index = json.loads(stores.read(f"{bucket_url}/{skip}", INDEX_NAME))["weight_map"]
+        index = json.loads(read(f"{bucket_url}/{skip}", INDEX_NAME))["weight_map"]
         assert names(f"{bucket_url}/{skip}") == {*index.values(), INDEX_NAME}
 
 

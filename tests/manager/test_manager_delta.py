@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import steps
+from harness import saves, steps
 from harness.children import fork, killed_before
 from harness.files import LEASE_MARKER, LOCK_NAME, METADATA_NAME, data_files, flip, share
 from harness.ranks import run_ranks
@@ -38,9 +38,7 @@ def steps_on_disk(root: Path) -> list[int]:
 
 
 def loads(root: Path, step: int, state: State) -> bool:
-    values = blank(state)
-    vescale_ckpt.load(root / f"step-{step}", values)
-    return same(values, state)
+    return saves.loads(root / f"step-{step}", state)
 
 
 def save_steps(root: Path, steps: range, frozen: int = 0, **options: Any) -> None:

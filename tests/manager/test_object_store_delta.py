@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 from harness import stores
+from harness.saves import loads
 from harness.states import blank, same
+from harness.stores import data_files, names
 from test_manager_delta import lora
 
 import vescale_ckpt
@@ -27,23 +29,6 @@ from vescale_ckpt.manager import step_directories
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 State = dict[str, Any]
-
-
-def loads(path: str, state: State) -> bool:
-    values = blank(state)
-    vescale_ckpt.load(path, values)
-    return same(values, state)
-
-
-def names(path: str) -> set[str]:
-    try:
-        return set(stores.names(path))
-    except FileNotFoundError:
-        return set()
-
-
-def data_files(path: str) -> set[str]:
-    return {name for name in names(path) if name.endswith(".distcp")}
 
 
 def save_steps(url: str, steps: range, frozen: int = 0, **options: Any) -> None:

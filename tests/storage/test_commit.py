@@ -18,9 +18,8 @@ import torch.distributed.checkpoint as dcp
 from harness import faults
 from harness.files import data_files, only_named_files, read_metadata
 from harness.ranks import run_ranks
-from harness.saves import cause, load, outcome, save, stock_save
+from harness.saves import cause, load, outcome, save, stock_load, stock_save
 from harness.states import State, blank, same, small_state, state
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -247,12 +246,6 @@ def test_file_modes_follow_the_umask(checkpoint: Path) -> None:
 # --- Stock DCP and ours, one after the other
 
 
-def stock_load(directory: Path, like: State) -> State:
-    values = blank(like)
-    dcp.load(values, storage_reader=FileSystemReader(directory), no_dist=True)
-    return dict(values)
-
-
 def test_ours_and_stock_overwrite_each_other(checkpoint: Path) -> None:
     for k in range(0, 6, 2):
         stock_save(checkpoint, state(k), thread_count=2)
@@ -260,7 +253,7 @@ def test_ours_and_stock_overwrite_each_other(checkpoint: Path) -> None:
         save(checkpoint, state(k + 1))
         assert only_named_files(checkpoint)  # stock's files are gone
         assert outcome(checkpoint, state(k + 1)) is None
-        assert same(stock_load(checkpoint, state(0)), state(k + 1))
+        assert same(stock_load(checkpoint, state(0), no_dist=True), state(k + 1))
 
 
 def test_a_failed_save_over_a_stock_checkpoint_leaves_it_loadable(checkpoint: Path) -> None:
@@ -271,7 +264,7 @@ def test_a_failed_save_over_a_stock_checkpoint_leaves_it_loadable(checkpoint: Pa
             save(checkpoint, state(2))
         faults.clear()
         assert outcome(checkpoint, state(1)) is None
-        assert same(stock_load(checkpoint, state(0)), state(1))
+        assert same(stock_load(checkpoint, state(0), no_dist=True), state(1))
 
 
 # --- A load while a save commits

@@ -7,8 +7,8 @@ import fcntl
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness.faults import fault
 from harness.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -45,15 +45,6 @@ def loads(directory: Path, k: int) -> bool:
 
 def data_files(directory: Path) -> list[str]:
     return sorted(filter(is_data_file, os.listdir(directory)))
-
-
-@contextmanager
-def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None]:
-    faults.inject(call, error, skip, times)
-    try:
-        yield
-    finally:
-        faults.clear()
 
 
 # --- Reads that would block

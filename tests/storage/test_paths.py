@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import steps
+from harness import saves, steps
 from harness.snapshots import held
 from harness.states import blank, same, small_state
 
@@ -30,9 +30,7 @@ def here_and_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Pat
 
 
 def loads(path: Path, k: int) -> bool:
-    values = blank(small_state(0))
-    vescale_ckpt.load(path, values)
-    return same(values, small_state(k))
+    return saves.loads(path, small_state(k))
 
 
 def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:

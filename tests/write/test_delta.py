@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from harness.children import fork, in_child, killed_before
 from harness.files import data_files, flip, read_metadata, rewrite_metadata
 from harness.ranks import run_ranks
+from harness.saves import loaded
 from harness.states import KiB, blank, random_tensor, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -63,12 +64,6 @@ def chain(root: Path, count: int) -> list[Path]:
 
 def names_in(path: Path) -> set[str]:
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
-
-
-def loaded(path: Path, like: State) -> State:
-    values = blank(like)
-    vescale_ckpt.load(path, values)
-    return values
 
 
 @pytest.fixture
