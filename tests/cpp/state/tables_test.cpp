@@ -17,6 +17,12 @@ using Words = std::vector<int64_t>;
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
 
+Words joined(const std::vector<Words>& rows) {
+  Words words;
+  for (const Words& row : rows) words.insert(words.end(), row.begin(), row.end());
+  return words;
+}
+
 // A state of three items: a chunk [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
 struct State {
   Words tensors = {1000, code_of("int16"), kHostDevice, 2, 8, 5, 5, 1, 5000, code_of("float64"), kHostDevice, 0};
@@ -133,34 +139,9 @@ TEST(ReadyTensors, AreInHostMemory) {
 
 TEST(ReadyTensors, OrOnADeviceThatIsAskedFor) {
   constexpr int64_t kNumber = int64_t{1} << 32, kRocm = 10;
-  const Words table = {9,
-                       0,
-                       kCudaDevice,
-                       0,
-                       9,
-                       0,
-                       kHostDevice,
-                       0,
-                       9,
-                       0,
-                       kCudaDevice + 3 * kNumber,
-                       0,
-                       9,
-                       0,
-                       kRocm + kNumber,
-                       0,
-                       9,
-                       0,
-                       kCudaDevice + 253 * kNumber,
-                       0,
-                       9,
-                       0,
-                       kCudaDevice + 254 * kNumber,
-                       0,
-                       9,
-                       0,
-                       -1,
-                       0};
+  const auto on = [](int64_t device) { return Words{9, 0, device, 0}; };  // of no dimensions
+  const Words table = joined({on(kCudaDevice), on(kHostDevice), on(kCudaDevice + 3 * kNumber), on(kRocm + kNumber),
+                              on(kCudaDevice + 253 * kNumber), on(kCudaDevice + 254 * kNumber), on(-1)});
   const std::vector<uint8_t> wanted = {kOnDevice, kOnHost, kOnDevice + 3, kNotReady, UINT8_MAX, kNotReady, kNotReady};
   std::vector<std::byte> lazy(5);
   const Words offsets(5, 0), bytes(5, 4);
@@ -198,24 +179,12 @@ TEST(MakeWriteTable, FindsChunks) {
                                    0, 1,  2, 1,  // its last column
                                    0, 0,  4, 0,  // nothing
                                    2, -1, 0, 0});
-  EXPECT_EQ(table, (Words{int16,   1000 + 2 * (2 * 5 + 1),
-                          2,       4,
-                          3,       5,
-                          1,  //
-                          int16,   1000 + 2 * (3 * 5 + 1),
-                          2,       2,
-                          3,       5,
-                          1,  //
-                          int16,   1000 + 2 * (2 * 5 + 3),
-                          2,       4,
-                          1,       5,
-                          1,  //
-                          int16,   1000,
-                          2,       0,
-                          3,       5,
-                          1,  //
-                          float64, 5000,
-                          0}));
+  const auto box = [&](int64_t elements, int64_t rows, int64_t columns) {
+    return Words{int16, 1000 + 2 * elements, 2, rows, columns, 5, 1};
+  };
+  EXPECT_EQ(
+      table,
+      joined({box(2 * 5 + 1, 4, 3), box(3 * 5 + 1, 2, 3), box(2 * 5 + 3, 4, 1), box(0, 0, 3), {float64, 5000, 0}}));
   EXPECT_EQ(write::parse_write_table(table).size(), 5u);
 }
 
@@ -230,11 +199,7 @@ TEST(MakeWriteTable, FindsChunksInStridedMemory) {
 
 TEST(MakeWriteTable, NamesTheRowThatMakesNoSense) {
   const State state;
-  const auto with = [&](const Words& row) {
-    Words part = {2, -1, 0, 0};
-    part.insert(part.end(), row.begin(), row.end());
-    return row_of_error([&] { state.write(part); });
-  };
+  const auto with = [&](const Words& row) { return row_of_error([&] { state.write(joined({{2, -1, 0, 0}, row})); }); };
   EXPECT_EQ(with({0, 0, 0, 4}), -2);
   EXPECT_EQ(with({3, -1, 0, 0}), 1);  // item
   EXPECT_EQ(with({-1, -1, 0, 0}), 1);
@@ -321,9 +286,7 @@ TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
   const State state;
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
   const auto with = [&](const Words& row) {
-    Words reads = {2, 0, 64, 500, -1, float64, 0};
-    reads.insert(reads.end(), row.begin(), row.end());
-    return row_of_error([&] { state.read(reads); });
+    return row_of_error([&] { state.read(joined({{2, 0, 64, 500, -1, float64, 0}, row})); });
   };
   EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, 0}), -2);
   EXPECT_EQ(with({3, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);    // item
