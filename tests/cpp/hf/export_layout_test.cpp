@@ -29,5 +29,27 @@ TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
   }
 }
 
+TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
+  const SafetensorsHeader::Metadata texts_of_all = {{"format", "pt"}};
+  plan::Ranks ranks(1);
+  ranks.tensor(0, "embed", {2});
+  ranks.tensor(0, "other", {2});
+  const std::vector<ExportLayout::Alias> aliases = {{"head", "embed"}, {"other", "embed"}, {"format", "other"}};
+  const ExportLayout layout(ranks.plan().catalog(), 8, texts_of_all, aliases);
+  std::vector<uint32_t> blocks;
+  for (size_t row = 0; row < 2; ++row) {  // a box of 8 bytes in each file
+    const auto place = layout.record_locations(0);
+    const uint32_t file = static_cast<uint32_t>(place[2 * row]), begin = static_cast<uint32_t>(place[2 * row + 1]);
+    blocks.insert(blocks.end(), {file, begin, 0, 8, 0, 0, 1, static_cast<uint32_t>(row)});
+  }
+  const std::vector<std::span<const uint32_t>> of_ranks = {blocks};
+  const std::vector<std::string> heads = layout.heads(of_ranks);
+  const auto texts = [&](size_t file) {
+    return *SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true).metadata();
+  };
+  EXPECT_EQ(texts(0), (SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
+  EXPECT_EQ(texts(1), texts_of_all);
+}
+
 }  // namespace
 }  // namespace vescale_ckpt::hf

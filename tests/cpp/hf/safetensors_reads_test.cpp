@@ -13,8 +13,8 @@ constexpr int64_t kRows = 900, kColumns = 1003;
 // Files of an empty tensor and a matrix of bytes.
 class SafetensorsReadsTest : public ScratchTest {
  protected:
-  std::string write(const std::string& name, const Memory& matrix) const {
-    const SafetensorsLayout layout({{"empty", kBytes, {0}}, {"matrix", kBytes, {kRows, kColumns}}}, {});
+  std::string write(const std::string& name, const Memory& matrix, const std::string& note = {}) const {
+    const SafetensorsLayout layout({{"empty", kBytes, {0}}, {"matrix", kBytes, {kRows, kColumns}}}, {{"note", note}});
     write::FileWriter writer(path(name), layout.file_bytes(), options_, true);
     write_safetensors(writer, layout, std::vector<const std::byte*>{nullptr, matrix.data()}, true);
     return path(name);
@@ -83,6 +83,39 @@ TEST_F(SafetensorsReadsTest, ReadsBoxesOfMoreFilesThanStayOpen) {
       fill_random(targets[static_cast<size_t>(number)].bytes(), 7);
     }
   }
+}
+
+TEST_F(SafetensorsReadsTest, NoticesAnotherFileOfTheSameName) {
+  const Memory matrix = random_matrix(1), target(10 * kWidth);
+  const std::vector<std::string> paths = {write("file", matrix)};
+  const auto table = row(0, paths[0], 5, 10, target);
+  SafetensorsReads reads(false, options_);
+  reads.read(paths, table);
+  expect_box(target, matrix, 5, 10);
+  std::filesystem::rename(write("new", matrix, "another"), paths[0]);
+  EXPECT_EQ(row_of_error([&] { reads.read(paths, table); }, Error::Kind::corrupt), 0);
+  SafetensorsReads fresh(false, options_);
+  EXPECT_EQ(row_of_error([&] { fresh.read(paths, table); }, Error::Kind::corrupt), 0);
+  fresh.read(paths, row(0, paths[0], 5, 10, target));
+}
+
+TEST_F(SafetensorsReadsTest, RefusesRowsThatNameNoTensor) {
+  const Memory matrix = random_matrix(1), target(10 * kWidth);
+  const std::vector<std::string> paths = {write("file", matrix)};
+  const auto sound = row(0, paths[0], 5, 10, target);
+  SafetensorsReads reads(true, options_);
+  const auto refused = [&](size_t word, int64_t change) {
+    std::vector<int64_t> table = sound;  // a sound row before it
+    table.insert(table.end(), sound.begin(), sound.end());
+    table[sound.size() + word] += change;
+    EXPECT_EQ(row_of_error([&] { reads.read(paths, table); }), 1);
+  };
+  refused(0, 1);      // a file that is none
+  refused(1, 1);      // another offset
+  refused(2, -1);     // another length
+  refused(6, 1);      // another shape
+  refused(8, kRows);  // a box that leaves it
+  reads.read(paths, sound);
 }
 
 }  // namespace

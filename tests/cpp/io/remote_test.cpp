@@ -230,5 +230,17 @@ TEST_F(RemoteTest, BytesThatWereSentCannotBeWrittenAgain) {
   file->discard();
 }
 
+TEST_F(RemoteTest, KnowsPathsWithAScheme) {
+  EXPECT_TRUE(is_remote("s3://bucket/key"));
+  EXPECT_TRUE(is_remote("memory://key"));
+  EXPECT_FALSE(is_remote("/a/b"));
+  EXPECT_FALSE(is_remote("/a/s3://b"));
+  EXPECT_FALSE(is_remote("://b"));
+}
+
+TEST_F(RemoteTest, SeveralWritersOfOneFileAreRefused) {
+  EXPECT_THROW(File::open_shared(kPath, Access::buffered), Error);
+}
+
 }  // namespace
 }  // namespace vescale_ckpt::io
