@@ -346,6 +346,18 @@ TEST(Pipeline, DoesWithoutSlabsWhereTheDeviceIsFull) {
   EXPECT_NE(runtime.count("cuLaunchKernel"), 0u);
 }
 
+TEST(Pipeline, ASlabThatCannotBeHadLeavesNothing) {
+  FakeRuntime runtime;
+  const uint64_t objects = runtime.count("objects");
+  for (const char* const call : {"cudaMalloc", "cudaHostAlloc"}) {
+    runtime.fail(call, 0, cuda::kOutOfMemory);
+    EXPECT_EQ(runtime.accelerator(0).make_slab(4096), nullptr);
+    runtime.fail(call);
+    EXPECT_THROW(runtime.accelerator(0).make_slab(4096), Error);
+    EXPECT_EQ(runtime.count("objects"), objects) << call;
+  }
+}
+
 TEST(Pipeline, WhoLeavesWaitsForWhatIsInFlight) {
   FakeRuntime runtime;
   const uint64_t objects = runtime.count("objects");
