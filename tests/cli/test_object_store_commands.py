@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import steps, stores
 from harness.commands import copy
+from harness.saves import stock_save
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
@@ -116,8 +117,12 @@ def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert_holds(f"{url}/two", state())
     with pytest.raises(CheckpointError, match="overwrite=True"):
         copy(tmp_path / "one", f"{url}/one")
+    assert copy(tmp_path / "one", f"{url}/one", overwrite=True).resumed_files == 3, "all but the metadata"
+    assert_holds(f"{url}/one", state())
+    stock_save(tmp_path / "stock", state())  # all its saves give files the same names
+    copy(tmp_path / "stock", f"{url}/stock")
     with pytest.raises(CheckpointError, match="remove it first"):
-        copy(tmp_path / "one", f"{url}/one", overwrite=True)
+        copy(tmp_path / "stock", f"{url}/stock", overwrite=True)
     vescale_ckpt.save(tmp_path / "other", state(1))
     copy(tmp_path / "other", f"{url}/one", overwrite=True)
     assert_holds(f"{url}/one", state(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._checkpoint.checkpoint import Checkpoint
 from vescale_ckpt._convert import safetensors_files
+from vescale_ckpt._convert.copy import FolderCopy, copy
+from vescale_ckpt._storage.object_store import ObjectStore
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -149,6 +152,42 @@ def test_damage_in_the_source_leaves_nothing(url: str, source: Path) -> None:
         with pytest.raises(CorruptCheckpointError):
             vescale_ckpt.convert(source, url + to, format=format)  # type: ignore[arg-type]
     assert stores.keys(url) == []
+
+
+def test_a_copy_that_dies_leaves_each_checkpoint_what_lies_beside_it(
+    url: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vescale_ckpt.save(tmp_path / "other", {name: value + 1 for name, value in state().items()})
+    for path, content in ((source, "old"), (tmp_path / "other", "new")):
+        (path / "config.json").write_text(content)
+    copy(source, url)
+
+    def config_and_first() -> tuple[bytes, bool]:
+        values = {"small": torch.zeros(7, 5)}
+        vescale_ckpt.load(url, values)
+        return stores.read(url, "config.json"), torch.equal(values["small"], state()["small"])
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "commit", dies)
+        with pytest.raises(KeyboardInterrupt):
+            copy(tmp_path / "other", url, overwrite=True)
+    assert config_and_first() == (b"old", True)
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderCopy, "_copy_and_compare", _but(FolderCopy._copy_and_compare, "config.json", dies))
+        with pytest.raises(KeyboardInterrupt):
+            copy(tmp_path / "other", url, overwrite=True)
+    assert config_and_first() == (b"old", False)
+    assert copy(tmp_path / "other", url, overwrite=True).resumed_files == 2
+    assert config_and_first() == (b"new", False)
+    assert set(stores.names(url)) == set(os.listdir(tmp_path / "other"))
+
+
+def _but(call: Any, name: str, instead: Any) -> Any:
+    """The method `call`, but with this name as its first argument the other one."""
+    return lambda this, found, *others: (instead if found == name else call)(this, found, *others)
 
 
 def test_a_file_that_is_replaced_is_the_new_one_or_an_error_is_raised(

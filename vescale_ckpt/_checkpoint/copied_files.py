@@ -18,12 +18,15 @@ from .native.file_names import (
     INDEX_NAME,
     LEASE_MARKER,
     METADATA_NAME,
+    METRICS_NAME,
+    is_data_file,
     is_metadata_file,
     is_temporary_file,
 )
+from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
 from .safetensors.headers import INDEX_SUFFIX, SUFFIX
-from .safetensors.model_names import is_temporary_index, token_of
+from .safetensors.model_names import is_temporary_index, token_of, token_of_object
 
 
 class CopiedFiles:
@@ -73,6 +76,16 @@ class CopiedFiles:
 def completes(name: str) -> bool:
     """Whether a file of that name completes a checkpoint, so that a copy writes it last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
+
+
+def has_random_name(name: str) -> bool:
+    """Whether a name has a random part, so that no other save gives it to a file."""
+    return is_data_file(name) or token_of_object(name) is not None
+
+
+def tells_its_save(name: str) -> bool:
+    """Whether the content of a file beside a checkpoint tells to which save it belongs."""
+    return name in (METRICS_NAME, ORDER_NAME)
 
 
 def holds_data(name: str) -> bool:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
-from .._checkpoint.copied_files import CopiedFiles, completes, holds_data
+from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.named_files import check_replaceable, named_files
@@ -175,18 +175,29 @@ class FolderCopy:
         if not self._overwrite:
             storage.check_exclusive_commits()
         superseded = self._superseded(files)
+        later = [] if superseded is None else [name for name in files.paths if self._comes_later(name, files)]
         if self._read_back:
             found = verify_checkpoint(self._source, False, _progress_of(transfer), must_exist=True)
             _raise_damage(found)
             self._report.unverified_bytes = found.unverified_bytes
-        made = [self._copy(name, files, self._path, transfer) for name in files.paths]
-        for file in made if self._read_back else ():
-            _read_back(os.path.join(self._path, file.name), file, transfer)
+        made = [self._copy_and_compare(name, files, transfer) for name in files.paths if name not in later]
         for name, content in files.last().items():
             storage.commit(name, content, self._overwrite)
             made.append(Made(name, len(content), _C.crc32(content)))
         if superseded:
             remove_orphans(self._path, superseded)
+        return made + [self._copy_and_compare(name, files, transfer) for name in later]
+
+    def _comes_later(self, name: str, files: CopiedFiles) -> bool:
+        """Whether a file replaces one that lies beside the old checkpoint, as a model's configuration: until the commit
+        it belongs to the old one. An upload, which reads nothing back, is repeated only until the commit."""
+        lies_beside = name not in files.of_checkpoint and not tells_its_save(name)
+        return self._read_back and lies_beside and storage_at(self._path).has(name)
+
+    def _copy_and_compare(self, name: str, files: CopiedFiles, transfer: Transfer) -> Made:
+        made = self._copy(name, files, self._path, transfer)
+        if self._read_back:
+            _read_back(os.path.join(self._path, name), made, transfer)
         return made
 
     def _copy(self, name: str, files: CopiedFiles, folder: str, transfer: Transfer) -> Made:
@@ -214,24 +225,26 @@ class FolderCopy:
 
     # --- What is there
 
-    def _superseded(self, files: CopiedFiles) -> set[str]:
-        """The data files of the checkpoint that is in the place, and that this one replaces. Raises `CheckpointError`
-        if the copy must not be made."""
+    def _superseded(self, files: CopiedFiles) -> set[str] | None:
+        """The data files of the checkpoint that is in the place, and that this one replaces. None if there is no
+        checkpoint. Raises `CheckpointError` if the copy must not be made."""
         try:
             there = set(storage_at(self._path).names())
         except FileNotFoundError:
-            return set()
+            return None
         if not any(map(completes, there)) and any(map(completes, files.names)):
-            return set()
+            return None
         if not self._overwrite:
             raise _exists(self._path)
-        if both := sorted(there & files.of_checkpoint):  # while they are written, the old checkpoint would be a mixture
+        both = sorted(there & files.of_checkpoint)
+        # While they are written, the old checkpoint would be a mixture. No two saves give a file the same random name.
+        if both and not all(map(has_random_name, both)):
             raise CheckpointError(
                 f"{self._path} holds {both[0]} already, which the copy would write, and is not replaced: remove it "
                 "first",
                 path=self._path,
             )
-        return named_files(self._path, None)
+        return named_files(self._path, None) - files.of_checkpoint
 
     def _check_destination(self, files: CopiedFiles) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but

@@ -192,7 +192,9 @@ COMMANDS = (
             _JSON,
         ),
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
-        "command goes on with the files that are missing. The copy of a delta save has copies of the files of other "
+        "command goes on with the files that are missing. In an object store `--overwrite` replaces files that lie "
+        "beside the old checkpoint, as `config.json`, when the copy has taken its place: a kill between the two leaves "
+        "the old ones, until the same command goes on. The copy of a delta save has copies of the files of other "
         "checkpoints that it names. Exit status 1 if SRC is damaged: then nothing is at DST.",
         ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
         json=(
