@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,7 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
+from vescale_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    SavePlanner,
+    StorageWriter,
+    UntrustedCheckpointError,
+)
 from vescale_ckpt.cli import main
 from vescale_ckpt.integrations.dcp import dcp_defaults
 
@@ -221,6 +229,25 @@ def test_safetensors_files_cannot_hold_it(checkpoint: Path) -> None:
         vescale_ckpt.save(checkpoint, state(Quantized.random), format="safetensors")
     with pytest.raises(CheckpointError, match=r"^q: a Quantized cannot be stored as one tensor"):
         vescale_ckpt.safetensors.save_file({"q": Quantized.random(ROWS)}, checkpoint.parent / "x.safetensors")
+
+
+def _export_by_dcp(path: Path) -> tuple[list[str], list[str]]:
+    errors = []
+    for planner in (SavePlanner(), None):
+        with pytest.raises(CheckpointException) as caught:
+            values = {"q": Quantized.random(ROWS), "x": torch.ones(4)}
+            dcp.save(values, storage_writer=StorageWriter(path, format="safetensors"), planner=planner)
+        errors.append(str(cause(caught.value)))
+        dist.barrier()
+    return errors, sorted(os.listdir(path))
+
+
+def test_dcp_save_into_safetensors_files_refuses_it_on_all_ranks(checkpoint: Path) -> None:
+    """Another planner's plan does not show what it is."""
+    for errors, names in run_ranks(2, _export_by_dcp, checkpoint):
+        assert re.match(r"q: safetensors files cannot hold a \S+\.Quantized, which consists of inner", errors[0])
+        assert re.match("q: safetensors files cannot hold a wrapper subclass, which consists of inner", errors[1])
+        assert names == []
 
 
 # --- Commands

@@ -268,6 +268,8 @@ class SafetensorsLayout(Layout):
             rounds.run(held, threads_of(self.options.thread_count), self._files.write)
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
+        if of_tensors:  # another planner than ours has planned it
+            raise _no_wrapper(keys[0], "wrapper subclass")
         raise CheckpointError(f"{keys[0]}: safetensors files hold tensors only, and this is none", key=keys[0])
 
     def finish(self) -> Written:
@@ -348,6 +350,7 @@ class SafetensorsLayout(Layout):
         assert isinstance(plan.storage_data, bytes)
         (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
         if isinstance(items, PackedItems):
+            _refuse_wrappers(items.description)
             inventory, local_plan = items.description.inventory, items.local_plan
         else:
             inventory = pack_items(items)
@@ -392,8 +395,12 @@ def _refuse_wrappers(description: Description) -> None:
     for item, key in enumerate(description.names):
         number = -1 if key in description.objects else description.tensor_index(item)
         if number >= 0 and is_wrapper(tensor := description.tensors[number]):
-            raise CheckpointError(
-                f"{key}: safetensors files cannot hold a {type_name(tensor)}, which consists of inner tensors: save "
-                "its values (dequantize()), or leave it out",
-                key=key,
-            )
+            raise _no_wrapper(key, type_name(tensor))
+
+
+def _no_wrapper(key: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: safetensors files cannot hold a {kind}, which consists of inner tensors: save its values "
+        "(dequantize()), or leave it out",
+        key=key,
+    )
