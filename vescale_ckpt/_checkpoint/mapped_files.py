@@ -32,17 +32,24 @@ def read_mapped(path: str, key: str, begin: int, view: torch.Tensor, target: tor
     with damage_named(path, key, begin), open(path, "rb", buffering=0) as file:
         for offsets, sizes in cut(tuple(view.shape), most):
             piece = narrowed(view, offsets, sizes)
+            into = narrowed(target, offsets, sizes)
             at = begin + int(piece.storage_offset()) * piece.itemsize
-            found = _read(file.fileno(), at, _extent(piece) * piece.itemsize)
+            if _is_dense(piece) and _is_dense(into) and into.dtype == piece.dtype:
+                _read(file.fileno(), at, into.reshape(-1).view(torch.uint8))
+                continue
+            found = torch.empty(_extent(piece) * piece.itemsize, dtype=torch.uint8, device="cpu")
+            _read(file.fileno(), at, found)
             values = found.view(piece.dtype).as_strided(piece.shape, piece.stride())
             values = values.conj() if piece.is_conj() else values
-            narrowed(target, offsets, sizes).copy_(torch._neg_view(values) if piece.is_neg() else values)
+            into.copy_(torch._neg_view(values) if piece.is_neg() else values)
 
 
 def read_storage(path: str, key: str, begin: int, length: int) -> torch.UntypedStorage:
     """Returns a storage with `length` bytes of a file. Raises as `read_mapped`."""
+    found = torch.empty(length, dtype=torch.uint8, device="cpu")
     with damage_named(path, key, begin), open(path, "rb", buffering=0) as file:
-        return _read(file.fileno(), begin, length).untyped_storage()
+        _read(file.fileno(), begin, found)
+    return found.untyped_storage()
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -50,12 +57,16 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _read(descriptor: int, begin: int, length: int) -> torch.Tensor:
-    found = torch.empty(length, dtype=torch.uint8, device="cpu")
-    left = found.numpy().data
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements follow each other in host memory as they are."""
+    return tensor.is_contiguous() and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _read(descriptor: int, begin: int, target: torch.Tensor) -> None:
+    """Fills a dense tensor of bytes from a file."""
+    left = target.numpy().data
     while left:
         count = os.preadv(descriptor, [left], begin)
         if not count:
             raise EOFError(f"the file ends at {begin:,}, before the end of the values")
         left, begin = left[count:], begin + count
-    return found
