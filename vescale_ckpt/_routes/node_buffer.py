@@ -98,11 +98,7 @@ class NodeBuffer:
         what was read and at what came from other nodes, and waits until it may look at theirs."""
         self._begin_messages(peers, index, round_)
         peers.wait(receipts=False)  # `acknowledge` waits for them
-        self._own.filled.set(index + 1)
-        for peer in round_.same_node_peers(round_.receives):
-            owner = self._of_peers[peer]
-            peers.expect(peer, _Counted(owner.filled, owner.process, index + 1))
-        peers.wait(receipts=False)
+        self._meet_neighbours(peers, index, round_)
         return None
 
     def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
@@ -123,14 +119,18 @@ class NodeBuffer:
     def collect_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Tells the neighbours that this rank has copied to their buffers what belongs there, and waits until they have
         copied to this rank's. Then it sends and receives the messages of an export's round between nodes."""
+        self._meet_neighbours(peers, index, round_)
+        self._begin_messages(peers, index, round_)
+        peers.wait()  # afterwards neighbours may copy to where messages lie
+        return None
+
+    def _meet_neighbours(self, peers: Connections, index: int, round_: Round) -> None:
+        """Tells the neighbours that this rank has come so far, and waits for those whose buffers the round needs."""
         self._own.filled.set(index + 1)
         for peer in round_.same_node_peers(round_.receives):
             owner = self._of_peers[peer]
             peers.expect(peer, _Counted(owner.filled, owner.process, index + 1))
         peers.wait(receipts=False)
-        self._begin_messages(peers, index, round_)
-        peers.wait()  # afterwards neighbours may copy to where messages lie
-        return None
 
     def _begin_messages(self, peers: Connections, index: int, round_: Round) -> None:
         memory = self[index]
