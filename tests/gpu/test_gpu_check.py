@@ -188,8 +188,7 @@ def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path, number: signal.S
 
 def test_checks_of_the_runtime_alone_run_without_the_engine(tmp_path: Path) -> None:
     """Against the tests' own library, which says nothing of CUDA."""
-    fake_cuda.load_runtime()
-    library = ROOT / "build" / "fake_cuda" / "libcudart.so.13"
+    library = fake_cuda.library()
     paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
     figures: dict[str, Any] = {}
     for check in ("raw_pageable_batch", "raw_across_allocations"):

@@ -156,13 +156,18 @@ def neighbours(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_runtime(other: bool = False) -> FakeCuda:
     """Loads the driver and a runtime, or a second, older runtime, as another library of the process may."""
-    runtime = _library(_OTHER_RUNTIME if other else _RUNTIME)
+    runtime = _load(_OTHER_RUNTIME if other else _RUNTIME)
     if not other:
-        _library(_DRIVER)
+        _load(_DRIVER)
     return FakeCuda(runtime)
 
 
-def _library(name: str) -> ctypes.CDLL:
+def _load(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library(name)), ctypes.RTLD_LOCAL)
+
+
+def library(name: str = _RUNTIME) -> Path:
+    """Builds a library, the runtime if no other is named, and returns its path."""
     _BUILD.mkdir(parents=True, exist_ok=True)
     path = _BUILD / name
     newest = max(source.stat().st_mtime for source in (*_SOURCE.parent.iterdir(), _KERNEL, Path(__file__)))
@@ -179,4 +184,4 @@ def _library(name: str) -> ctypes.CDLL:
             compiler = os.environ.get("CXX", "g++")
             subprocess.run([compiler, *flags, *source, "-o", str(made)], check=True)
             made.replace(path)  # by whichever process is last
-    return ctypes.CDLL(str(path), ctypes.RTLD_LOCAL)
+    return path

@@ -449,7 +449,7 @@ int cudaMalloc(void** memory, size_t bytes) {
   if (const int code = called(__func__); code != 0) return code;
   void* const own = ::operator new(bytes, std::align_val_t{256});
   std::memset(own, 0xEE, bytes);
-  const uint64_t address = tagged(own, contexts.back());
+  const uint64_t address = tagged(own, contexts.empty() ? 0 : contexts.back());  // as CUDA, which has device 0 current
   allocate(address, bytes);
   *memory = reinterpret_cast<void*>(address);
   return keep(own);
