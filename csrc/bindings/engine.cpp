@@ -323,8 +323,12 @@ void bind_engine(py::module_& module) {
       py::arg("directory"), py::arg("name"), py::arg("content"), py::arg("replace") = true);
   module.def("process_space", &io::process_space);
   module.def("set_exit_status", &set_exit_status);
-  module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "move_into_place",
+      [](const std::string& temporary, const std::string& directory, const std::string& path) {
+        io::move_into_place(temporary, directory, path);
+      },
+      py::arg("temporary"), py::arg("directory"), py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("rename_file", &io::rename_file, py::call_guard<py::gil_scoped_release>());
   module.def("rename_if_free", &io::rename_if_free, py::call_guard<py::gil_scoped_release>());
   module.def("link_file", &io::link_file, py::call_guard<py::gil_scoped_release>());

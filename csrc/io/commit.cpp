@@ -133,23 +133,16 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
   }
   if (fd < 0) throw Error::system("create", temporary, 0, -fd);
   fill(fd, temporary, bytes);
-  if (replace) {
-    move_into_place(temporary, directory, path);
-    return;
-  }
+  move_into_place(temporary, directory, path, replace);
+}
+
+void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path,
+                     bool replace) {
   try {
-    rename_if_free(temporary, path);
+    replace ? rename_file(temporary, path) : rename_if_free(temporary, path);
   } catch (...) {
     system::unlink(temporary.c_str());
     throw;
-  }
-  sync_directory(directory);
-}
-
-void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path) {
-  if (const int result = rename_surely(temporary, path); result < 0) {
-    system::unlink(temporary.c_str());
-    throw Error::system("rename into place", path, 0, -result);
   }
   sync_directory(directory);
 }

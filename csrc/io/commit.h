@@ -20,7 +20,8 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
                  bool replace = true);
 
 // The same for a file that is complete and synced: `temporary` becomes `path`, both in `directory`.
-void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path);
+void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path,
+                     bool replace = true);
 
 // Makes a file of so many bytes, with space for them on disk where the file system can reserve it; what is not written
 // reads as zeros. Removes it again if that fails.

@@ -40,7 +40,7 @@ from .object_clients import (
     store_at,
 )
 from .object_leases import ObjectLease
-from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
+from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, LOCK_NAME, CheckBeginning, Stat, Storage
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
 # These names are random, so no save writes to one again.
@@ -307,7 +307,7 @@ class ObjectStore(Storage):
             if isinstance(error, ObjectExistsError):
                 raise ObjectExistsError(
                     errno.EEXIST,
-                    f"{self.path} holds a checkpoint already and overwrite=False: another job committed it meanwhile",
+                    f"{self.path} holds a checkpoint already and overwrite=False{COMMITTED_MEANWHILE}",
                     client.url,
                 ) from error
             raise

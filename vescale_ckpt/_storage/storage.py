@@ -16,6 +16,8 @@ from typing import ClassVar, NamedTuple, Protocol
 #: Names of marker files begin with this. Clean-ups find them as temporary files of a checkpoint's metadata.
 MARKER_PREFIX = ".metadata.tmp.place."
 LOCK_NAME = ".lock"  #: a save locks this file in its directory before it writes anything
+#: Errors of `overwrite=False` end with this if no checkpoint was there when the save began.
+COMMITTED_MEANWHILE = ": another job committed it meanwhile"
 BEGINNING_BYTES = 1 << 20  #: bytes of a larger file that are checked before the rest is read
 
 CheckBeginning = Callable[[bytes, int], None]  # takes a file's first bytes and its size; raises if the file is unsound

@@ -37,7 +37,7 @@ from .._storage.locks import drop_dead_locks
 from .._storage.open_storage import storage_at
 from .._storage.paths import in_sibling
 from .._storage.pending import make_locked, new_token
-from .._storage.storage import Lease
+from .._storage.storage import COMMITTED_MEANWHILE, Lease
 from ..errors import CheckpointError
 from .delta import Delta, table_of_new_checkpoint
 from .delta_base import DeltaBase
@@ -68,7 +68,7 @@ class NativeLayout(Layout):
         self._extra_files = extra_copies.check_files(extra_files)
         self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
         self._names: list[str] = []
-        self._of_all: list[str] = []  # the names of the files of all ranks, on the coordinator
+        self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
         self._token = ""
         self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
         self._file: _C.FileWriter | None = None
@@ -131,7 +131,7 @@ class NativeLayout(Layout):
         of_all = list(map(unpack, messages))
         of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
         names = [[name.decode() for name in names] for _, _, _, *names in of_all]
-        self._of_all = [name for of_rank in names for name in of_rank]
+        self._of_all = names
         locations = [locations for locations, *_ in of_all]
         writers = [0]
         if by_node:
@@ -305,8 +305,8 @@ class NativeLayout(Layout):
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
-                self._remove(name for name in self._of_all if in_sibling(name) is None)
-                raise _holds_checkpoint(path, ": another job committed it meanwhile") from error
+                self._remove(name for of_rank in self._of_all for name in of_rank if in_sibling(name) is None)
+                raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
@@ -356,7 +356,7 @@ class NativeLayout(Layout):
         planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
         if planned is None:
             written = [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
-            self._of_all = [name for of_rank in written for name in of_rank]
+            self._of_all = written
             self._check_shared_directory(written)
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -365,7 +365,7 @@ class NativeLayout(Layout):
             return
         assert isinstance(metadata, LazyMetadata)
         locations, names = zip(*map(_record_locations, results), strict=True)
-        self._of_all = [name for of_rank in names for name in of_rank]
+        self._of_all = names
         self._check_shared_directory(names)
         content, index = planned.files(list(locations), list(names), path, save_id)
         if metadata.was_changed():  # for instance by a class derived from `StorageWriter`

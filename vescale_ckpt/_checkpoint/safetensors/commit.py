@@ -28,6 +28,7 @@ from ..._engine import _C
 from ..._engine.engine_errors import named_system_errors
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import Pending
+from ..._storage.storage import COMMITTED_MEANWHILE
 from ...errors import CheckpointError
 from .model_names import (
     INDEX_NAME,
@@ -42,7 +43,6 @@ from .model_names import (
 
 logger = logging.getLogger(__name__)
 
-MEANWHILE = ": another job committed it meanwhile"
 IndexOf = Callable[[list[str]], bytes]  # makes the index of files with these names
 
 
@@ -78,11 +78,11 @@ def commit_files(files: Pending, index: IndexOf, overwrite: bool) -> None:
     with named_system_errors(directory), files.serialize_commits() as alone:
         before = _look(directory)
         if not overwrite and before.has_model:
-            raise holds_model(directory, MEANWHILE)
+            raise holds_model(directory, COMMITTED_MEANWHILE)
         try:
             names = _commit(files, index, before, overwrite)
         except FileExistsError:  # without locks in the file system, another export commits at the same time
-            raise holds_model(directory, MEANWHILE) from None
+            raise holds_model(directory, COMMITTED_MEANWHILE) from None
         except BaseException:
             if _are_named(files):  # a rename that reported a failure took effect
                 files.committed()
@@ -103,11 +103,11 @@ def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bo
     storage = storage_at(directory)
     before = _look(directory)
     if not overwrite and SINGLE_NAME in before.names:
-        raise holds_model(directory, MEANWHILE)
+        raise holds_model(directory, COMMITTED_MEANWHILE)
     try:
         storage.commit(INDEX_NAME, index, overwrite)
     except FileExistsError:
-        raise holds_model(directory, MEANWHILE) from None
+        raise holds_model(directory, COMMITTED_MEANWHILE) from None
     if SINGLE_NAME in before.names:  # readers prefer it to an index
         storage.remove(SINGLE_NAME)
     try:
