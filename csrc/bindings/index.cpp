@@ -90,8 +90,11 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   const py::bytes structure_text = structure ? encoded(*structure) : py::bytes();
   const std::string_view checkpoint = checkpoint_text, save = save_text;
 
-  const auto of_ranks = without_gil(
-      [&] { return std::make_pair(metadata::RecordLocations(std::move(tables), files), metadata::KeyPaths(blocks)); });
+  const auto of_ranks = without_gil([&] {
+    metadata::RecordLocations locations(std::move(tables), files);
+    locations.drop_unnamed(catalog);
+    return std::make_pair(std::move(locations), metadata::KeyPaths(blocks));
+  });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(metadata::most_metadata_bytes(content));

@@ -33,6 +33,19 @@ RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
   first_file_.push_back(file_numbers_.size());
 }
 
+void RecordLocations::drop_unnamed(const Catalog& catalog) {
+  std::vector<uint32_t> number(files_.size(), UINT32_MAX);
+  for (const Catalog::Chunk& chunk : catalog.chunks) number[(*this)[chunk].file] = 0;
+  uint32_t kept = 0;
+  for (size_t file = 0; file < files_.size(); ++file) {
+    if (number[file] == UINT32_MAX) continue;
+    if (kept != file) files_[kept] = std::move(files_[file]);
+    number[file] = kept++;
+  }
+  files_.resize(kept);
+  for (uint32_t& file : file_numbers_) file = number[file];
+}
+
 RecordLocation RecordLocations::operator[](const Catalog::Chunk& chunk) const {
   const size_t rank = chunk.writer;
   if (rank >= tables_.size()) throw Error::invalid("nothing is known of what rank " + std::to_string(rank) + " wrote");

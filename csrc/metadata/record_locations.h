@@ -19,7 +19,7 @@ struct RecordLocation {
 
 constexpr uint64_t kFarthest = uint64_t{1} << 62;  // every offset, length and size is less
 
-// A view of the tables, which must outlive it. Immutable; thread-safe.
+// A view of the tables, which must outlive it. Thread-safe as long as nothing is dropped.
 class RecordLocations {
  public:
   static constexpr size_t kWords = 4;
@@ -27,6 +27,10 @@ class RecordLocations {
   // `tables[rank]` has a row for each row of the rank's local plan: file (index into `files[rank]`), offset, length,
   // crc. Throws Error (invalid).
   RecordLocations(std::vector<std::span<const int64_t>> tables, const std::vector<std::vector<std::string>>& files);
+
+  // Forgets the files that no chunk of the catalog lies in: of copies on several nodes a catalog names one. Throws Error
+  // (invalid).
+  void drop_unnamed(const Catalog& catalog);
 
   // Throws Error (invalid) if the rank has no such row, or if a number in the row is out of bounds.
   RecordLocation operator[](const Catalog::Chunk& chunk) const;

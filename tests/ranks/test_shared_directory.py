@@ -196,3 +196,21 @@ def _may_not_remove(path: Path) -> float:
 def test_a_token_that_cannot_be_removed_fails_no_rank(tmp_path: Path) -> None:
     """An object store may allow a job to write, and not to delete."""
     assert run_ranks(2, _may_not_remove, tmp_path / "c") == [1.0, 1.0]
+
+
+def _save_to_a_folder_each(root: Path) -> None:
+    node = dist.get_rank() // 2
+    os.environ["VESCALE_CKPT_NODE"] = str(node)
+    os.makedirs(root / str(node), exist_ok=True)
+    os.chdir(root / str(node))
+    vescale_ckpt.save("c", _state(1) | {"step": 7}, planner=SavePlanner(placement="local"))
+
+
+def test_a_folder_of_each_node_is_verified_as_whole(tmp_path: Path) -> None:
+    """Replicas lie in files of both nodes, and each node's metadata and index name its own."""
+    run_ranks(4, _save_to_a_folder_each, tmp_path)
+    for node in ("0", "1"):
+        report = vescale_ckpt.verify(tmp_path / node / "c")
+        others = {f"of {rank}" for rank in range(4) if rank // 2 != int(node)}
+        assert {damage.key for damage in report.damaged} - {None} == others, report.damaged
+        assert all("missing" in damage.reason for damage in report.damaged), report.damaged
