@@ -30,7 +30,7 @@ from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
 from ._ranks.steps import Steps
-from ._ranks.store_thread import GRACE_SECONDS
+from ._ranks.store_thread import STORE_SECONDS
 from ._state.application import check_is_mapping, saved_form, trained_tensors
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import device_number
@@ -105,13 +105,13 @@ def save(
             of rank 0 count. The contents are committed with the checkpoint, and `load` returns them. After the commit a
             copy of each is written into the directory, for other programs. For format "dcp".
         base: an older checkpoint in a folder beside `path`, saved with `base=`. If it has the bytes of a tensor, they
-        are not written again: the new checkpoint names the older one's files. The base must stay as long as the new
-        checkpoint; a `CheckpointManager` ensures that. If the base cannot be used, the save warns and writes
-        everything. For the first save, give `path` itself. frozen: with `base`: tensors of the state (parameters that
-        do not require grad) that change only by operations that raise torch's version counter. While their counter and
-        storage are those of an earlier save of this process, they are not even read. docs/guarantees.md lists the
-        operations that do not raise the counter. Other names of trained tensors (`state_dict().values()`, `.data`) must
-        not be among them.
+            are not written again: the new checkpoint names the older one's files. The base must stay as long as the new
+            checkpoint; a `CheckpointManager` ensures that. If the base cannot be used, the save warns and writes
+            everything. For the first save, give `path` itself.
+        frozen: with `base`: tensors of the state (parameters that do not require grad) that change only by operations
+            that raise torch's version counter. While their counter and storage are those of an earlier save of this
+            process, they are not even read. docs/guarantees.md lists the operations that do not raise the counter.
+            Other names of trained tensors (`state_dict().values()`, `.data`) must not be among them.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -164,7 +164,7 @@ def save(
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
             # The ranks of that save timed out, and may time out again. So both waits share one timeout.
-            limit = max(limit - (time.monotonic() - began), min(limit, GRACE_SECONDS))
+            limit = max(limit - (time.monotonic() - began), min(limit, STORE_SECONDS))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)

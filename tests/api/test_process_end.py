@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -81,8 +82,9 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
     process = context.Process(target=function, args=(directory,))
     process.start()
     process.join(BOUND)
-    if process.exitcode is None:
-        process.kill()
+    if process.exitcode is None and process.pid is not None:
+        os.kill(process.pid, signal.SIGABRT)  # a forked child then writes its stacks, as pytest's processes do
+        process.join(BOUND)
     code: int | None = process.exitcode
     return code
 

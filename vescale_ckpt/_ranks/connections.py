@@ -39,7 +39,7 @@ from . import nccl
 from .diagnose import ElsewhereError, Failure, LostError, last_seen, late_ranks, ranks_behind
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Rendezvous
-from .store_thread import GRACE_SECONDS, StoreGoneError, in_time
+from .store_thread import STORE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
@@ -268,7 +268,7 @@ class Connections:
         try:
             failure = None
             if isinstance(error, LostError) and error.in_time:  # the peer closed it, perhaps after a report
-                failure = self._rendezvous.failure(wait=GRACE_SECONDS)
+                failure = self._rendezvous.failure(wait=STORE_SECONDS)
             if failure is None:
                 failure = self._rendezvous.settle(failed.diagnose)
         except StoreGoneError as gone:
@@ -282,7 +282,7 @@ class Connections:
             with suppress(StoreGoneError):
                 if self.ranks[self.rank] == 0:  # this process hosts the store, unless the launcher does
                     left = until - time.monotonic()
-                    self._rendezvous.wait_for_readers(failure.late, min(GRACE_SECONDS, max(0.0, left)))
+                    self._rendezvous.wait_for_readers(failure.late, min(STORE_SECONDS, max(0.0, left)))
                 else:
                     self._rendezvous.acknowledge()
         return failure
@@ -297,7 +297,7 @@ class Connections:
         # The list holds the only reference, so the thread of `in_time` destroys the group, not this thread.
         closing, self._gloo = [self._gloo], None
         with suppress(TimeoutError):
-            in_time(closing.clear, GRACE_SECONDS, "vescale_ckpt closing")
+            in_time(closing.clear, STORE_SECONDS, "vescale_ckpt closing")
         if self.devices is not None:
             self.devices.end()
         self.kept.clear()

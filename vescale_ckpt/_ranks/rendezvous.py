@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
-from .store_thread import GRACE_SECONDS, StoreThread
+from .store_thread import STORE_SECONDS, StoreThread
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
 _HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated its note for so many heartbeats
@@ -171,7 +171,7 @@ class Rendezvous:
         If many ranks fail at once, one of them makes the report and the others wait for it.
         """
         first = self._store_thread.ask(lambda store: store.add(self._key("diagnoses"), 1) == 1)
-        failure = None if first else self.failure(wait=GRACE_SECONDS + self._seconds_of_silence)
+        failure = None if first else self.failure(wait=STORE_SECONDS + self._seconds_of_silence)
         return self._leave(diagnose(self.notes())) if failure is None else failure
 
     def acknowledge(self) -> None:
@@ -210,7 +210,7 @@ class Rendezvous:
             return list(zip(there, store.multi_get(there), strict=True)) if there else []
 
         notes: Notes = dict.fromkeys(range(self.size))
-        for key, text in self._store_thread.ask(read, GRACE_SECONDS + self.size / 1000):  # many notes take long to read
+        for key, text in self._store_thread.ask(read, STORE_SECONDS + self.size / 1000):  # many notes take long to read
             notes[keys[key]] = Note(*json.loads(text))
         return notes
 
@@ -253,7 +253,7 @@ class Rendezvous:
         nap = 0.002
         while True:
             left = deadline - time.monotonic()  # a store that does not answer now may answer before the deadline
-            answer = self._store_thread.ask(question, max(GRACE_SECONDS, left))
+            answer = self._store_thread.ask(question, max(STORE_SECONDS, left))
             if answer or left <= 0:
                 return answer
             time.sleep(min(nap, left))

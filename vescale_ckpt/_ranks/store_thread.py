@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from .._engine.torch_private import Store
 from ..errors import CheckpointTimeoutError
 
-GRACE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
+STORE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
 _DELAY = 0.02  # a note is written after so many seconds; a later note within that time replaces it
 
 _Result = TypeVar("_Result")
@@ -73,7 +73,7 @@ class StoreThread:
         _threads[thread] = self._requests
         weakref.finalize(self, self._requests.end)
 
-    def ask(self, question: Callable[[Store], _Result], seconds: float = GRACE_SECONDS) -> _Result:
+    def ask(self, question: Callable[[Store], _Result], seconds: float = STORE_SECONDS) -> _Result:
         """Returns the result of `question`. Raises StoreGoneError if the store fails or does not answer in `seconds`.
 
         `question` must not wait inside the store, because notes are written after it.
@@ -186,7 +186,7 @@ def _end_all() -> None:
     threads = dict(_threads)
     for requests in threads.values():
         requests.end()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + STORE_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 

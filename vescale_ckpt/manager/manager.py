@@ -356,9 +356,10 @@ class CheckpointManager:
         finally:
             uploads.stop()
         failures, uploads.failures = uploads.failures, {}
-        for step, failure in failures.items():
+        if failures:
+            steps, (failure, *_) = some([*map(str, failures)]), failures.values()
             raise CheckpointError(
-                f"step {step} could not be uploaded to {self.remote}, and is in {self.directory} alone: {failure}",
+                f"steps {steps} could not be uploaded to {self.remote}, and are in {self.directory} alone: {failure}",
                 path=self.remote,
             ) from failure
 
