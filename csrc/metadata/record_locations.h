@@ -28,8 +28,8 @@ class RecordLocations {
   // crc. Throws Error (invalid).
   RecordLocations(std::vector<std::span<const int64_t>> tables, const std::vector<std::vector<std::string>>& files);
 
-  // Forgets the files that no chunk of the catalog lies in: of copies on several nodes a catalog names one. Throws Error
-  // (invalid).
+  // Forgets the files that no chunk of the catalog lies in: of copies on several nodes a catalog names one. Throws
+  // Error (invalid).
   void drop_unnamed(const Catalog& catalog);
 
   // Throws Error (invalid) if the rank has no such row, or if a number in the row is out of bounds.
