@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ import torch
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint, cut
 from .._engine.overlap import overlap
+from .._engine.page_buffers import PageBuffers
 from .plan import Output
 
 PAGE = 4096
@@ -84,29 +84,17 @@ class File(Protocol):
     def write(self, batch: Batch) -> None: ...
 
 
-class Buffers:
+class Buffers(PageBuffers):
     """Reusable memory for batches. All buffers together stay within the setting `convert_bytes`."""
 
     def __init__(self) -> None:
-        self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
-        self._free: list[torch.Tensor] = []
+        super().__init__(max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE))
         self.written: Callable[[int], None] | None = None  #: called with the bytes of tensors that were written
 
     @property
     def most_bytes(self) -> int:
         """The largest piece, including the memory to convert it: at least one fits in a batch after any padding."""
         return self.bytes // 2 - PAGE
-
-    def take(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, page-aligned
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
 
 
 def memory_of(buffer: torch.Tensor) -> memoryview:

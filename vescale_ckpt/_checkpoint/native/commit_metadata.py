@@ -126,6 +126,8 @@ def _orphans(directory: str, candidates: Iterable[str], superseded: AbstractSet[
         elif name == DELTA_NAME:
             if not delta_table.belongs(directory):
                 yield Orphan(paths, None, orphans.SMALL_FILE_GRACE)
+        elif file_names.is_temporary_data_file(name):
+            yield Orphan(paths, paths[0], orphans.SAVE_GRACE)
         elif file_names.is_temporary_file(name):
             yield Orphan(paths, None, orphans.SMALL_FILE_GRACE if file_names.may_be_in_use(name) else 0.0)
         else:

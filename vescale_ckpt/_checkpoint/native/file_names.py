@@ -14,9 +14,11 @@ INDEX_NAME = METADATA_NAME + ".index"
 DELTA_NAME = METADATA_NAME + ".delta"  #: later saves need this file to name records of the checkpoint
 LEASE_MARKER = ".referred"  #: an empty file; it shows that checkpoints beside the directory may name its data files
 METRICS_NAME = "metrics.json"  #: a manager writes it
-_OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
+_OF_DATA = r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX)
+_OUR_DATA_FILE = re.compile(_OF_DATA)
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
+_TEMPORARY_DATA = re.compile(_OF_DATA + r"\.tmp\.\d+\.\d+")
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index|\.delta)?\.tmp.*")
 _OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.\d+\.([0-9a-f]{8})")  # csrc/io/commit.h
 
@@ -57,8 +59,14 @@ def is_data_file(name: str) -> bool:
 
 
 def is_temporary_file(name: str) -> bool:
-    """Whether the name is that of unfinished metadata, of an unfinished index, or of a marker file."""
-    return _TEMPORARY_FILE.fullmatch(name) is not None
+    """Whether the name is that of unfinished metadata, of an unfinished index, of a marker file, or of a data file that
+    another rank sends."""
+    return _TEMPORARY_FILE.fullmatch(name) is not None or is_temporary_data_file(name)
+
+
+def is_temporary_data_file(name: str) -> bool:
+    """Whether the name is that of a data file that another rank sends: the rank that gets it keeps it locked."""
+    return _TEMPORARY_DATA.fullmatch(name) is not None
 
 
 def may_be_in_use(temporary: str) -> bool:
