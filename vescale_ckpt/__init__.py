@@ -34,6 +34,7 @@ _NAMES = {
         "Mismatch",
         "MissingKeysError",
         "RankFailedError",
+        "SaveCancelledError",
         "SaveFailedError",
         "SaveInProgressError",
         "StorageFullError",

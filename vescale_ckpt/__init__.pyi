@@ -49,6 +49,9 @@ from .errors import (
     RankFailedError as RankFailedError,
 )
 from .errors import (
+    SaveCancelledError as SaveCancelledError,
+)
+from .errors import (
     SaveFailedError as SaveFailedError,
 )
 from .errors import (

@@ -152,6 +152,13 @@ class SaveInProgressError(CheckpointError):
     """The previous save is still running, and the caller chose not to wait for it."""
 
 
+class SaveCancelledError(CheckpointError):
+    """A save was cancelled, on this rank or another. Nothing was committed, and the save's files are removed."""
+
+    path: str  #: of the directory that it saved to
+    cancelled_by: int  #: the rank that was the first to cancel it
+
+
 class LoadFailedError(RankFailedError):
     """A rank has failed in a load with an error that is not of this package. The content of the tensors to fill is
     undefined."""

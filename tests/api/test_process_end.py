@@ -173,6 +173,12 @@ def give_up_on_purpose(directory: Path) -> None:
     give_up(directory, "0")
 
 
+def cancel(directory: Path) -> None:
+    vescale_ckpt.save(directory, small_state(1))
+    os.environ["VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND"] = "1"
+    assert vescale_ckpt.save(directory, {"large": torch.zeros(8 << 20)}, async_checkpoint=True).cancel()
+
+
 def give_up_before_it_writes(directory: Path) -> None:
     vescale_ckpt.save(directory, small_state(1))
     os.environ["VESCALE_CKPT_EXIT_TIMEOUT"] = "0"
@@ -206,6 +212,7 @@ CASES: dict[Callable[[Path], None], int] = {
     give_up: 1,
     give_up_on_purpose: 0,
     give_up_before_it_writes: 0,
+    cancel: 0,
     save_while_ending: 0,
     save_by_dcp_at_exit: 0,
 }
@@ -237,9 +244,10 @@ def test_the_exit_status_tells_of_a_save_that_failed_unseen(tmp_path: Path) -> N
     # What was printed before is there, though another status took the place of 0.
     assert set(printed) == {function.__name__ for function in CASES} - {"fail_and_exit", "finish_and_raise"}
     stored = {"finish": 2, "finish_and_raise": 2, "give_up": 1, "give_up_on_purpose": 1}
-    stored |= {"give_up_before_it_writes": 1}
+    stored |= {"give_up_before_it_writes": 1, "cancel": 1}
     stored |= {"save_while_ending": 1, "save_by_dcp_at_exit": 1}
     assert [name for name, k in stored.items() if not whole(tmp_path / name, k)] == []
+    assert only_named_files(tmp_path / "cancel")
     vescale_ckpt.save(tmp_path / "give_up", small_state(3))
     assert only_named_files(tmp_path / "give_up")
     assert "given up" in result.stderr

@@ -18,6 +18,7 @@ from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._load import load_packed
 from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt._ranks.first_word import FirstWord
 from vescale_ckpt._ranks.groups import PerGroup
 from vescale_ckpt._ranks.nccl import DeviceGroup
 from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
@@ -64,6 +65,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "finish files": (NativeLayout, "finish"),
     "may commit": (Exchange, "may_commit"),
     "ask the store whether to commit": (Rendezvous, "may_commit"),
+    "ask the store for the first word": (FirstWord, "say"),
     "commit": (NativeLayout, "commit"),
     "commit the metadata": (commit_metadata, "commit"),
     "commit files": (FileSystem, "commit"),

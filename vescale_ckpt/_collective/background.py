@@ -16,7 +16,7 @@ from .._engine.live_objects import LiveObjects
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
 from .._ranks.rendezvous import GRACE
-from ..errors import CheckpointTimeoutError, SaveFailedError
+from ..errors import CheckpointTimeoutError, SaveCancelledError, SaveFailedError
 from ..reports import SaveStats
 from . import at_exit
 from .handle import SaveHandle, settled
@@ -68,10 +68,11 @@ class BackgroundQueue:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
     def take_failure(self) -> SaveFailedError | None:
-        """The error of the last save, which must be done, if no caller has seen it. Later calls return None."""
+        """The error of the last save, which must be done, if no caller has seen it. Later calls return None. That a
+        save was cancelled is no failure."""
         last, self._last = self._last, None
         error = None if last is None else last.wait()
-        if last is None or error is None or last.notice.raised:
+        if last is None or error is None or last.notice.raised or isinstance(error, SaveCancelledError):
             return None
         last.notice.raised = True
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
@@ -80,10 +81,11 @@ class BackgroundQueue:
     def finish_in_background(self, save: Save) -> SaveHandle:
         """Finishes a staged save on a thread of its own, or now if the process is ending."""
         result: Future[SaveStats] = Future()
+        save.may_be_cancelled()
         if (plan := save.staged_plan) is not None:
-            handle = SaveHandle(result, plan.staged, plan.progress)
+            handle = SaveHandle(result, plan.staged, plan.progress, save.cancel)
         else:
-            handle = SaveHandle(result, settled(error=save.steps.error))
+            handle = SaveHandle(result, settled(error=save.steps.error), None, save.cancel)
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
         _busy_queues.add(self)
@@ -93,7 +95,10 @@ class BackgroundQueue:
             try:
                 stats = save.finish()
             except BaseException as error:
-                logger.error("the save to %s failed: %s", save.path, error)
+                if isinstance(error, SaveCancelledError):
+                    at_exit.discard_save(handle.notice)  # it is no failure
+                else:
+                    logger.error("the save to %s failed: %s", save.path, error)
                 self._save = None
                 result.set_exception(error)
             else:

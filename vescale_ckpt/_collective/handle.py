@@ -45,7 +45,11 @@ class SaveHandle:
     """A save that is running or done."""
 
     def __init__(
-        self, result: Future[SaveStats], staged: Future[None], progress: Callable[[], tuple[int, int]] | None = None
+        self,
+        result: Future[SaveStats],
+        staged: Future[None],
+        progress: Callable[[], tuple[int, int]] | None = None,
+        cancel: Callable[[], bool] | None = None,
     ) -> None:
         self.staged = staged  #: a future that is done when the state may change again
         self.skipped = False  #: whether nothing was saved, because another save was running; `result` raises then
@@ -54,6 +58,7 @@ class SaveHandle:
         self.future: Future[SaveStats] = _SaveFuture(self.notice)
         self._result = result
         self._progress = progress
+        self._cancel = cancel  # None when the save is over
         self._progress_lock = threading.Lock()
         self._told_bytes = (0, 0)
 
@@ -73,6 +78,24 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the checkpoint is durable, or the save has failed."""
         return self._result.done()
+
+    def cancel(self) -> bool:
+        """Ends the save on all ranks, within seconds; returns without waiting for that. One rank's call is enough, from
+        any thread.
+
+        Returns whether the save is cancelled. Then `result` raises `SaveCancelledError` on all ranks (or
+        `CheckpointTimeoutError`, if ranks do not come); nothing is committed, the files of the save are removed, and
+        the older checkpoint stays. Nobody else is told of that error: the next save is made as any other, and the
+        exit status of the process does not change.
+
+        Returns False if the commit has begun, or if the save is over: `result` says how it ends. Raises
+        `CheckpointTimeoutError`, and cancels nothing, if the store that the ranks share does not answer.
+
+        Each rank looks about once a second whether another has cancelled. A call of the system that does not return (a
+        sync), and a wait for another rank, end first.
+        """
+        cancel = self._cancel
+        return cancel is not None and not self.done() and cancel()
 
     def result(self, timeout: float | None = None) -> SaveStats:
         """Waits until the checkpoint is durable and returns this rank's statistics. Raises the error of the save, of
@@ -105,6 +128,7 @@ class SaveHandle:
 
     def callbacks_ran(self) -> None:
         """Completes `future`. Called by the thread of the save, after the result was set."""
+        self._cancel = None
         error = self._result.exception()
         if error is None:
             self.future.set_result(self._result.result())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,10 +21,12 @@ from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
+from .._ranks.first_word import FirstWord
 from .._ranks.groups import check_alone_on_purpose
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
+from .._ranks.store_thread import StoreGoneError
 from .._state.application import saved_form
 from .._state.per_rank import set_rank
 from .._storage.open_storage import storage_at
@@ -30,16 +34,19 @@ from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SaveCancelledError
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
+
+# What is said first of a save decides whether it may still be cancelled.
+_COMMIT, _FAILED, _CANCELLED_BY = "commit", "failed", "cancelled by rank "
 
 
 class Save:
     """One save of this rank. All ranks take each step, or none.
 
     The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call. `release_state`
-    comes after the last of them on the training thread.
+    comes after the last of them on the training thread. `may_be_cancelled` comes before `finish`, if at all.
 
     Args:
         path: of the directory, absolute.
@@ -64,7 +71,8 @@ class Save:
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # whether this rank has committed
-        self._abandoned = False
+        self._given_up: CheckpointError | None = None  # why this rank writes no more
+        self._fate: FirstWord | None = None  # of the save; None: it cannot be cancelled
 
     @property
     def _by_node(self) -> bool:
@@ -137,26 +145,89 @@ class Save:
         timeout whose `committed` says that it may be."""
         with self.timeline.here():
             try:
-                self._write_and_commit()
+                with self._following_others():
+                    self._write_and_commit()
+            except SaveCancelledError as error:  # on all ranks; only those that were writing have removed their files
+                self._layout.discard(error)
+                self.exchange.agree([1], self.steps.phase("remove the files"))
+                raise self._cancelled(error.cancelled_by) from None
             finally:
                 self._layout.end()
             return self._end()
 
+    # --- Giving up
+
+    def may_be_cancelled(self) -> None:
+        """From now on `cancel` can be called. All ranks call this, or none."""
+        self._fate = self.exchange.first_word()
+
+    def cancel(self) -> bool:
+        """Makes `finish` raise `SaveCancelledError` soon on all ranks. Returns False if the commit has begun, or if the
+        save is over. Any thread may call it. Raises StoreGoneError if the other ranks cannot be told."""
+        assert self._fate is not None
+        return self._follow(self._fate.say(f"{_CANCELLED_BY}{self.exchange.rank}"))
+
     def abandon(self) -> None:
         """Makes `finish` fail soon on all ranks, unless the commit has begun. Any thread may call it."""
-        self._abandoned = True
+        self._give_up(CheckpointError(f"{self.timeline.doing}: given up, because the process ends", path=self.path))
+
+    def _give_up(self, error: CheckpointError) -> None:
+        self._given_up = error
         if self.staged_plan is not None:
             self.staged_plan.cancel()
 
-    def _check_not_abandoned(self) -> None:
-        """Raises `CheckpointError` after `abandon`, also if that came before there was anything to cancel."""
-        if self._abandoned:
-            error = CheckpointError(f"{self.timeline.doing}: given up, because the process ends", path=self.path)
-            self._layout.discard(error)
-            raise error
+    def _check_not_given_up(self) -> None:
+        """Raises the error of `_give_up`, also if that came before there was anything to cancel."""
+        if self._given_up is not None:
+            self._layout.discard(self._given_up)
+            raise self._given_up
+
+    def _cancelled(self, rank: int) -> SaveCancelledError:
+        text = f"{self.timeline.doing}: rank {rank} has cancelled it: nothing is committed"
+        return SaveCancelledError(text, path=self.path, cancelled_by=rank)
+
+    def _follow(self, fate: str) -> bool:
+        """Gives up if that is the fate of the save. Returns whether it is."""
+        cancelled = fate.startswith(_CANCELLED_BY)
+        if cancelled:
+            self._give_up(self._cancelled(int(fate.removeprefix(_CANCELLED_BY))))
+        return cancelled
+
+    @contextmanager
+    def _following_others(self) -> Iterator[None]:
+        """A context in which this rank gives up soon after another has cancelled the save. Otherwise it would learn
+        of that when it has written all."""
+        fate, ended = self._fate, threading.Event()
+        if fate is None or self.exchange.size == 1:
+            yield
+            return
+
+        def follow() -> None:
+            with suppress(StoreGoneError):  # the ranks meet before the commit, which needs the store, too
+                while not ended.wait(1 + self.exchange.size / 5000):
+                    if self._follow(fate.said()):
+                        return
+
+        with suppress(RuntimeError):  # the interpreter is ending and starts no threads
+            threading.Thread(target=follow, name="vescale_ckpt cancel", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _settle_fate(self) -> None:
+        """Called before others learn of an error of this rank. Either the save was cancelled, and that is the error,
+        or it cannot be cancelled any more."""
+        if self.steps.error is not None and self._fate is not None:
+            with suppress(StoreGoneError):
+                if self._follow(self._fate.say(_FAILED)):
+                    self.steps.error = self._given_up
+
+    # --- Writing
 
     def _write_and_commit(self) -> None:
         layout, items = self._layout, self._items
+        self._settle_fate()
         if (
             items is not None
             and self.staged_plan is None
@@ -180,7 +251,7 @@ class Save:
         """Writes this rank's part. Returns what the coordinator needs from it."""
         if self.staged_plan is not None:
             self.stats = self.staged_plan.write()
-            self._check_not_abandoned()
+            self._check_not_given_up()
         else:
             assert self._items is not None
             layout, items = self._layout, self._items
@@ -206,13 +277,16 @@ class Save:
 
     def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
         """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
-        self._check_not_abandoned()
+        self._check_not_given_up()
+        if self._fate is not None and self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
+            self._check_not_given_up()
         self.exchange.may_commit()
         step(*arguments)
         self._committed = True
 
     def _raise_or_sum_up(self) -> None:
         """Raises on all ranks if one has an error. Else all learn what the job did."""
+        self._settle_fate()
         votes = self.timeline.votes(0 if self.stats is None else self.stats.bytes)
         self._job = self.timeline.job(self.steps.raise_together("commit", *votes))
 

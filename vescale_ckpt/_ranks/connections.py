@@ -37,6 +37,7 @@ from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
 from .diagnose import ElsewhereError, Failure, LostError, last_seen, late_ranks, ranks_behind
+from .first_word import FirstWord
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Rendezvous
 from .store_thread import STORE_SECONDS, StoreGoneError, in_time
@@ -185,6 +186,10 @@ class Connections:
                 self.failure = failure
                 self._close()
             raise self.failure.error()
+
+    def first_word(self) -> FirstWord:
+        """A word to agree on after the last collective. All ranks must have run the same ones."""
+        return self._rendezvous.first_word(self.calls)
 
     def send(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
         """Begins to send a CPU tensor.

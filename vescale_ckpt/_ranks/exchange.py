@@ -27,6 +27,7 @@ from .. import settings
 from .._engine.torch_private import new_store_client
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
 from .connections import Connections, tensor_over
+from .first_word import FirstWord
 from .groups import check_alone_on_purpose, resolve_group
 from .message import pack, unpack
 from .nccl import Device, DeviceGroup
@@ -195,6 +196,11 @@ class Exchange:
                     _send(links, links.children, data)
         assert data is not None
         return data
+
+    def first_word(self) -> FirstWord:
+        """A word on which the ranks can agree from now on, while they are in other collectives. All ranks make it
+        between the same two collectives, at most one there."""
+        return FirstWord(None, "", 0) if self._links is None else self._links.first_word()
 
     def may_commit(self) -> None:
         """Call this after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError if

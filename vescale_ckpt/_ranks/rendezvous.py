@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
+from .first_word import FirstWord
 from .store_thread import STORE_SECONDS, StoreThread
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
@@ -163,6 +164,10 @@ class Rendezvous:
                 there = now  # a commit of another rank or of an earlier save
 
         return self._store_thread.ask(begin, timeout)
+
+    def first_word(self, number: int) -> FirstWord:
+        """Of the generation; `number` rises."""
+        return FirstWord(self._store_thread, self._key("first word"), number)
 
     def settle(self, diagnose: Callable[[Notes], FailureReport]) -> FailureReport:
         """Returns the failure report of this generation, the first that a rank writes. `diagnose` makes it from the

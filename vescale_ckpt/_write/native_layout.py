@@ -73,7 +73,7 @@ class NativeLayout(Layout):
         self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
         self._file: _C.FileWriter | None = None
         self._needed = 0  # bytes, for the open file
-        self._in_background = False
+        self._in_background = self._cancelled = False
         self._tensor_bytes = self._file_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
         self._placed: list[tuple[int, Sequence[int], list[int]]] = []  # file, rows; offset, length and CRC-32 of each
@@ -182,6 +182,8 @@ class NativeLayout(Layout):
         else:
             self._file, self._lock = make_locked(make)
         self._names.append(name)
+        if self._cancelled:
+            self.cancel()
         self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
 
     def _for_engine(self) -> _C.Options:
@@ -273,6 +275,7 @@ class NativeLayout(Layout):
         return self._file_bytes + (0 if file is None else file.progress())
 
     def cancel(self) -> None:
+        self._cancelled = True
         if (file := self._file) is not None:
             file.cancel()
 

@@ -104,6 +104,7 @@ class SafetensorsLayout(Layout):
         self._files: _C.BoxWriter | None = None
         self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
         self._written_bytes = 0
+        self._cancelled = False
         self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
 
     @property
@@ -253,6 +254,8 @@ class SafetensorsLayout(Layout):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
             self._files = _C.BoxWriter(paths, for_engine)
+        if self._cancelled:
+            self.cancel()
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         assert self._files is not None
@@ -292,6 +295,7 @@ class SafetensorsLayout(Layout):
         return self._written_bytes if files is None else files.progress()
 
     def cancel(self) -> None:
+        self._cancelled = True
         if (files := self._files) is not None:
             files.cancel()
 

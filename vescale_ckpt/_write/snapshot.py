@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -129,7 +130,8 @@ class StagedPlan:
     def cancel(self) -> None:
         """Makes a `write` that runs in another thread fail soon."""
         if self._guarded is not None:
-            self._guarded.cancel()
+            with contextlib.suppress(_C.EngineError):  # it is written, and released
+                self._guarded.cancel()
         self._layout.cancel()
 
     # --- Copying

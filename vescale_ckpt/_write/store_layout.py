@@ -47,7 +47,7 @@ class StoreLayout(SafetensorsLayout):
         self._file_heads: list[bytes] = []  # one for each file, on the coordinator
         self._objects: _C.OrderedWriter | None = None
         self._sent_bytes = 0
-        self._in_background = self._cancelled = self._may_be_committed = False
+        self._in_background = self._may_be_committed = False
 
     @property
     def _kept_by(self) -> tuple[Any, ...]:

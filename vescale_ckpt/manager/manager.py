@@ -333,8 +333,16 @@ class CheckpointManager:
             return
         running.wait_until_ended()
         self._running = None
-        if running.handle is not None:
-            running.handle.result()
+        running.raise_error()
+
+    def cancel(self) -> bool:
+        """Ends the manager's running save on all ranks, as `SaveHandle.cancel` does; one rank's call is enough. Returns
+        whether it is cancelled: False if none is running, or if its commit has begun.
+
+        Then `wait` and `close` raise `SaveCancelledError` on ranks that have not called this. With `local`, checkpoints
+        that are durable there are copied to the object store as before: this concerns the save alone.
+        """
+        return self._running is not None and self._running.cancel()
 
     def close(self) -> None:
         """Waits for a running save and its upload, at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds for the latter, and

@@ -12,8 +12,8 @@ from .._collective.handle import SaveHandle
 from .._engine import _C
 from .._storage.open_storage import storage_at
 from .._storage.storage import Lease
-from ..errors import CheckpointError
-from . import step_metrics
+from ..errors import CheckpointError, SaveCancelledError
+from . import step_directories, step_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ class RunningSave:
         self.step = step
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
         self.handle: SaveHandle | None = None  # None: the save could not begin
+        self._root = root
+        self._cancelled_here = False
         self._before = before
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
@@ -45,6 +47,12 @@ class RunningSave:
             logger.warning("the metrics of step %d are not kept: %s", self.step, error)
         step_order.write(self.path, branch)
 
+    def cancel(self) -> bool:
+        """That of the handle."""
+        cancelled = self.handle is not None and self.handle.cancel()
+        self._cancelled_here |= cancelled
+        return cancelled
+
     def end(self, then: Callable[[], None] | None) -> None:
         """Called when the save is durable or has failed. Releases the lock and calls `then`, whose errors are logged.
         Needs no other rank."""
@@ -55,6 +63,8 @@ class RunningSave:
                 self._before.wait_until_ended()
             if then is not None:
                 then()
+            elif self.is_coordinator and self._was_cancelled():
+                step_directories.remove_orphan(self._root, self.step)
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
@@ -64,3 +74,11 @@ class RunningSave:
     def wait_until_ended(self) -> None:
         """Waits until the save has ended and its clean-up is done."""
         self._ended.wait()
+
+    def raise_error(self) -> None:
+        """Raises the error of a save that has ended, if there is one; not to who has cancelled it."""
+        if self.handle is not None and not (self._cancelled_here and self._was_cancelled()):
+            self.handle.result()
+
+    def _was_cancelled(self) -> bool:
+        return self.handle is not None and isinstance(self.handle.wait(), SaveCancelledError)

@@ -61,6 +61,11 @@ def remove_orphans(root: str, *, dry_run: bool = False) -> list[int]:
     return _remove_orphans(root, step_order.all_steps(root), dry_run)
 
 
+def remove_orphan(root: str, step: int) -> None:
+    """Does the same for the directory of one step."""
+    _remove_orphans(root, [step], dry_run=False)
+
+
 def remove_unneeded(root: str) -> list[int]:
     """Does the same only for directories of removed checkpoints of which files were kept for other checkpoints."""
     marked = [step for step in step_order.all_steps(root) if is_marked(step_order.path_of(root, step))]

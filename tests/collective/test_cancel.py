@@ -1,0 +1,250 @@
+"""Asynchronous saves that are cancelled: all ranks or none, no files are left, and the next save is as any other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import faults, steps, stores
+from harness.ranks import run_ranks
+from harness.snapshots import late_copies, no_snapshot_is_left
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, SavePlanner, StorageFullError
+
+BOUND = 60.0  # seconds after which something counts as hung
+WAYS: dict[str, dict[str, Any]] = {
+    "dcp": {},
+    "delta": {},
+    "local": {"planner": SavePlanner(placement="local")},
+    "safetensors": {"format": "safetensors"},
+}
+
+
+def _state(fill: float, size: int = 3 << 20) -> dict[str, torch.Tensor]:
+    """Of several slots for each rank, so that writing can be held up between them."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {f"of {rank}": torch.full((size,), fill), "w": torch.full((8,), fill)}
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists():  # the run has a limit
+        time.sleep(0.01)
+
+
+def _options(way: str, directory: Path) -> dict[str, Any]:
+    return {**WAYS[way], "async_checkpoint": True, **({"base": directory / "a"} if way == "delta" else {})}
+
+
+@contextlib.contextmanager
+def _slow_writes() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", "1")
+        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+        yield
+
+
+@contextlib.contextmanager
+def _held_at(moment: str, cancelled: Path) -> Any:
+    """A save that begins within it, on all ranks, does not end by itself until it is cancelled."""
+    rank = dist.get_rank()
+    if moment == "while it writes":
+        with _slow_writes():
+            yield
+    elif moment == "when others have written":
+        late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
+        with late if rank == 0 else contextlib.nullcontext():
+            yield
+    else:
+        late = steps.before(moment, lambda *_: _wait_for(cancelled))
+        with late if rank == 0 else contextlib.nullcontext():
+            yield
+
+
+def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
+    rank, path, cancelled = dist.get_rank(), directory / "c", directory / "cancelled"
+    options = _options(way, directory)
+    if way == "delta":
+        vescale_ckpt.save(directory / "a", _state(0), **options).result(BOUND)
+    vescale_ckpt.save(path, _state(1), **options).result(BOUND)
+    dist.barrier()
+    before = sorted(os.listdir(path))
+    dist.barrier()
+    with _held_at(moment, cancelled):
+        handle = vescale_ckpt.save(path, _state(2), **options)
+        dist.barrier()
+        if rank in callers:
+            if moment == "when others have written":
+                _wait_for_gather(handle)
+            said = handle.cancel()
+            cancelled.touch()
+        else:
+            said = None
+        error = handle.exception(BOUND)
+    assert error is not None and handle.cancel() is False  # it is over
+    with pytest.raises(SaveCancelledError):
+        handle.result()
+    dist.barrier()
+    after = sorted(os.listdir(path))
+    kept = {key: float(value[0]) for key, value in vescale_ckpt.load(path).items()}
+    dist.barrier()
+    vescale_ckpt.save(path, _state(3), **options).result(BOUND)  # and nobody is told of the one before
+    dist.barrier()
+    new = {float(value[0]) for value in vescale_ckpt.load(path).values()}
+    assert no_snapshot_is_left()
+    return said, type(error).__name__, str(error), getattr(error, "cancelled_by", None), before == after, kept, new
+
+
+def _wait_for_gather(handle: vescale_ckpt.SaveHandle) -> None:
+    while handle.progress()[0] < handle.progress()[1]:
+        time.sleep(0.01)
+    time.sleep(0.2)  # it goes on to the gather: another rank is held
+
+
+@pytest.mark.parametrize("callers", [[0], [1], [0, 1, 2]])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_that_cancels_is_enough(way: str, callers: list[int], tmp_path: Path) -> None:
+    _check(run_ranks(3, _cancels, way, "while it writes", callers, tmp_path), callers)
+
+
+def _check(answers: list[Any], callers: list[int]) -> None:
+    by = {answer[3] for answer in answers}
+    assert len(by) == 1 and by <= set(callers)
+    for rank, (said, kind, text, who, nothing_left, kept, new) in enumerate(answers):
+        assert said is (True if rank in callers else None) and kind == "SaveCancelledError"
+        assert text.endswith(f"rank {who} has cancelled it: nothing is committed")
+        assert nothing_left and set(kept.values()) == {1.0} and new == {3.0}
+
+
+def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) -> None:
+    _check(run_ranks(3, _cancels, "dcp", "when others have written", [2], tmp_path), [2])
+
+
+def _too_late(directory: Path, way: str) -> Any:
+    path, cancelled = directory / "c", directory / "cancelled"
+    with _held_at("commit", cancelled):
+        handle = vescale_ckpt.save(path, _state(2, 1000), **_options(way, directory))
+        if dist.get_rank() == 0:
+            _wait_for(directory / "asked")
+            said = handle.cancel()
+            cancelled.touch()
+        else:
+            said = _until_commit(handle)
+            (directory / "asked").touch()
+        return said, handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(path)["w"][0])
+
+
+def _until_commit(handle: vescale_ckpt.SaveHandle) -> bool:
+    save: Any = getattr(handle._cancel, "__self__")  # noqa: B009
+    while save._fate.said() != "commit":
+        time.sleep(0.01)
+    return handle.cancel()
+
+
+@pytest.mark.parametrize("way", ["dcp", "local"])
+def test_a_save_whose_commit_has_begun_is_not_cancelled(way: str, tmp_path: Path) -> None:
+    assert run_ranks(2, _too_late, tmp_path, way) == [(False, True, 2.0)] * 2
+
+
+def _behind_a_gate(directory: Path) -> Any:
+    weight = torch.nn.Parameter(torch.ones(3 << 20))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {"w": weight}
+    with late_copies() as begin:
+        handle = vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer)
+        assert not handle.staged.done()
+        said = handle.cancel() if dist.get_rank() == 1 else None
+        if said:
+            (directory / "cancelled").touch()
+        _wait_for(directory / "cancelled")
+        begin.set()
+        error = handle.exception(BOUND)
+        weight.grad = torch.ones(3 << 20)
+        optimizer.step()  # does not wait for ever, and raises nothing
+    dist.barrier()
+    left = os.listdir(directory / "c")
+    dist.barrier()
+    vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer).result(BOUND)
+    return said, type(error).__name__, left, float(vescale_ckpt.load(directory / "c")["w"][0])
+
+
+def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None:
+    assert run_ranks(2, _behind_a_gate, tmp_path) == [
+        (None, "SaveCancelledError", [], 0.0),
+        (True, "SaveCancelledError", [], 0.0),
+    ]
+
+
+def _fails_first(directory: Path) -> Any:
+    """Rank 1 has failed when rank 0 cancels."""
+    rank = dist.get_rank()
+    if rank == 1:
+        faults.inject("write", errno.ENOSPC, 0, 10**6)
+    with _held_at("when others have written", directory / "cancelled"):
+        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+        if rank == 0:
+            save: Any = getattr(handle._cancel, "__self__")  # noqa: B009
+            while save._fate.said() != "failed":
+                (directory / "cancelled").touch()
+            said = handle.cancel()
+        else:
+            said = None
+        with pytest.raises(StorageFullError):
+            handle.result(BOUND)
+    faults.clear()
+    return said
+
+
+def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
+    assert run_ranks(2, _fails_first, tmp_path) == [False, None]
+
+
+def _without_the_store(directory: Path) -> Any:
+    with _held_at("when others have written", directory / "go on"):
+        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+        with steps.failing("ask the store for the first word", steps.StoreGoneError()):
+            with pytest.raises(CheckpointTimeoutError):
+                handle.cancel()
+            dist.barrier()
+        (directory / "go on").touch()
+        return handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(directory / "c")["w"][0])
+
+
+def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
+    assert run_ranks(2, _without_the_store, tmp_path) == [(True, 1.0)] * 2
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_a_save_to_an_object_store_is_cancelled(url: str, format: str) -> None:
+    pytest.importorskip("obstore", reason="object stores need obstore")
+    vescale_ckpt.save(f"{url}/c", _state(1, 1000), format=format)
+    before = stores.names(f"{url}/c")
+    with _slow_writes():
+        handle = vescale_ckpt.save(f"{url}/c", _state(2, 16 << 20), format=format, async_checkpoint=True)
+        assert handle.cancel()
+        with pytest.raises(SaveCancelledError, match="nothing is committed"):
+            handle.result(BOUND)
+    assert stores.names(f"{url}/c") == before
+    vescale_ckpt.save(f"{url}/c", _state(3, 1000), format=format)
+    assert float(vescale_ckpt.load(f"{url}/c")["w"][0]) == 3.0
+
+
+def test_a_handle_can_be_cancelled_from_any_thread(checkpoint: Path) -> None:
+    answers: list[bool] = []
+    with _slow_writes():
+        handle = vescale_ckpt.save(checkpoint, _state(1), async_checkpoint=True)
+        threads = [threading.Thread(target=lambda: answers.append(handle.cancel())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(BOUND)
+        assert isinstance(handle.exception(BOUND), SaveCancelledError)
+    assert answers and answers[0] and os.listdir(checkpoint) == []

@@ -1,0 +1,54 @@
+"""`FirstWord` is a word on which the ranks of a group agree without meeting: the first that any of them says."""
+
+from __future__ import annotations
+
+from .._engine.torch_private import Store
+from .store_thread import STORE_SECONDS, StoreThread
+
+
+class FirstWord:
+    """What is said about one thing. Any thread may use it, also while another thread is in a collective.
+
+    Args:
+        store_thread: where the ranks say it; None for a single rank.
+        key: its place in the store. Later things take the same place.
+        number: of the thing. Numbers rise.
+    """
+
+    def __init__(self, store_thread: StoreThread | None, key: str, number: int) -> None:
+        self._store_thread, self._key, self._number = store_thread, key, number
+        self._own: list[str] = []  # what a single rank has said
+
+    def say(self, word: str, seconds: float = STORE_SECONDS) -> str:
+        """Says a word. Returns the first word, which is this one if nobody has said one before; "" if a later thing has
+        taken the place. Raises StoreGoneError if the store does not answer in so many seconds."""
+        if self._store_thread is None:
+            self._own.append(word)
+            return self._own[0]
+
+        def say(store: Store) -> str:
+            there = ""
+            while True:
+                now = bytes(store.compare_set(self._key, there, f"{self._number} {word}")).decode()
+                if _number(now) >= self._number:
+                    return self._of_this(now)
+                there = now
+
+        return self._store_thread.ask(say, seconds)
+
+    def said(self) -> str:
+        """Returns the first word; "" if nobody has said one. Raises as `say` does."""
+        if self._store_thread is None:
+            return "".join(self._own[:1])
+
+        def look(store: Store) -> str:
+            return self._of_this(bytes(store.get(self._key)).decode()) if store.check([self._key]) else ""
+
+        return self._store_thread.ask(look)
+
+    def _of_this(self, now: str) -> str:
+        return now.partition(" ")[2] if _number(now) == self._number else ""
+
+
+def _number(now: str) -> int:
+    return int(now.partition(" ")[0])
