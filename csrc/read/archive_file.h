@@ -19,7 +19,7 @@ struct ArchiveCheck {
 };
 
 // Checks the archive of `length` bytes at `offset`. If `crc` is at least 0, the whole archive must have that CRC-32.
-// Also reports an I/O error in `wrong`. Throws only std::bad_alloc.
+// Throws Error (io): then nothing is known about the archive.
 ArchiveCheck check_archive_in(io::File& file, uint64_t offset, uint64_t length, int64_t crc);
 
 struct TensorBody {

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 
 from .._engine import _C
-from .._engine.engine_errors import named_errors
+from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import DTYPE_CODES, dtype_code, int_table
-from .._storage.open_storage import is_inconclusive, read_twice, storage_at
+from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
 from .._storage.paths import data_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import Damage, VerifyReport
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, PlacedChunk
 from .loadable import LoadableCheckpoint
 from .non_contiguous_records import wrong_form
 from .record_reader import Record
@@ -32,22 +33,57 @@ def file_ends(checkpoint: Checkpoint) -> dict[str, int]:
     return ends
 
 
+def check_file(checkpoint: LoadableCheckpoint, name: str, path: str) -> None:
+    """Reads all records of one data file of the checkpoint. `path` is where it lies now, perhaps under another name.
+
+    Raises `CorruptCheckpointError` with the key, file and offset of the first damage, and `CheckpointError` if the file
+    cannot be read, or the checkpoint names none that is called `name`. The first call for a checkpoint lists its
+    records.
+    """
+    chunks = checkpoint.chunks_by_file.get(name)
+    if chunks is None:
+        raise CheckpointError(f"{checkpoint.path} names no data file {name}, which {path} would be", path=path)
+    with named_system_errors(path):
+        if not stat_of(path).is_file:
+            raise CorruptCheckpointError(f"{path} is not a regular file", key=None, file=path)
+    report = VerifyReport(path, False)
+    _check(checkpoint, os.path.dirname(path), {name: path}, chunks, report)
+    raise_damage(report)
+
+
 def check_records(
     checkpoint: LoadableCheckpoint, missing: Collection[str], report: VerifyReport, progress: Progress | None = None
 ) -> set[tuple[str, int]]:
     """Reads all records except those in files of `missing`, and adds damage to the report. Returns file and offset of
     the records of wrapper subclasses."""
-    names = list(file_ends(checkpoint))
+    paths = {name: data_path(checkpoint.root, name) for name in file_ends(checkpoint)}
+
+    def there() -> Iterator[PlacedChunk]:
+        for placed in checkpoint.chunks():
+            key, _, chunk = placed
+            if chunk.file not in missing:
+                yield placed
+                continue
+            report.damaged.append(Damage(key, paths[chunk.file], chunk.offset, "its data file is missing"))
+
+    return _check(checkpoint, checkpoint.root, paths, there(), report, progress)
+
+
+def _check(
+    checkpoint: LoadableCheckpoint,
+    root: str,
+    path_of: Mapping[str, str],
+    chunks: Iterable[PlacedChunk],
+    report: VerifyReport,
+    progress: Progress | None = None,
+) -> set[tuple[str, int]]:
+    """Does the same for chunks of the checkpoint, whose files lie in `root`. `path_of`: their paths by their names."""
+    names, paths = list(path_of), list(path_of.values())
     numbers = {name: number for number, name in enumerate(names)}
-    paths = [data_path(checkpoint.root, name) for name in names]
     is_safetensors = checkpoint.format == "safetensors"
     archives: list[tuple[Record, bool]] = []  # (record, whether it holds a tensor)
     tensors: list[Record] = []
-    for key, dtype, chunk in checkpoint.chunks():
-        if chunk.file in missing:
-            path = paths[numbers[chunk.file]]
-            report.damaged.append(Damage(key, path, chunk.offset, "its data file is missing"))
-            continue
+    for key, dtype, chunk in chunks:
         report.bytes += chunk.bytes
         record = Record(key, numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc, dtype, chunk.sizes)
         if chunk.is_transformed:
@@ -56,7 +92,7 @@ def check_records(
             tensors.append(record)
         else:
             archives.append((record, key in checkpoint.tensors))
-    storage = storage_at(checkpoint.root)
+    storage = storage_at(root)
     options = engine_options(None, direct_io_setting("auto"), requests=storage.by_requests)
     reads = _C.SafetensorsReads(True, options) if is_safetensors else None
 
@@ -65,7 +101,7 @@ def check_records(
     ) -> tuple[list[tuple[int, int, str, int]], list[int], int] | CheckpointError:
         records, table = group
         try:
-            where = checkpoint.root if reads is None else paths[records[0].file]
+            where = root if reads is None else paths[records[0].file]
             with named_errors(lambda row: records[row].key, where):
                 if reads is None:
                     return _C.check_tensors(paths, table, options)
@@ -176,3 +212,17 @@ def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
 def as_damage(error: CheckpointError, file: str) -> Damage:
     """Makes an entry of a report from an error."""
     return Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))
+
+
+def raise_damage(found: VerifyReport) -> None:
+    """Raises `CorruptCheckpointError` for the first damage of a report, or else `CheckpointError` for what could not be
+    read."""
+    if not found.damaged and found.unreadable:
+        raise CheckpointError(found.reason, path=found.unreadable[0].file)
+    if not found.damaged:
+        return
+    first, more = found.damaged[0], len(found.damaged) - 1
+    reason = first.reason if first.key is None or first.key in first.reason else f"{first.key}: {first.reason}"
+    where = "" if first.file in reason else f" in {first.file} at {first.offset}"
+    text = reason + where + (f" (and {more:,} more)" if more else "")
+    raise CorruptCheckpointError(text, key=first.key, file=first.file, offset=first.offset)

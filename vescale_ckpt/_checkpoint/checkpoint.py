@@ -59,6 +59,9 @@ class Read:
     target: torch.Tensor  #: contiguous host memory of the stored dtype; its shape is that of the chunk
 
 
+PlacedChunk = tuple[str, torch.dtype, Chunk]  #: with its key, and its tensor's dtype
+
+
 class Checkpoint:
     """The base class of open checkpoints. Formats that hold only tensors, with flat names, override only `tensors` and
     `read`."""
@@ -140,7 +143,15 @@ class Checkpoint:
         """The data files, relative to the root."""
         return list(dict.fromkeys(chunk.file for _, _, chunk in self.chunks()))
 
-    def chunks(self) -> Iterator[tuple[str, torch.dtype, Chunk]]:
+    @cached_property
+    def chunks_by_file(self) -> Mapping[str, Sequence[PlacedChunk]]:
+        """All chunks, as `chunks` yields them, by the names of their files."""
+        found: dict[str, list[PlacedChunk]] = {}
+        for placed in self.chunks():
+            found.setdefault(placed[2].file, []).append(placed)
+        return found
+
+    def chunks(self) -> Iterator[PlacedChunk]:
         """Yields all chunks of tensors, and then all objects as bytes, without malformed ones."""
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:

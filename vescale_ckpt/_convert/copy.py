@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from .. import settings
-from .._checkpoint.check_records import Progress
+from .._checkpoint.check_records import Progress, raise_damage
 from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
@@ -29,7 +29,6 @@ from .._engine.engine_errors import check_space, named_system_errors
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
 from .._storage.pending import PendingFile, PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
 from .transfer import CopyReport, Made, Transfer
 
@@ -178,7 +177,7 @@ class FolderCopy:
         later = [] if superseded is None else [name for name in files.paths if self._comes_later(name, files)]
         if self._read_back:
             found = verify_checkpoint(self._source, False, _progress_of(transfer), must_exist=True)
-            _raise_damage(found)
+            raise_damage(found)
             self._report.unverified_bytes = found.unverified_bytes
         made = [self._copy_and_compare(name, files, transfer) for name in files.paths if name not in later]
         for name, content in files.last().items():
@@ -297,7 +296,7 @@ def _compare(
         first = found.unreadable[0]
         raise CheckpointError(f"the copy of {source} cannot be read back: {first.reason}", path=first.file)
     if found.damaged:
-        _raise_damage(verify_checkpoint(source, False, must_exist=True))
+        raise_damage(verify_checkpoint(source, False, must_exist=True))
         first = found.damaged[0]
         raise CorruptCheckpointError(
             f"the copy differs from {source}, which is sound: {first.reason}", key=first.key, file=source
@@ -318,17 +317,3 @@ def _progress_of(transfer: Transfer) -> Progress:
 def _read_back(path: str, made: Made, transfer: Transfer) -> None:
     if transfer.crc_of(path, made.length) != made.crc:
         raise CorruptCheckpointError(f"{path} cannot be read back as it was written", key=None, file=path)
-
-
-def _raise_damage(found: VerifyReport) -> None:
-    """Raises `CorruptCheckpointError` for the first damage of a report, or else `CheckpointError` for what could not be
-    read."""
-    if not found.damaged and found.unreadable:
-        raise CheckpointError(found.reason, path=found.unreadable[0].file)
-    if not found.damaged:
-        return
-    first, more = found.damaged[0], len(found.damaged) - 1
-    reason = first.reason if first.key is None or first.key in first.reason else f"{first.key}: {first.reason}"
-    where = "" if first.file in reason else f" in {first.file} at {first.offset}"
-    text = reason + where + (f" (and {more:,} more)" if more else "")
-    raise CorruptCheckpointError(text, key=first.key, file=first.file, offset=first.offset)
