@@ -141,6 +141,11 @@ def fail_in_manager_and_wait(directory: Path) -> None:
         saver.wait()
 
 
+def fail_in_manager_that_warns(directory: Path) -> None:
+    faults.inject("sync", errno.EIO, 0, 10**6)
+    CheckpointManager(directory, on_error="warn").save(1, small_state(1))
+
+
 def fail_with_another_status(directory: Path) -> None:
     os.environ["VESCALE_CKPT_EXIT_STATUS"] = "7"
     fail_in_background(directory)
@@ -205,6 +210,7 @@ CASES: dict[Callable[[Path], None], int] = {
     fail_and_be_told: 0,
     fail_in_manager: 1,
     fail_in_manager_and_wait: 0,
+    fail_in_manager_that_warns: 0,
     fail_with_another_status: 7,
     fail_without_a_status: 0,
     finish: 0,

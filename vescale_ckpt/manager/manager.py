@@ -8,12 +8,12 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from signal import Signals
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,13 @@ from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
+from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
+from .._ranks.rendezvous import GRACE
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
-from ..errors import CheckpointError, CorruptCheckpointError, some
+from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
 from ..settings import checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
@@ -38,12 +40,14 @@ from .clean_up import clean_up
 from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
-from .schedule import Schedule, SignalFlag
+from .schedule import Decision, Schedule, SignalFlag
 from .uploads import Tier, Uploads
 
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
+
+OnError = Literal["raise", "warn"]
 
 #: Errors for which `restore` tries an older checkpoint without calling this one damaged: they may be temporary.
 _UNREADABLE_NOW = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}
@@ -75,6 +79,10 @@ class CheckpointManager:
             created in the main thread.
         delta: whether tensors whose bytes the checkpoint saved last has are not written again: `base=` of
             `vescale_ckpt.save`. A checkpoint that is removed leaves the files that others name.
+        on_error: what to do about a save that fails. "raise", or "warn": it is logged as an error, counted in
+            `failed_saves`, and told to the listeners of `vescale_ckpt.metrics`; `save` returns None, and `wait` and
+            `close` return as if it had not been. The next save that is due is made. A handle's `result` raises the
+            error. Mistakes of the caller are raised all the same: wrong arguments, and steps or metrics that differ.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         local: a local directory that all ranks share, if `directory` is in an object store. Saves are durable there,
             and the coordinator copies them to `directory` in the background. Retention holds for both. `restore` and
@@ -96,6 +104,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         save_on_signal: Signals | None = None,
         delta: bool = False,
+        on_error: OnError = "raise",
         timeout: float | None = None,
         local: str | os.PathLike[str] | None = None,
         upload_bytes_per_second: int = 0,
@@ -115,6 +124,10 @@ class CheckpointManager:
         self.delta = checked_flag("delta", delta)
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
+        if on_error not in get_args(OnError):
+            raise ValueError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
+        self.on_error = on_error
+        self.failed_saves = 0  #: how many saves have failed, with on_error="warn"
         self.preempted = False  #: whether a signal came and the last save is durable: training should stop
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the save that began last, until `wait` has returned its outcome
@@ -163,25 +176,48 @@ class CheckpointManager:
         check_alone_on_purpose()
         numbers, wrong = _numbers(metrics)
         signal_came = None if self._signal is None or self.preempted else self._signal.raised
-        decision = self.schedule.decide(step, force, signal_came, self._exchange)
-        if not decision.due:
-            if wrong is not None:
-                raise wrong
-            return None
-        numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
-        self._wait_for_previous_save(is_last=decision.by_signal)
+        with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
+            decision = self.schedule.decide(step, force, signal_came, self._exchange)
+            if not decision.due:
+                if wrong is not None:
+                    raise wrong
+                return None
+            numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
+            with self._tolerating(step, CheckpointError):
+                self._wait_for_previous_save(is_last=decision.by_signal)
+                return self._save(step, state, numbers, decision, gate=gate, extra_files=extra_files, frozen=frozen)
+        return None
+
+    def _save(
+        self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, decision: Decision, **options: Any
+    ) -> SaveHandle:
         began = time.monotonic()
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
         in_background = self.async_checkpoint and not decision.by_signal
-        handle = self._begin_save(
-            running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files, frozen=frozen
-        )
+        handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         if decision.by_signal:
             self.wait()
             self.preempted = True
         return handle
+
+    @contextmanager
+    def _tolerating(self, step: int, kind: type[CheckpointError]) -> Iterator[None]:
+        """A context whose errors of a kind are logged and counted with on_error="warn". All ranks have them."""
+        began = time.monotonic()
+        try:
+            yield
+        except kind as error:
+            if self.on_error == "raise":
+                raise
+            self.failed_saves += 1
+            self.schedule.began(began)
+            logger.error("the save of step %d failed, and the next one that is due is tried: %s", step, error)
+            if self._running is None or self._running.step != step or not self._running.has_begun:
+                group, path = resolve_group(self.process_group), path_of(self.directory, step)
+                rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+                tell(Finished("save", path, rank, ranks, time.monotonic() - began, None, error))
 
     def _agreed(
         self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
@@ -254,11 +290,15 @@ class CheckpointManager:
 
     def _wait_for_previous_save(self, *, is_last: bool) -> None:
         """Waits for the last save of the process group, whoever has begun it. The next save raises its error."""
-        queue = BackgroundQueue.of(self.process_group)
+        queue, limit = BackgroundQueue.of(self.process_group), settings.timeout(self.timeout)
         with queue.lock:
-            queue.wait_until_done(settings.timeout(self.timeout))
+            if self.on_error == "warn":  # either all ranks go on, or none
+                exchange = Exchange.of(self.process_group, limit + 2 * GRACE, purpose="manager")
+                exchange.together(lambda: queue.wait_until_done(limit), "waiting for the save before this one")
+            else:
+                queue.wait_until_done(limit)
             # An earlier failure must not stop the last save before the process ends.
-            if is_last and (failure := queue.take_failure()) is not None:
+            if (is_last or self.on_error == "warn") and (failure := queue.take_failure()) is not None:
                 logger.error("%s", failure)
 
     def _begin_save(
@@ -272,6 +312,7 @@ class CheckpointManager:
         frozen: Iterable[torch.Tensor] | None,
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
+        running.has_begun = True
         try:
             handle = running.handle = api.save(
                 running.path,
@@ -288,6 +329,8 @@ class CheckpointManager:
             running.end(None)
             raise
 
+        if self.on_error == "warn":
+            handle.notice.raised = True  # the log tells of a failure, and nobody else
         was_full = self._found_damage
 
         def committed() -> None:
@@ -307,7 +350,12 @@ class CheckpointManager:
                 if self._uploads is not None:
                     self._uploads.begin()
 
-        handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
+        def ended(handle: SaveHandle) -> None:
+            error = handle.wait()
+            self.failed_saves += self.on_error == "warn" and not isinstance(error, SaveCancelledError | None)
+            running.end(committed if error is None else None)
+
+        handle.add_done_callback(ended)
         return handle
 
     def _base(self, running: RunningSave) -> str | None:
@@ -328,12 +376,14 @@ class CheckpointManager:
         return running.path if last is None else path_of(self.directory, last)
 
     def wait(self) -> None:
-        """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once."""
+        """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once, unless
+        `on_error` is "warn"."""
         if (running := self._running) is None:
             return
         running.wait_until_ended()
         self._running = None
-        running.raise_error()
+        if self.on_error == "raise":
+            running.raise_error()
 
     def cancel(self) -> bool:
         """Ends the manager's running save on all ranks, as `SaveHandle.cancel` does; one rank's call is enough. Returns

@@ -26,6 +26,7 @@ class RunningSave:
         self.step = step
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
         self.handle: SaveHandle | None = None  # None: the save could not begin
+        self.has_begun = False  # whether what measures and tells of a save has begun
         self._root = root
         self._cancelled_here = False
         self._before = before

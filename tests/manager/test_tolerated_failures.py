@@ -1,0 +1,204 @@
+"""`CheckpointManager(on_error="warn")`: saves that fail end no training, on any rank; the next one is made."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import faults, steps
+from harness.ranks import run_ranks
+from test_manager import BOUND, restored, save_steps
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager, StorageFullError, metrics
+
+
+class _Log(logging.Handler):
+    """The errors of the package, and the saves of which listeners are told that they failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+        self.failed: list[int | None] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def note(self, finished: metrics.Finished) -> None:
+        if metrics.figures(finished)[f"checkpoint/{finished.kind}/failed"]:
+            self.failed.append(finished.step)
+
+
+@contextlib.contextmanager
+def _logged() -> Any:
+    log, logger = _Log(), logging.getLogger("vescale_ckpt")
+    logger.addHandler(log)
+    remove = metrics.on_finish(log.note)
+    try:
+        yield log
+    finally:
+        remove()
+        logger.removeHandler(log)
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {f"of {dist.get_rank() if dist.is_initialized() else 0}": torch.full((1000,), float(step)), "step": step}
+
+
+def _full_disk(directory: Path, is_async: bool, call: str, who: int) -> Any:
+    rank = dist.get_rank()
+    with (
+        _logged() as log,
+        CheckpointManager(directory, async_checkpoint=is_async, save_interval_steps=2, on_error="warn") as saver,
+    ):
+        saver.save(2, _state(2))
+        saver.wait()
+        if rank == who:
+            faults.inject(call, errno.ENOSPC, 0, 10**6)
+        handle = saver.save(4, _state(4))
+        if handle is not None:
+            with pytest.raises(StorageFullError):
+                handle.result(BOUND)
+        faults.clear()
+        dist.barrier()
+        assert saver.save(5, _state(5)) is None  # it is not due
+        saver.wait()
+        failed = saver.failed_saves
+        saver.save(6, _state(6))
+    dist.barrier()
+    values = {**_state(0)}
+    assert CheckpointManager(directory).restore(values) == 6 and values["step"] == 6
+    named = any("No space" in text for text in log.texts)
+    return handle is None, failed, saver.failed_saves, saver.steps(), log.failed, named
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("call", "who"), [("write", 1), ("write", 0), ("rename", 0)])
+def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, who: int) -> None:
+    for answer in run_ranks(2, _full_disk, checkpoint, is_async, call, who):
+        assert answer == (not is_async, 1, 1, [2, 6], [4], True)
+
+
+def _unnoticed(directory: Path) -> Any:
+    """The next `save` notices the failure of the one before, and is made."""
+    with _logged() as log, CheckpointManager(directory, on_error="warn") as saver:
+        if dist.get_rank() == 1:
+            faults.inject("sync", errno.EIO, 0, 10**6)
+        first = saver.save(1, _state(1))
+        assert first is not None and first.wait(BOUND) is not None
+        faults.clear()
+        second = saver.save(2, _state(2))
+        assert second is not None and second.result(BOUND).bytes > 0
+        dist.barrier()
+        return saver.failed_saves, saver.steps(), log.failed
+
+
+def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> None:
+    assert run_ranks(2, _unnoticed, checkpoint) == [(1, [2], [1])] * 2
+
+
+def _other_manager(directory: Path) -> Any:
+    with CheckpointManager(directory, on_error="warn") as saver:
+        faults.inject("sync", errno.EIO, 0, 10**6)
+        vescale_ckpt.save(directory / "alone", _state(1), async_checkpoint=True).wait(BOUND)
+        faults.clear()
+        saver.save(1, _state(1))
+        saver.wait()
+        dist.barrier()
+        return saver.failed_saves, saver.steps()
+
+
+def test_the_failure_of_another_save_of_the_group_is_only_logged(checkpoint: Path) -> None:
+    assert run_ranks(2, _other_manager, checkpoint) == [(0, [1])] * 2
+
+
+def _late(directory: Path, where: str) -> Any:
+    """Rank 1 comes after rank 0 has given up."""
+    rank = dist.get_rank()
+    gave_up = directory.parent / "gave up"
+    interval = {"save_interval_seconds": 0} if where == "asking whether to save" else {}
+    with _logged() as log, CheckpointManager(directory, timeout=2, on_error="warn", **interval) as saver:
+        saver.save(1, _state(1))
+        saver.wait()
+        dist.barrier()
+        if rank == 1:
+            while not gave_up.exists():
+                time.sleep(0.01)
+        handle = saver.save(2, _state(2))
+        gave_up.touch()
+        dist.barrier()
+        second = saver.save(3, _state(3))
+        assert second is not None
+        second.result(BOUND)
+        dist.barrier()
+        return handle, saver.failed_saves, log.failed, saver.steps()
+
+
+@pytest.mark.parametrize("where", ["asking whether to save", "beginning to save"])
+def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
+    assert run_ranks(2, _late, checkpoint, where) == [(None, 1, [2], [1, 3])] * 2
+
+
+def _stuck(directory: Path) -> Any:
+    """The save before does not end in time on rank 1, and has ended on rank 0."""
+    rank, go_on = dist.get_rank(), directory.parent / "go on"
+    with _logged() as log, CheckpointManager(directory, timeout=1, on_error="warn") as saver:
+
+        def hold(*_: Any) -> None:
+            while not go_on.exists():
+                time.sleep(0.01)
+
+        late = steps.behind("write and commit", hold) if rank == 1 else contextlib.nullcontext()
+        with late:
+            saver.save(1, _state(1))
+            second = saver.save(2, _state(2))
+            dist.barrier()
+            go_on.touch()
+            saver.wait()
+        third = saver.save(3, _state(3))
+        assert third is not None
+        third.result(BOUND)
+        dist.barrier()
+        return second, saver.failed_saves, log.failed, saver.steps()
+
+
+def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(checkpoint: Path) -> None:
+    assert run_ranks(2, _stuck, checkpoint) == [(None, 1, [2], [1, 3])] * 2
+
+
+def _mistakes(directory: Path) -> None:
+    rank = dist.get_rank()
+    with CheckpointManager(directory, best="loss", best_mode="min", on_error="warn") as saver:
+        with pytest.raises(ValueError, match="loss"):
+            saver.save(1, _state(1))
+        with pytest.raises(CheckpointError, match="steps 0 to 1"):
+            saver.save(rank, _state(1), metrics={"loss": 1})
+        with pytest.raises(CheckpointError, match="differ over ranks"):
+            saver.save(1, _state(1), metrics={"loss": rank})
+        with pytest.raises(TypeError):
+            saver.save(1, "no state", metrics={"loss": 1})  # type: ignore[arg-type]
+        assert saver.failed_saves == 0
+        saver.save(1, _state(1), metrics={"loss": 1})
+    with pytest.raises(ValueError, match="on_error"):
+        CheckpointManager(directory, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_mistakes_of_the_caller_are_raised(checkpoint: Path) -> None:
+    run_ranks(2, _mistakes, checkpoint)
+
+
+def test_the_branch_that_cannot_be_recorded(checkpoint: Path) -> None:
+    save_steps(checkpoint, 1, 2)
+    with _logged() as log, CheckpointManager(checkpoint, on_error="warn") as saver:
+        assert saver.restore({"step": 0}, 1, prepare=False) == 1
+        with steps.failing("note the order of steps", OSError(errno.ENOSPC, "full")):
+            assert saver.save(2, _state(9)) is None
+        assert saver.failed_saves == 1 and log.failed == [2] and "full" in log.texts[0]
+    assert restored(checkpoint) == (2, True)
