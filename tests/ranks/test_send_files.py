@@ -20,12 +20,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults
-from harness.files import flip
+from harness.files import data_files, flip, flipped, locks_are_held, records
 from harness.machines import Machines, why_not
 from harness.ranks import run_ranks
+from harness.saves import outcome, save
+from harness.states import state
 
-from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, StorageFullError
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, StorageFullError, verify
+from vescale_ckpt._checkpoint.check_records import check_file
+from vescale_ckpt._checkpoint.loadable import LoadableCheckpoint
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_orphans
+from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt._engine.page_buffers import PageBuffers
 from vescale_ckpt._ranks import send_files as module
 from vescale_ckpt._ranks.connections import Connections
@@ -38,7 +43,7 @@ Errors = dict[str, CheckpointError | OSError]
 
 
 def content(name: str, length: int) -> bytes:
-    return random.Random(name).randbytes(length)
+    return random.Random(os.fsencode(name)).randbytes(length)
 
 
 def digest_of(data: bytes) -> str:
@@ -84,6 +89,7 @@ def send(
     with mock.patch.object(module, "PageBuffers", Counted), mock.patch.object(module, "PIECE_BYTES", piece):
         errors = send_files(exchange, "send", messages, str(mine), check=check_content, bytes_per_second=rate)
     exchange.agree([], "the exchange can be used again")
+    assert not locks_are_held()
     return errors, sum(buffers.made for buffers in made)
 
 
@@ -144,6 +150,21 @@ def test_more_peers_than_a_rank_serves_at_a_time(tmp_path: Path) -> None:
     assert_arrived(tmp_path, gather + spread)
 
 
+def test_many_small_files(tmp_path: Path) -> None:
+    """More than may wait for their checks."""
+    messages = [FileMessage(f"file {number}", number, 0, 1) for number in range(4 * module._UNCHECKED)]
+    put(tmp_path, messages)
+    assert [errors for errors, _ in run_ranks(2, send, str(tmp_path), messages)] == [{}, {}]
+    assert_arrived(tmp_path, messages)
+
+
+def test_a_name_that_is_no_text_fails_alone(tmp_path: Path) -> None:
+    messages = [FileMessage(os.fsdecode(b"\xff"), 5, 0, 1), FileMessage("file", 5, 0, 1)]
+    put(tmp_path, messages)
+    (_, _), (errors, _) = run_ranks(2, send, str(tmp_path), messages)
+    assert list(errors) == [messages[0].name] and os.listdir(tmp_path / "1") == ["file"]
+
+
 def test_no_files_are_no_collective() -> None:
     assert send_files(Exchange.of(), "send", [], "/nowhere", check=check_content) == {}
 
@@ -163,7 +184,7 @@ def test_messages_that_make_no_sense(wrong: FileMessage, tmp_path: Path) -> None
     exchange = mock.Mock(size=2)
     with pytest.raises(ValueError, match="expected"):
         send_files(exchange, "send", [wrong], str(tmp_path), check=check_content)
-    with pytest.raises(ValueError, match="again"):
+    with pytest.raises(ValueError, match="got one twice"):
         twice = [FileMessage("file", 1, source, 1) for source in (0, 2)]
         send_files(mock.Mock(size=3), "send", twice, str(tmp_path), check=check_content)
 
@@ -226,9 +247,9 @@ def fail_reads(_: Path, rank: int) -> None:
     """The second and third piece of the victim cannot be read, whatever is tried."""
     read = module._OutgoingFile.read
 
-    def failing(self: module._OutgoingFile, piece: module._Piece, memory: torch.Tensor) -> None:
+    def failing(self: module._OutgoingFile, piece: module._Piece, address: int) -> None:
         with faults.fault("read", errno.EIO, 0, 10**9 if piece.message.name == "victim" and piece.offset else 0):
-            read(self, piece, memory)
+            read(self, piece, address)
 
     mock.patch.object(module._OutgoingFile, "read", failing).start()
 
@@ -237,11 +258,11 @@ def change_while_reading(folder: Path, rank: int) -> None:
     """Another file takes the victim's name between two pieces."""
     read = module._OutgoingFile.read
 
-    def changing(self: module._OutgoingFile, piece: module._Piece, memory: torch.Tensor) -> None:
+    def changing(self: module._OutgoingFile, piece: module._Piece, address: int) -> None:
         if piece.message.name == "victim" and piece.is_last:
             (folder / "new").write_bytes(bytes(VICTIM.bytes))
             (folder / "new").rename(folder / "victim")
-        read(self, piece, memory)
+        read(self, piece, address)
 
     mock.patch.object(module._OutgoingFile, "read", changing).start()
 
@@ -320,13 +341,13 @@ def test_a_folder_whose_names_cannot_be_made_durable(tmp_path: Path) -> None:
 
 def fail_sync_of_folder(folder: Path, rank: int) -> None:
     if rank == 1:
-        mock.patch.object(module._Transfer, "sync", failing_sync(module._Transfer.sync)).start()
+        mock.patch.object(module._Transfer, "end", failing_sync(module._Transfer.end)).start()
 
 
-def failing_sync(sync: Callable[..., None]) -> Callable[..., None]:
-    def failing(self: module._Transfer) -> None:
+def failing_sync(end: Callable[..., Errors]) -> Callable[..., Errors]:
+    def failing(self: module._Transfer) -> Errors:
         with faults.fault("sync_directory", errno.EIO):
-            sync(self)
+            return end(self)
 
     return failing
 
@@ -394,6 +415,38 @@ def count_sent(folder: str, messages: list[FileMessage]) -> int:
     return counts[0]
 
 
+# --- Files of a checkpoint
+
+
+def send_checkpoint(folder: str, names: list[str]) -> Errors:
+    exchange = Exchange.of(timeout=30)
+    mine, source = os.path.join(folder, str(exchange.rank)), os.path.join(folder, "0")
+    messages = [FileMessage(name, os.path.getsize(os.path.join(source, name)), 0, 1) for name in names]
+    checkpoint = open_checkpoint(source)
+    assert isinstance(checkpoint, LoadableCheckpoint)
+
+    def check(path: str, name: str) -> None:
+        if name.endswith(".distcp"):
+            check_file(checkpoint, name, path)
+
+    return send_files(exchange, "send", messages, mine, check=check)
+
+
+def test_a_checkpoint_that_came_whole_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path / "0", state(1), single_file_per_rank=False)
+    (tmp_path / "1").mkdir()
+    names = sorted(os.listdir(tmp_path / "0"))
+    record = max(records(tmp_path / "0"), key=lambda record: len(record.body))
+    with flipped(record.path, 8 * record.body.start):
+        _, errors = run_ranks(2, send_checkpoint, str(tmp_path), names)
+    (error,) = errors.values()
+    assert isinstance(error, CorruptCheckpointError) and error.key == record.key
+    assert sorted({*names} - {*os.listdir(tmp_path / "1")}) == [*errors] == [record.path.name]
+    assert run_ranks(2, send_checkpoint, str(tmp_path), [record.path.name]) == [{}, {}]
+    assert verify(tmp_path / "1").ok and len(data_files(tmp_path / "1")) > 1
+    assert outcome(tmp_path / "1", state(1)) is None
+
+
 # --- Ranks that end
 
 
@@ -445,9 +498,9 @@ def clean_up_in_every_round(folder: Path, rank: int) -> None:
     run = module._Transfer.run
 
     def cleaning(self: module._Transfer, peers: Connections, number: int) -> None:
-        run(self, peers, number)
         if rank == 1:
             assert remove_orphans(str(folder)) == []
+        run(self, peers, number)
 
     mock.patch.object(module._Transfer, "run", cleaning).start()
 

@@ -88,25 +88,22 @@ def send_files(
         for count in range(1, max(Counter(message.target for message in messages).values()) + 1):
             transfer.finish_checks(count)
             exchange.agree([], f"{phase}: check files")
-        transfer.sync()
+        errors = transfer.end()
         exchange.agree([], f"{phase}: sync folders")
-        return transfer.errors()
+        return errors
     finally:
         transfer.close()
 
 
 def _check_messages(messages: Sequence[FileMessage], ranks: int) -> None:
-    arriving: set[tuple[int, str]] = set()
     for message in messages:
-        if os.path.basename(message.name) != message.name or message.name in ("", os.curdir, os.pardir):
-            raise ValueError(f"expected the name of a file in a folder, got {message.name!r}")
-        if message.bytes < 0 or message.source == message.target:
-            raise ValueError(f"expected at least 0 bytes, and a target that is not the source, got {message}")
-        if not (0 <= message.source < ranks and 0 <= message.target < ranks):
-            raise ValueError(f"expected ranks below {ranks}, got {message}")
-        if (message.target, message.name) in arriving:
-            raise ValueError(f"expected each file once for rank {message.target}, got {message.name} again")
-        arriving.add((message.target, message.name))
+        folder, name = os.path.split(message.name)
+        source, target = message.source, message.target
+        are_ranks = 0 <= source < ranks and 0 <= target < ranks and source != target
+        if folder or name in ("", os.curdir, os.pardir) or message.bytes < 0 or not are_ranks:
+            raise ValueError(f"expected the name of a file, its bytes and two ranks below {ranks}, got {message}")
+    if len({(message.target, message.name) for message in messages}) != len(messages):
+        raise ValueError("expected each name once for each target, got one twice")
 
 
 # --- What is sent when
@@ -125,49 +122,40 @@ class _Piece(NamedTuple):
 
 
 class _Stream:
-    """The files from one rank to another, a piece in each round from `first` on. `rounds`: their number."""
+    """The files from one rank to another, a piece in each round from `first` until `end`."""
 
-    def __init__(self, messages: list[FileMessage], piece_bytes: int) -> None:
-        self.messages = messages
-        self.source, self.target = messages[0].source, messages[0].target
-        self.first = 0
+    def __init__(self, source: int, target: int, messages: list[FileMessage], piece_bytes: int) -> None:
+        self.source, self.target = source, target
+        self.first = self.end = 0
         self.rounds = sum(max(1, -(-message.bytes // piece_bytes)) for message in messages)
-        self._piece_bytes = piece_bytes
-
-    @property
-    def end(self) -> int:
-        return self.first + self.rounds
-
-    def pieces(self) -> Iterator[_Piece]:
-        step = self._piece_bytes
-        for message in self.messages:
-            for offset in range(0, max(1, message.bytes), step):
-                yield _Piece(message, offset, min(step, message.bytes - offset))
+        self.pieces = (
+            _Piece(message, offset, min(piece_bytes, message.bytes - offset))
+            for message in messages
+            for offset in range(0, max(1, message.bytes), piece_bytes)
+        )
 
 
 def _schedule(messages: Sequence[FileMessage], piece_bytes: int) -> list[_Stream]:
-    """Returns the streams, the longest first, each with its first round: as soon as both of its ranks are free. All
-    ranks find the same."""
+    """Returns the streams. The longest first, each begins as soon as both of its ranks are free for it. All ranks find
+    the same."""
     pairs: dict[tuple[int, int], list[FileMessage]] = {}
     for message in messages:
         pairs.setdefault((message.source, message.target), []).append(message)
-    streams = [_Stream(of_pair, piece_bytes) for of_pair in pairs.values()]
-    streams.sort(key=lambda stream: (-stream.rounds, stream.source, stream.target))
-    waiting, active, now = streams, list[_Stream](), 0
+    streams = [_Stream(*pair, of_pair, piece_bytes) for pair, of_pair in pairs.items()]
+    waiting, active, now = sorted(streams, key=lambda stream: -stream.rounds), list[_Stream](), 0
     while waiting:
         sending = Counter(stream.source for stream in active)
         receiving = Counter(stream.target for stream in active)
         late = []
         for stream in waiting:
             if sending[stream.source] < PEERS and receiving[stream.target] < PEERS:
-                stream.first = now
+                stream.first, stream.end = now, now + stream.rounds
                 active.append(stream)
                 sending[stream.source] += 1
                 receiving[stream.target] += 1
             else:
                 late.append(stream)
-        waiting = late
-        now = min(stream.end for stream in active)
+        waiting, now = late, min(stream.end for stream in active)
         active = [stream for stream in active if stream.end > now]
     return streams
 
@@ -186,7 +174,7 @@ class _OutgoingFile:
         self._options = options
         self._identity: tuple[int, ...] = ()
 
-    def read(self, piece: _Piece, memory: torch.Tensor) -> None:
+    def read(self, piece: _Piece, address: int) -> None:
         if self.error or self.is_over:
             return
         try:
@@ -194,7 +182,7 @@ class _OutgoingFile:
                 if piece.offset == 0:
                     self._identity = self._look()
                 if piece.bytes:
-                    row = int_table((0, piece.offset, piece.bytes, memory.data_ptr()))
+                    row = int_table((0, piece.offset, piece.bytes, address))
                     _C.read_bytes([self._path], row, self._options)
                 if piece.is_last and self._look() != self._identity:
                     raise CheckpointError(f"{self._path} was changed while it was sent")
@@ -221,8 +209,8 @@ class _IncomingFile:
         self._pending = PendingFile(os.path.join(folder, message.name))
         self._writer: _C.FileWriter | None = None
 
-    def write(self, piece: _Piece, memory: torch.Tensor, failure: str) -> None:
-        """`failure`: why the source could not read the piece; empty if it could."""
+    def write(self, piece: _Piece, address: int, failure: str) -> None:
+        """Writes a piece. `failure`: why the source could not read it; empty if it could."""
         if self.error is not None:
             return
         length, options = self._message.bytes, self._options
@@ -237,7 +225,7 @@ class _IncomingFile:
                     )
                 if piece.bytes:
                     assert self._writer is not None
-                    self._writer.write_bytes(memory.data_ptr(), piece.bytes, piece.offset)
+                    self._writer.write_bytes(address, piece.bytes, piece.offset)
         except Exception as error:
             self._fail(error)
 
@@ -296,18 +284,17 @@ class _Transfer:
         options = engine_options(1, direct_io_setting("auto"))
         self._outgoing = {m: _OutgoingFile(m, folder, options) for m in messages if m.source == rank}
         self._incoming = {m: _IncomingFile(m, folder, options) for m in messages if m.target == rank}
-        # Two ranks send each other what belongs to a round in the order of its streams.
-        mine = sorted((s for s in streams if rank in (s.source, s.target)), key=lambda s: (s.source, s.target))
-        self._streams = [(stream, stream.pieces()) for stream in mine]
+        # What two ranks send each other in a round they send in the order of these.
+        self._streams = [stream for stream in streams if rank in (stream.source, stream.target)]
         self._buffers = PageBuffers(piece_bytes)
         self._reading, self._writing, self._checking = (ThreadPoolExecutor(1, "vescale_ckpt") for _ in range(3))
         self._written: list[tuple[torch.Tensor, Future[None]]] = []  # buffers, and when they are written
         self._checked: list[Future[None]] = []
-        self._next = self._begin(0)
+        self._next: list[_Steps] = []
 
     def run(self, peers: Connections, number: int) -> None:
         """Runs a round of this rank. Its pieces take their steps together."""
-        self._peers, pieces = peers, self._next
+        self._peers, pieces = peers, self._next if number else self._begin(0)
         _step(pieces)  # begins to receive
         peers.progress(1)  # a rank that waits for its disk has less
         self._next = self._begin(number + 1)  # reads while this round is sent
@@ -317,26 +304,22 @@ class _Transfer:
         _step(pieces)
 
     def _begin(self, number: int) -> list[_Steps]:
-        begun = []
-        for stream, pieces in self._streams:
-            if stream.first <= number < stream.end:
-                piece = next(pieces)
-                outgoing = self._outgoing.get(piece.message)
-                begun.append(self._send(outgoing, piece) if outgoing else self._receive(piece))
+        pieces = [next(stream.pieces) for stream in self._streams if stream.first <= number < stream.end]
+        begun = [self._send(piece) if piece.message in self._outgoing else self._receive(piece) for piece in pieces]
         _step(begun)
         return begun
 
-    def _send(self, file: _OutgoingFile, piece: _Piece) -> _Steps:
+    def _send(self, piece: _Piece) -> _Steps:
         """Sends a piece behind a word about it: the text of an error, or zeros."""
-        target, buffer = piece.message.target, self._buffers.take()
-        read = self._reading.submit(file.read, piece, buffer)
+        target, file, buffer = piece.message.target, self._outgoing[piece.message], self._buffers.take()
+        read = self._reading.submit(file.read, piece, buffer.data_ptr())
         yield
         read.result()
         if not file.is_over:
             answer = bytearray(1)
             self._peers.receive(target, tensor_over(answer))
             yield
-            word = file.error.encode()[:_WORD_BYTES]
+            word = file.error.encode(errors="replace")[:_WORD_BYTES]
             self._pace(piece.bytes)
             self._peers.send(target, tensor_over(bytearray(word.ljust(_WORD_BYTES, b"\0"))))
             if piece.bytes:
@@ -361,7 +344,7 @@ class _Transfer:
         yield
         failure = word.rstrip(b"\0").decode(errors="replace")
         file.is_over = bool(failure) or any(answer)
-        self._written.append((buffer, self._writing.submit(self._write, file, piece, buffer, failure)))
+        self._written.append((buffer, self._writing.submit(self._write, file, piece, buffer.data_ptr(), failure)))
 
     def _pace(self, length: int) -> None:
         """Waits until so many bytes may be sent."""
@@ -370,8 +353,8 @@ class _Transfer:
             time.sleep(max(0.0, self._paid - now))
             self._paid = max(self._paid, now) + length / self._rate
 
-    def _write(self, file: _IncomingFile, piece: _Piece, buffer: torch.Tensor, failure: str) -> None:
-        file.write(piece, buffer, failure)
+    def _write(self, file: _IncomingFile, piece: _Piece, address: int, failure: str) -> None:
+        file.write(piece, address, failure)
         if piece.is_last:
             if len(self._checked) >= _UNCHECKED:
                 self._checked[-_UNCHECKED].result()
@@ -389,19 +372,17 @@ class _Transfer:
         for checked in self._checked[:count]:
             checked.result()
 
-    def sync(self) -> None:
-        """Makes the names durable."""
-        if not self._incoming:
-            return
-        try:
-            with named_system_errors(self._folder):
-                storage_at(self._folder).sync()
-        except CheckpointError as error:
-            for file in self._incoming.values():
-                file.error = file.error or error
-
-    def errors(self) -> dict[str, FileError]:
-        return {message.name: file.error for message, file in self._incoming.items() if file.error is not None}
+    def end(self) -> dict[str, FileError]:
+        """Makes the names durable, and returns the errors."""
+        errors = {message.name: file.error for message, file in self._incoming.items() if file.error is not None}
+        if len(errors) < len(self._incoming):
+            try:
+                with named_system_errors(self._folder):
+                    storage_at(self._folder).sync()
+            except CheckpointError as error:
+                for message in self._incoming:
+                    errors.setdefault(message.name, error)
+        return errors
 
     def close(self) -> None:
         """Removes what has not got its name, after running work has ended."""
