@@ -35,6 +35,7 @@ class BackgroundQueue:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.hurried = False  #: whether saves leave training nothing of the disk, because it is about to end
         self._last: SaveHandle | None = None
         self._save: Save | None = None  # while it is running
         self._thread: threading.Thread | None = None  # the last save's; ends after all callbacks of its handle
@@ -83,6 +84,7 @@ class BackgroundQueue:
         result: Future[SaveStats] = Future()
         save.may_be_cancelled()
         if (plan := save.staged_plan) is not None:
+            plan.in_background = not self.hurried
             handle = SaveHandle(result, plan.staged, plan.progress, save.cancel)
         else:
             handle = SaveHandle(result, settled(error=save.steps.error), None, save.cancel)

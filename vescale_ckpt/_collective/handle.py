@@ -85,14 +85,10 @@ class SaveHandle:
 
         Returns whether the save is cancelled. Then `result` raises `SaveCancelledError` on all ranks (or
         `CheckpointTimeoutError`, if ranks do not come); nothing is committed, the files of the save are removed, and
-        the older checkpoint stays. Nobody else is told of that error: the next save is made as any other, and the
-        exit status of the process does not change.
+        the next save is made as any other. False: the commit has begun, or the save is over, as `result` tells.
+        Raises `CheckpointTimeoutError`, and cancels nothing, if the store that the ranks share does not answer.
 
-        Returns False if the commit has begun, or if the save is over: `result` says how it ends. Raises
-        `CheckpointTimeoutError`, and cancels nothing, if the store that the ranks share does not answer.
-
-        Each rank looks about once a second whether another has cancelled. A call of the system that does not return (a
-        sync), and a wait for another rank, end first.
+        A call of the system that does not return (a sync), and a wait for another rank, end first.
         """
         cancel = self._cancel
         return cancel is not None and not self.done() and cancel()

@@ -220,8 +220,9 @@ class Save:
         or it cannot be cancelled any more."""
         if self.steps.error is not None and self._fate is not None:
             with suppress(StoreGoneError):
-                if self._follow(self._fate.say(_FAILED)):
-                    self.steps.error = self._given_up
+                self._follow(self._fate.say(_FAILED))
+            if isinstance(self._given_up, SaveCancelledError):
+                self.steps.error = self._given_up
 
     # --- Writing
 

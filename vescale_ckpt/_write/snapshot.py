@@ -43,6 +43,7 @@ class StagedPlan:
         # It keeps the copied tensors alive; so it must outlive the copying.
         self._gate = None if gate is None else GatedCopy(gate)
         self._save, self._layout = save, save.layout
+        self.in_background = True  #: whether `write` leaves room on the disk for training
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
@@ -110,7 +111,7 @@ class StagedPlan:
                 raise
             if not self._local_plan:
                 return self._save.finish(0, 0)
-            self._open(in_background=True)
+            self._open(in_background=self.in_background)
             while self._copies:  # each snapshot is freed when it is written
                 self._written.append(self._copies.pop(0))
                 rows, snapshot = self._written[-1]

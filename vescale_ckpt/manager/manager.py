@@ -8,9 +8,10 @@ import logging
 import operator
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from signal import Signals
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -40,12 +41,15 @@ from .clean_up import clean_up
 from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
-from .schedule import Decision, Schedule, SignalFlag
+from .schedule import NO_SIGNAL, Schedule, SignalFlag
 from .uploads import Tier, Uploads
 
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
+
+_LOOK_SECONDS = 0.5  # so often the ranks agree on whether the deadline of a signal is over
+_SECONDS_TO_CANCEL = 5.0  # a save that is cancelled ends within so many seconds, or `save` returns before it has
 
 OnError = Literal["raise", "warn"]
 
@@ -77,6 +81,11 @@ class CheckpointManager:
         save_on_signal: a signal (SIGTERM, say) that asks for one last save. The first `save` after any rank got the
             signal saves, and returns when the checkpoint is durable; `preempted` is True then. The manager must then be
             created in the main thread.
+        deadline_seconds: with `save_on_signal`, how long after the signal the process will be killed. `save` then
+            returns by about that time, on all ranks: a running save goes on until it is durable, then the last save is
+            made, and what is not durable at the deadline is cancelled. The last save is left out if the running one has
+            become durable and less time is left than earlier saves took. `preempted` is True if either is durable. If
+            neither is, the checkpoint before is whole, and a process that lives on saves as before the signal.
         delta: whether tensors whose bytes the checkpoint saved last has are not written again: `base=` of
             `vescale_ckpt.save`. A checkpoint that is removed leaves the files that others name.
         on_error: what to do about a save that fails. "raise", or "warn": it is logged as an error, counted in
@@ -103,6 +112,7 @@ class CheckpointManager:
         async_checkpoint: bool = True,
         process_group: dist.ProcessGroup | None = None,
         save_on_signal: Signals | None = None,
+        deadline_seconds: float | None = None,
         delta: bool = False,
         on_error: OnError = "raise",
         timeout: float | None = None,
@@ -129,7 +139,11 @@ class CheckpointManager:
         self.on_error = on_error
         self.failed_saves = 0  #: how many saves have failed, with on_error="warn"
         self.preempted = False  #: whether a signal came and the last save is durable: training should stop
-        self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
+        if deadline_seconds is not None and save_on_signal is None:
+            raise ValueError("deadline_seconds is for a manager with save_on_signal=")
+        checked_seconds("deadline_seconds", deadline_seconds, zero=False)
+        self._signal = None if save_on_signal is None else SignalFlag(save_on_signal, deadline_seconds)
+        self._durations: deque[float] = deque(maxlen=3)  # seconds until the last saves were durable
         self._running: RunningSave | None = None  # the save that began last, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
         self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
@@ -175,31 +189,87 @@ class CheckpointManager:
         step = _checked_step(step)
         check_alone_on_purpose()
         numbers, wrong = _numbers(metrics)
-        signal_came = None if self._signal is None or self.preempted else self._signal.raised
+        flag = None if self.preempted else self._signal
+        options = {"gate": gate, "extra_files": extra_files, "frozen": frozen}
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
-            decision = self.schedule.decide(step, force, signal_came, self._exchange)
+            decision = self.schedule.decide(step, force, flag, self._exchange)
             if not decision.due:
                 if wrong is not None:
                     raise wrong
                 return None
             numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
             with self._tolerating(step, CheckpointError):
+                if flag is not None and flag.has_deadline:
+                    return self._save_in_time(flag, step, state, numbers, **options)
                 self._wait_for_previous_save(is_last=decision.by_signal)
-                return self._save(step, state, numbers, decision, gate=gate, extra_files=extra_files, frozen=frozen)
+                in_background = self.async_checkpoint and not decision.by_signal
+                handle = self._save(step, state, numbers, in_background, **options)
+                if decision.by_signal:
+                    self.wait()
+                    self.preempted = True
+                return handle
         return None
 
+    def _save_in_time(
+        self, flag: SignalFlag, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, **options: Any
+    ) -> SaveHandle | None:
+        """Saves after the running save. If a signal has come by then, this is the last save."""
+        before = None if self._running is None or self._running.ends_within(0) else self._running
+        durable, has_time, left = self._end_in_time(flag, before)
+        self.preempted = durable
+        if not has_time:
+            logger.warning("step %d is not saved: too little time is left after the signal", step)
+            return None
+        self._wait_for_previous_save(is_last=left < NO_SIGNAL)
+        if left == NO_SIGNAL:
+            return self._save(step, state, numbers, self.async_checkpoint, **options)
+        queue = BackgroundQueue.of(self.process_group)
+        queue.hurried = True
+        try:
+            handle = self._save(step, state, numbers, True, **options)
+        finally:
+            queue.hurried = False
+        self.preempted |= self._end_in_time(flag, self._running)[0]
+        if handle.done() and handle.stats is None:
+            self.wait()
+        return handle
+
+    def _end_in_time(self, flag: SignalFlag, running: RunningSave | None) -> tuple[bool, bool, int]:
+        """Waits for a save, and cancels it at the deadline of a signal. Returns, equal on all ranks, whether it became
+        durable after a signal, whether another may begin, and the milliseconds that are left."""
+        began, limit, doing = time.monotonic(), settings.timeout(self.timeout), "waiting for the save before this one"
+        while True:
+            exchange = self._exchange()
+            others = not exchange.is_coordinator  # `agree` takes the minimum of each
+            mine = running is None or running.ends_within(_LOOK_SECONDS)
+            in_time = time.monotonic() - began < limit or others
+            ended, goes_on, left = exchange.agree((mine, in_time, flag.milliseconds_left()), doing)
+            if left == NO_SIGNAL and ended:
+                return False, True, left
+            if left == NO_SIGNAL and not goes_on:
+                raise CheckpointTimeoutError(doing, [], f"{doing}: not done after {limit:.0f} s")
+            if ended or left <= 0:
+                break
+            flag.agree(left)
+        if running is not None and not ended:
+            logger.warning("the save of step %d is cancelled: it is not durable at the deadline", running.step)
+            with suppress(CheckpointTimeoutError):  # the store is away; another rank may reach it
+                running.cancel()
+            running.ends_within(_SECONDS_TO_CANCEL)
+        flag.agree(left)
+        durable = running is not None and running.is_durable()
+        has_time = left > 0 and (not durable or left >= 1000 * max(self._durations, default=0))
+        agreed = exchange.agree((durable or others, has_time or others), doing)
+        return bool(agreed[0]), bool(agreed[1]), left
+
     def _save(
-        self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, decision: Decision, **options: Any
+        self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, in_background: bool, **options: Any
     ) -> SaveHandle:
         began = time.monotonic()
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
-        in_background = self.async_checkpoint and not decision.by_signal
         handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
-        if decision.by_signal:
-            self.wait()
-            self.preempted = True
         return handle
 
     @contextmanager
@@ -290,7 +360,7 @@ class CheckpointManager:
 
     def _wait_for_previous_save(self, *, is_last: bool) -> None:
         """Waits for the last save of the process group, whoever has begun it. The next save raises its error."""
-        queue, limit = BackgroundQueue.of(self.process_group), settings.timeout(self.timeout)
+        queue, limit = BackgroundQueue.of(self.process_group), self._patience()
         with queue.lock:
             if self.on_error == "warn":  # either all ranks go on, or none
                 exchange = Exchange.of(self.process_group, limit + 2 * GRACE, purpose="manager")
@@ -320,7 +390,7 @@ class CheckpointManager:
                 async_checkpoint=async_checkpoint,
                 process_group=self.process_group,
                 gate=gate if async_checkpoint else None,
-                timeout=self.timeout,
+                timeout=self._patience(),
                 extra_files=extra_files,
                 base=self._base(running),
                 frozen=frozen,
@@ -352,6 +422,8 @@ class CheckpointManager:
 
         def ended(handle: SaveHandle) -> None:
             error = handle.wait()
+            if error is None:
+                self._durations.append(time.monotonic() - running.began)
             self.failed_saves += self.on_error == "warn" and not isinstance(error, SaveCancelledError | None)
             running.end(committed if error is None else None)
 
@@ -613,7 +685,13 @@ class CheckpointManager:
         return group is None or dist.get_rank(group) == 0
 
     def _exchange(self) -> Exchange:
-        return Exchange.of(self.process_group, self.timeout, purpose="manager")
+        return Exchange.of(self.process_group, self._patience(), purpose="manager")
+
+    def _patience(self) -> float:
+        """Seconds to wait for other ranks: not much longer than until the deadline of a signal."""
+        limit = settings.timeout(self.timeout)
+        left = NO_SIGNAL if self._signal is None or self.preempted else self._signal.milliseconds_left()
+        return min(limit, max(0, left) / 1000 + 3 * _SECONDS_TO_CANCEL)
 
     def _from_coordinator(self, find: Callable[[], _Found], phase: str) -> _Found:
         """Calls `find` on the coordinator. Returns its result, which JSON can hold, on every rank, or raises its error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import Branch
@@ -29,6 +31,7 @@ class RunningSave:
         self.has_begun = False  # whether what measures and tells of a save has begun
         self._root = root
         self._cancelled_here = False
+        self.began = time.monotonic()
         self._before = before
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
@@ -50,9 +53,18 @@ class RunningSave:
 
     def cancel(self) -> bool:
         """That of the handle."""
-        cancelled = self.handle is not None and self.handle.cancel()
-        self._cancelled_here |= cancelled
-        return cancelled
+        self._cancelled_here = True
+        return self.handle is not None and self.handle.cancel()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends, but for the clean-up, within so many seconds."""
+        with suppress(TimeoutError):
+            if self.handle is not None:
+                self.handle.wait(seconds)
+        return self.handle is None or self.handle.done()
+
+    def is_durable(self) -> bool:
+        return self.handle is not None and self.handle.stats is not None
 
     def end(self, then: Callable[[], None] | None) -> None:
         """Called when the save is durable or has failed. Releases the lock and calls `then`, whose errors are logged.

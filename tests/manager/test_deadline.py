@@ -1,0 +1,245 @@
+"""`CheckpointManager(deadline_seconds=)`: what is durable at the deadline of a signal, and what is cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import faults, steps
+from harness.ranks import run_ranks
+from harness.snapshots import held
+from test_manager import BOUND
+
+from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
+
+LONG, SHORT = 1000.0, 1.0  # seconds until the deadline: it is not reached; a save that is held is not durable then
+
+
+def _state(step: int, size: int = 1000) -> dict[str, Any]:
+    return {f"of {dist.get_rank() if dist.is_initialized() else 0}": torch.full((size,), float(step)), "step": step}
+
+
+def _manager(directory: Path, seconds: float, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, save_on_signal=signal.SIGTERM, deadline_seconds=seconds, **options)
+
+
+def _signal(rank: int = 1) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _answer(saver: CheckpointManager) -> Any:
+    saver.close()
+    dist.barrier()
+    found = {"step": 0}
+    step = CheckpointManager(saver.directory).restore(found, prepare=False) if saver.steps() else 0
+    folders = sorted(os.listdir(saver.directory))
+    dist.barrier()
+    return saver.preempted, saver.steps(), folders == [f"step-{step}" for step in saver.steps()], step == found["step"]
+
+
+@contextlib.contextmanager
+def _slow_writes() -> Any:
+    """Background writes that do not end, until a signal is followed by a save that nothing slows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", "1")
+        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+        yield
+
+
+def _there_is_time(directory: Path, is_async: bool) -> Any:
+    saver = _manager(directory, LONG, async_checkpoint=is_async)
+    with held() if is_async else contextlib.nullcontext() as event:
+        saver.save(1, _state(1))
+        _signal()
+        if is_async:
+            threading.Timer(0.7, event.set).start()
+        handle = saver.save(2, _state(2))
+    assert handle is not None and handle.done() and saver.save(3, _state(3)) is not None
+    saver.wait()
+    return _answer(saver)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_running_save_and_the_last_one_are_made_if_there_is_time(checkpoint: Path, is_async: bool) -> None:
+    assert run_ranks(2, _there_is_time, checkpoint, is_async) == [(True, [1, 2, 3], True, True)] * 2
+
+
+def _writes_for_ever(directory: Path) -> Any:
+    saver = _manager(directory, SHORT)
+    saver.save(1, _state(1))
+    saver.wait()
+    with _slow_writes():
+        running = saver.save(2, _state(2, 3 << 20))
+        assert running is not None
+        _signal()
+        assert saver.save(3, _state(3)) is None
+        assert type(running.exception(BOUND)).__name__ == "SaveCancelledError"
+        preempted = saver.preempted
+    saver.save(4, _state(4))  # the process was not killed
+    return preempted, *_answer(saver)
+
+
+def test_the_running_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
+    assert run_ranks(2, _writes_for_ever, checkpoint) == [(False, False, [1, 4], True, True)] * 2
+
+
+def _last_is_held(directory: Path) -> Any:
+    saver = _manager(directory, SHORT)
+    saver.save(1, _state(1))
+    saver.wait()
+    with held() as event:
+        if dist.get_rank() == 1:
+            event.set()
+        _signal()
+        threading.Timer(SHORT + 2, event.set).start()  # a rank in a step that cannot be interrupted
+        handle = saver.save(2, _state(2))
+        assert handle is not None and type(handle.exception(BOUND)).__name__ == "SaveCancelledError"
+    return _answer(saver)
+
+
+def test_the_last_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
+    assert run_ranks(2, _last_is_held, checkpoint) == [(False, [1], True, True)] * 2
+
+
+def _nothing_slows_it(directory: Path) -> Any:
+    saver = _manager(directory, LONG)
+    with _slow_writes():
+        _signal(0)
+        saver.save(1, _state(1, 3 << 20))
+    return _answer(saver)
+
+
+def test_the_last_save_has_all_the_disk(checkpoint: Path) -> None:
+    assert run_ranks(2, _nothing_slows_it, checkpoint) == [(True, [1], True, True)] * 2
+
+
+def _little_time(directory: Path) -> Any:
+    saver = _manager(directory, LONG)
+    saver.save(1, _state(1))
+    saver.wait()
+    if dist.get_rank() == 0:
+        saver._durations.append(2 * LONG)  # what it has measured
+    with held() as event:
+        saver.save(2, _state(2))
+        _signal()
+        threading.Timer(0.5, event.set).start()
+        assert saver.save(3, _state(3)) is None
+    assert saver.save(4, _state(4)) is not None  # it is preempted, and saves as it is told
+    return _answer(saver)
+
+
+def test_the_last_save_is_left_out_if_earlier_ones_took_longer_than_what_is_left(checkpoint: Path) -> None:
+    assert run_ranks(2, _little_time, checkpoint) == [(True, [1, 2, 4], True, True)] * 2
+
+
+def _in_the_commit(directory: Path) -> Any:
+    """The deadline comes when the commit of the running save has begun: it is finished."""
+    saver, go_on = _manager(directory, SHORT), threading.Event()
+    late = steps.before("commit", lambda *_: go_on.wait(BOUND))
+    with late if dist.get_rank() == 0 else contextlib.nullcontext():
+        saver.save(1, _state(1))
+        threading.Timer(SHORT + 2, go_on.set).start()
+        _signal()
+        assert saver.save(2, _state(2)) is None
+    return _answer(saver)
+
+
+def test_a_commit_that_has_begun_is_finished(checkpoint: Path) -> None:
+    assert run_ranks(2, _in_the_commit, checkpoint) == [(True, [1], True, True)] * 2
+
+
+def _signal_comes_while_it_waits(directory: Path) -> Any:
+    """`save` was called before the signal came, and waits for the save before."""
+    saver = _manager(directory, SHORT)
+    with held() as event:
+        saver.save(1, _state(1))
+        timer = threading.Timer(1, _signal)
+        timer.start()
+        threading.Timer(1 + SHORT + 2, event.set).start()
+        assert saver.save(2, _state(2)) is None
+    return _answer(saver)
+
+
+def test_a_signal_that_comes_while_save_waits(checkpoint: Path) -> None:
+    assert run_ranks(2, _signal_comes_while_it_waits, checkpoint) == [(False, [], True, True)] * 2
+
+
+def _fails(directory: Path, on_error: Any) -> Any:
+    """The last save fails: it is tried again, as long as there is time."""
+    rank = dist.get_rank()
+    saver = _manager(directory, LONG, on_error=on_error)
+    if rank == 1:
+        faults.inject("write", errno.ENOSPC, 0, 10**6)
+    _signal()
+    told = ""
+    try:
+        saver.save(1, _state(1))
+    except CheckpointError as error:
+        told = type(error).__name__
+    faults.clear()
+    assert not saver.preempted
+    dist.barrier()
+    saver.save(2, _state(2))
+    return told, saver.failed_saves, *_answer(saver)
+
+
+@pytest.mark.parametrize(("on_error", "expected"), [("raise", ("StorageFullError", 0)), ("warn", ("", 1))])
+def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path, on_error: str, expected: Any) -> None:
+    assert run_ranks(2, _fails, checkpoint, on_error) == [(*expected, True, [2], True, True)] * 2
+
+
+def _dies(directory: Path) -> Any:
+    saver = _manager(directory, LONG)
+    saver.save(1, _state(1))
+    saver.wait()
+    _signal(0)
+    last_act = steps.before("write what was staged", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with last_act if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(CheckpointTimeoutError) as told:
+        saver.save(2, _state(2))
+    return saver.preempted, saver.steps(), told.value.late_ranks
+
+
+def test_a_rank_that_dies_in_the_last_save(checkpoint: Path) -> None:
+    assert run_ranks(2, _dies, checkpoint, check=False)[0] == (False, [1], [1])
+
+
+def _cannot_tell(directory: Path) -> Any:
+    """Rank 0 cannot reach the store at the deadline."""
+    saver = _manager(directory, SHORT)
+    with _slow_writes():
+        running = saver.save(1, _state(1, 3 << 20))
+        assert running is not None
+        _signal()
+        away = steps.failing("ask the store for the first word", steps.StoreGoneError())
+        with away if dist.get_rank() == 0 else contextlib.nullcontext():
+            assert saver.save(2, _state(2)) is None
+            error = running.exception(BOUND)
+    return type(error).__name__, *_answer(saver)
+
+
+def test_a_rank_that_cannot_tell_the_others_is_told_by_them(checkpoint: Path) -> None:
+    assert run_ranks(2, _cannot_tell, checkpoint) == [("SaveCancelledError", False, [], True, True)] * 2
+
+
+def test_arguments(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="save_on_signal"):
+        CheckpointManager(checkpoint, deadline_seconds=3)
+    with pytest.raises(ValueError, match="deadline_seconds"):
+        _manager(checkpoint, -1)
+
+
+def test_a_save_before_that_does_not_end_is_not_waited_for_for_ever(checkpoint: Path) -> None:
+    with _manager(checkpoint, LONG, timeout=0.05) as saver, held():
+        saver.save(1, _state(1))
+        with pytest.raises(CheckpointTimeoutError, match="before this one: not done"):
+            saver.save(2, _state(2))
+    assert saver.steps() == [1]
