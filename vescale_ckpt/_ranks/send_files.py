@@ -7,6 +7,7 @@ both ranks of a pair tell each other whether the file has failed, and from the n
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ PEERS = 2  #: a rank sends to so many others at a time, and receives from so man
 _PAGE = 4096
 _UNCHECKED = 8  # complete files of one rank that wait for their checks; each keeps some descriptors open
 _WORD_BYTES = 1000  # what the source of a piece tells with it: the text of its error, or nothing
+
+logger = logging.getLogger(__name__)
 
 FileError = CheckpointError | OSError
 Check = Callable[[str, str], None]  #: takes the path of a file and the name that it will have
@@ -247,7 +250,10 @@ class _IncomingFile:
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, CheckpointError | OSError):
+            logger.error("%s does not arrive", self._message.name, exc_info=error)
             error = CheckpointError(f"{self._message.name}: {type(error).__name__}: {error}")
+        # Otherwise its tracebacks keep this file, and what the check holds.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         self.error = error
         self.discard()
 
