@@ -169,7 +169,8 @@ class Save:
 
     def abandon(self) -> None:
         """Makes `finish` fail soon on all ranks, unless the commit has begun. Any thread may call it."""
-        self._give_up(CheckpointError(f"{self.timeline.doing}: given up, because the process ends", path=self.path))
+        error = CheckpointError(f"{self.timeline.doing}: given up, because the process ends", path=self.path)
+        self._give_up(self._given_up or error)
 
     def _give_up(self, error: CheckpointError) -> None:
         self._given_up = error
