@@ -17,8 +17,10 @@ from harness import faults, steps
 from harness.ranks import run_ranks
 from harness.snapshots import held
 from test_manager import BOUND
+from test_manager_async import let_go_by
 
 from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
+from vescale_ckpt.manager.running_save import RunningSave
 
 LONG, SHORT = 1000.0, 1.0  # seconds until the deadline: it is not reached; a save that is held is not durable then
 
@@ -96,11 +98,10 @@ def _last_is_held(directory: Path) -> Any:
     saver = _manager(directory, SHORT)
     saver.save(1, _state(1))
     saver.wait()
-    with held() as event:
-        if dist.get_rank() == 1:
+    with held() as event, let_go_by(RunningSave, "cancel", event):
+        if dist.get_rank() == 1:  # it waits for the other
             event.set()
         _signal()
-        threading.Timer(SHORT + 2, event.set).start()  # a rank in a step that cannot be interrupted
         handle = saver.save(2, _state(2))
         assert handle is not None and type(handle.exception(BOUND)).__name__ == "SaveCancelledError"
     return _answer(saver)
@@ -143,11 +144,17 @@ def test_the_last_save_is_left_out_if_earlier_ones_took_longer_than_what_is_left
 
 def _in_the_commit(directory: Path) -> Any:
     """The deadline comes when the commit of the running save has begun: it is finished."""
-    saver, go_on = _manager(directory, SHORT), threading.Event()
-    late = steps.before("commit", lambda *_: go_on.wait(BOUND))
-    with late if dist.get_rank() == 0 else contextlib.nullcontext():
+    saver, begun, go_on = _manager(directory, SHORT), threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        assert go_on.wait(BOUND)
+
+    late = steps.before("commit", hold) if dist.get_rank() == 0 else contextlib.nullcontext()
+    with late, let_go_by(RunningSave, "cancel", go_on):
         saver.save(1, _state(1))
-        threading.Timer(SHORT + 2, go_on.set).start()
+        assert dist.get_rank() == 1 or begun.wait(BOUND)
+        dist.barrier()
         _signal()
         assert saver.save(2, _state(2)) is None
     return _answer(saver)
@@ -160,11 +167,9 @@ def test_a_commit_that_has_begun_is_finished(checkpoint: Path) -> None:
 def _signal_comes_while_it_waits(directory: Path) -> Any:
     """`save` was called before the signal came, and waits for the save before."""
     saver = _manager(directory, SHORT)
-    with held() as event:
+    with held() as event, let_go_by(RunningSave, "cancel", event):
         saver.save(1, _state(1))
-        timer = threading.Timer(1, _signal)
-        timer.start()
-        threading.Timer(1 + SHORT + 2, event.set).start()
+        threading.Timer(1, _signal).start()
         assert saver.save(2, _state(2)) is None
     return _answer(saver)
 

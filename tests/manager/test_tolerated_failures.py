@@ -124,7 +124,7 @@ def _late(directory: Path, where: str) -> Any:
     rank = dist.get_rank()
     gave_up = directory.parent / "gave up"
     interval = {"save_interval_seconds": 0} if where == "asking whether to save" else {}
-    with _logged() as log, CheckpointManager(directory, timeout=2, on_error="warn", **interval) as saver:
+    with _logged() as log, CheckpointManager(directory, timeout=5, on_error="warn", **interval) as saver:
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()
@@ -149,7 +149,7 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
 def _stuck(directory: Path) -> Any:
     """The save before does not end in time on rank 1, and has ended on rank 0."""
     rank, go_on = dist.get_rank(), directory.parent / "go on"
-    with _logged() as log, CheckpointManager(directory, timeout=1, on_error="warn") as saver:
+    with _logged() as log, CheckpointManager(directory, timeout=3, on_error="warn") as saver:
 
         def hold(*_: Any) -> None:
             while not go_on.exists():
