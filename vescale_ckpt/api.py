@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, overload
 
@@ -14,39 +12,25 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
 from . import settings
-from ._collective.agree_plan import CollectivePlan
-from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
+from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
-from ._collective.load import CollectiveLoad
-from ._collective.save import Save
+from ._collective.start_load import start_load
+from ._collective.start_save import prepare_save, start_save
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import chosen_format
-from ._engine import _C
-from ._engine.engine_errors import named_errors
-from ._engine.gc import gc_paused
-from ._engine.rows import words
-from ._observe.timeline import Timeline, phase
-from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
-from ._ranks.steps import Steps
-from ._ranks.store_thread import STORE_SECONDS
-from ._state.application import check_is_mapping, saved_form, trained_tensors
+from ._state.application import check_is_mapping, trained_tensors
 from ._state.key_selection import Rename, Selection
-from ._state.tensor_table import device_number
 from ._storage.open_storage import checkpoint_path, storage_at
-from ._write import snapshot_budget
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate
 from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
 from ._write.store_layout import StoreLayout
-from .errors import CheckpointTimeoutError, SaveInProgressError
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
-
-logger = logging.getLogger(__name__)
 
 # One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
 _planners = PerGroup(SavePlanner)
@@ -148,58 +132,25 @@ def save(
     if frozen is not None:
         trained = trained_tensors(state, () if guard is None else guard.optimizers)
         unchanged = FrozenTensors(frozen, _frozen.of(process_group), trained)
-    queue = BackgroundQueue.of(process_group)
-    timeline = Timeline("save", directory, f"saving to {os.fspath(path)}")
-    with queue.lock, timeline.here():
-        if on_busy != "wait" and not queue.all_free(process_group, timeout):
-            busy = SaveInProgressError(f"{timeline.doing}: the save before this one goes on")
-            if on_busy == "raise":
-                raise busy
-            logger.warning("%s: this one is skipped", busy)
-            return SaveHandle.of_skipped(busy)
-        limit = settings.timeout(timeout)
-        began = time.monotonic()
-        with phase("previous save"):
-            queue.wait_until_done(limit)
-        failed_before = queue.take_failure()
-        if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
-            # The ranks of that save timed out, and may time out again. So both waits share one timeout.
-            limit = max(limit - (time.monotonic() - began), min(limit, STORE_SECONDS))
-        exchange = Exchange.of(process_group, limit)
-        if planner is None:
-            planner = _planners.of(process_group)
-        if base is not None and planner.placement == "local":
+    if planner is not None and planner.placement == "local":
+        if base is not None:
             raise ValueError("base: with placement='local' each node has a checkpoint of its own, and no base for all")
-        timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
-        if safetensors is not None and planner.placement == "local":
+        if safetensors is not None:
             raise ValueError(
                 "format='safetensors': its files are those of all ranks, and placement='local' is for ranks that share "
                 "no folder. Save with format='dcp', and convert the checkpoint of a node (vescale_ckpt.convert)"
             )
 
-        def layout() -> Layout:
-            options = SaveOptions(directory, exchange.rank, overwrite=overwrite)
-            if safetensors is None:
-                return NativeLayout(options, extra_files, older, unchanged)
-            return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
+    def layout(options: SaveOptions) -> Layout:
+        if safetensors is None:
+            return NativeLayout(options, extra_files, older, unchanged)
+        return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
 
-        save = Save(exchange, planner, directory, layout, timeline)
-        try:
-            with gc_paused():
-                packed = save.begin(state, failed_before, gated=guard is not None)
-                if packed and async_checkpoint:
-                    save.stage(guard)
-                elif packed:
-                    save.finish()
-        finally:
-            save.release_state()
-        if packed and async_checkpoint:
-            timeline.returned()
-            return queue.finish_in_background(save)
-        if async_checkpoint:
-            logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
-        assert save.stats is not None
-        return SaveHandle.of_finished(save.stats)
+    return start_save(
+        path, directory, state, layout, planner or _planners.of(process_group),
+        async_checkpoint=async_checkpoint, process_group=process_group, overwrite=overwrite, gate=guard,
+        timeout=timeout, on_busy=on_busy,
+    )  # fmt: skip
 
 
 @overload
@@ -310,13 +261,8 @@ def load(
                 "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
             )
     selection = Selection(keys)
-    timeline = Timeline("load", checkpoint_path(path), f"loading {os.fspath(path)}")
-    with timeline.here():
-        exchange = Exchange.of(process_group, timeout, purpose="load")
-        timeline.begin(exchange.rank, exchange.size)
-        reader = StorageReader(path, verify=verify, weights_only=weights_only)
-        reader.timeout = exchange.timeout
-        loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint, timeline, extra_files)
+    reader = StorageReader(path, verify=verify, weights_only=weights_only)
+    with start_load(reader, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
         if state is None:
             return loading.all()
         return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
@@ -338,23 +284,4 @@ def prepare(
     """
     check_is_mapping(state, "prepare")
     checked_flag("async_checkpoint", async_checkpoint)
-    planner = _planners.of(process_group)
-    queue = BackgroundQueue.of(process_group)
-    with queue.lock:
-        limit = settings.timeout(timeout)
-        queue.wait_until_done(limit)
-        steps = Steps(Exchange.of(process_group, limit), "preparing to save")
-        plan = CollectivePlan(steps, planner)
-        try:
-            steps.take(settings.check)
-            steps.take(lambda: plan.describe(saved_form(state), None))
-            planned = plan.make()
-            if planned is not None and async_checkpoint:
-                items, _ = planned
-                needed = sum(words(items.body_bytes()))
-                devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
-                with named_errors(str, ""):
-                    _C.prepare_devices(devices, settings.number("pack_bytes"))
-                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
-        finally:
-            planner.forget_state()
+    prepare_save(state, _planners.of(process_group), async_checkpoint, process_group, timeout)

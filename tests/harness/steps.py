@@ -10,13 +10,14 @@ from vescale_ckpt import SavePlanner, StorageReader, api
 from vescale_ckpt._bench import by_turns, usage
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
-from vescale_ckpt._collective import at_exit, background
+from vescale_ckpt._collective import at_exit, background, start_save
 from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._load import load_packed
+from vescale_ckpt._ranks import shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.first_word import FirstWord
 from vescale_ckpt._ranks.groups import PerGroup
@@ -51,6 +52,7 @@ CEILING, STOCK = by_turns.CEILING, by_turns.STOCK  #: candidates of every benchm
 EngineError = _C.EngineError
 STEPS: dict[str, tuple[Any, str]] = {
     "agree": (Exchange, "agree"),
+    "describe a state to prepare": (start_save, "saved_form"),
     "stage": (StagedPlan, "__init__"),
     "start to copy": (_C.Snapshot, "start"),
     "wait for the copy": (_C.Snapshot, "wait"),
@@ -99,6 +101,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
     "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
+    "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]

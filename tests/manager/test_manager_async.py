@@ -306,12 +306,10 @@ def restore_and_save(directory: Path) -> tuple[int, int]:
         return after_restoring, len(plans)
 
 
-def test_a_state_that_cannot_be_planned_is_restored(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_cannot_be_planned_is_restored(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(api, "saved_form", mock.Mock(side_effect=RuntimeError("no state today")))
-    assert restored(checkpoint) == (1, True)
+    with steps.failing("describe a state to prepare", RuntimeError("no state today")):
+        assert restored(checkpoint) == (1, True)
     assert "no state today" in caplog.text
 
 

@@ -408,11 +408,25 @@ def test_an_upload_is_slow_on_purpose_and_seen(url: str, local: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"directory": "/tmp/a", "local": "/tmp/b"},
+        {"directory": "/tmp/a", "local": "/tmp/a"},
         {"directory": "memory://a", "local": "memory://b"},
         {"directory": "memory://a", "upload_bytes_per_second": 5},
+        {"directory": "/tmp/a", "durable_interval_steps": 5},
     ],
 )
-def test_tiers_are_a_disk_and_a_store(arguments: dict[str, Any]) -> None:
+def test_tiers_are_a_disk_and_another_place(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="local"):
         CheckpointManager(**arguments)
+
+
+def test_the_durable_place_may_be_a_folder(tmp_path: Path) -> None:
+    local, durable = tmp_path / "local", tmp_path / "durable"
+    with CheckpointManager(durable, local=local, durable_interval_steps=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+    assert manager.tiers() == {1: "local", 2: "remote", 3: "local"}
+    assert vescale_ckpt.verify(durable / "step-2").ok
+    shutil.rmtree(local)
+    with CheckpointManager(durable, local=local) as manager:
+        assert manager.restore(state(0)) == 2

@@ -215,7 +215,8 @@ def test_a_file_of_another_save_is_a_stranger(checkpoint: Path, tmp_path: Path) 
     save(checkpoint, state(1))
     save(tmp_path / "other", state(2))
     shutil.copy(data_files(tmp_path / "other")[0], data_files(checkpoint)[0])
-    assert verify(checkpoint, quick=True).ok
+    report = verify(checkpoint, quick=True)
+    assert report.ok, report.damaged
     assert "model.large" in damaged_keys(verify(checkpoint))
 
 

@@ -47,6 +47,7 @@ from ..errors import (
 )
 from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
+from .node_files import NodeFiles
 
 _Result = TypeVar("_Result")
 _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; other steps plan
@@ -111,8 +112,11 @@ class CollectiveLoad:
         broadcast: Broadcast,
         timeline: Timeline,
         extra_files: dict[str, bytes] | None = None,
+        node_files: NodeFiles | None = None,
     ) -> None:
+        """`node_files`: where the files lie, if each node has a folder with a part of them."""
         self._exchange = exchange
+        self._node_files = node_files
         self._extra_files = extra_files  # to fill
         self._timeline = timeline
         self._job: JobStats | None = None
@@ -294,6 +298,10 @@ class CollectiveLoad:
     def _read(self, planner: FillPlanner) -> LoadStats:
         with gc_paused():
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
+        if self._node_files is not None:
+            assert self._reader.checkpoint is not None
+            needed = plan.items.plan.files if isinstance(plan.items, PackedReads) else self._node_files.places
+            self._node_files.bring(self._exchange, self._phase("bring files"), self._reader.checkpoint, needed)
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
             cached = not storage_at(self._reader.path).by_requests

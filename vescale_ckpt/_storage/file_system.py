@@ -165,6 +165,9 @@ class FileSystem(Storage):
         else:
             _C.remove_file(path)
 
+    def rename(self, name: str, to: str) -> None:
+        _C.rename_file(self._at(name), self._at(to))
+
     def set_aside(self, name: str, first: str) -> None:
         # With a rename the folder is whole under its name at every instant, or has lost the name.
         os.rename(self._at(name), self._at(name + _SET_ASIDE))

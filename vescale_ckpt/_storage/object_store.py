@@ -361,6 +361,9 @@ class ObjectStore(Storage):
         folder = self._client.at(name)
         folder.delete_all([found["path"] for found in folder.all_below()])
 
+    def rename(self, name: str, to: str) -> None:
+        raise NotImplementedError(f"{self.path}: objects cannot be renamed")
+
     def set_aside(self, name: str, first: str) -> None:
         """Removes the folder, and the object `first` before all others, because there is no rename. An interruption
         leaves a folder without `first`, or a whole one."""

@@ -152,6 +152,10 @@ class Storage(ABC):
         calls it before it sends anything."""
 
     @abstractmethod
+    def rename(self, name: str, to: str) -> None:
+        """Gives a file another name, and replaces a file of that name. Only a storage that `renames` can do it."""
+
+    @abstractmethod
     def sync(self, name: str = "") -> None:
         """Makes the names in the folder durable; with `name`, the content of that file."""
 

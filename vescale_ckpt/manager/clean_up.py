@@ -44,6 +44,14 @@ def clean_up(
     return sound
 
 
+def clean_up_part(root: str, retention: Retention, saved: int) -> None:
+    """Does the same in the folder of one node, where each step is a part: only all nodes together see whether a step is
+    whole. `saved` is, and stays."""
+    if retention.max_to_keep is not None:
+        step_directories.remove(root, sorted({*retention.surplus(_candidates(root, retention))} - {saved}))
+    step_directories.remove_orphans(root)
+
+
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """Returns the steps that `clean_up` removes unless they are in use."""
     return _to_remove(root, retention, saved, frozenset())[0]
@@ -77,9 +85,8 @@ def _to_remove(
 ) -> tuple[set[int], frozenset[int]]:
     if retention.max_to_keep is None:
         return set(), frozenset()
-    oldest_first = SavedOrder(root).newest_first()[::-1]
-    complete = set(oldest_first)
-    checkpoints = [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
+    checkpoints = _candidates(root, retention)
+    complete = {checkpoint.step for checkpoint in checkpoints}
     # Checkpoints that `keep_period` keeps do not count towards `max_to_keep`: they are many.
     by_rank = replace(retention, keep_period=None)
     found: dict[int, VerifyReport] = {}  # {step: report} of the checkpoints that would be kept
@@ -118,6 +125,11 @@ def _to_remove(
     if not surplus | lost:
         logger.warning("nothing is removed from %s: all sound checkpoints there are needed", root)
     return surplus | lost, sound
+
+
+def _candidates(root: str, retention: Retention) -> list[Candidate]:
+    oldest_first = SavedOrder(root).newest_first()[::-1]
+    return [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
 
 
 def _metric(root: str, step: int, name: str | None) -> float | None:

@@ -22,22 +22,27 @@ from torch.optim import Optimizer
 
 from .. import api, settings
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
+from .._checkpoint.native.step_order import Branch, SavedOrder, all_steps, complete_steps, path_of
 from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
+from .._collective.node_files import leaders_of
 from .._engine.engine_errors import named_system_errors
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
+from .._ranks.node import node_of_this_process
 from .._ranks.rendezvous import GRACE
+from .._ranks.shared_directory import MarkerFile, SeparateDirectoriesError
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
-from ..settings import checked_flag, checked_seconds
+from ..settings import checked_count, checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
-from .clean_up import clean_up
+from .clean_up import clean_up, clean_up_part
+from .node_tier import NodeTier
+from .node_uploads import NodeUploads
 from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
@@ -93,10 +98,18 @@ class CheckpointManager:
             `close` return as if it had not been. The next save that is due is made. A handle's `result` raises the
             error. Mistakes of the caller are raised all the same: wrong arguments, and steps or metrics that differ.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
-        local: a local directory that all ranks share, if `directory` is in an object store. Saves are durable there,
-            and the coordinator copies them to `directory` in the background. Retention holds for both. `restore` and
-            `latest` prefer the local copy of a step if it is whole. `tiers` says where each step is.
-        upload_bytes_per_second: with `local`, the limit for copies to the object store; 0: no limit.
+        local: a folder on fast disks or in memory, in front of a slower `directory` (a shared folder, or an object
+            store). Saves go there, and are copied to `directory` in the background. Retention holds for both. `restore`
+            and `latest` prefer the local copy of a step if it is whole. `tiers` says where each step is. The folder may
+            be one that all ranks share; then the coordinator copies. Or each node has one of its own under the same
+            path: then a node saves what its ranks hold, and the folders of all nodes together have the step. `restore`
+            brings what a node lacks from nodes that have it. Managers find out when they are made: all ranks make
+            theirs together.
+        upload_bytes_per_second: with `local`, the limit for copies to `directory`, of each node that copies; 0: no
+            limit.
+        durable_interval_steps: with `local`, only steps that are multiples of it are copied to `directory`, and with a
+            folder of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those
+            that are saved stay on the nodes; of those that were due, the next one is copied in place of all.
     """
 
     def __init__(
@@ -118,15 +131,17 @@ class CheckpointManager:
         timeout: float | None = None,
         local: str | os.PathLike[str] | None = None,
         upload_bytes_per_second: int = 0,
+        durable_interval_steps: int | None = None,
     ) -> None:
         self.directory = checkpoint_path(directory)  #: saves go there
         self.remote: str | None = None  #: checkpoints are copied there afterwards
         if local is not None:
             self.directory, self.remote = checkpoint_path(local), self.directory
-            if storage_at(self.directory).can_be_away or not storage_at(self.remote).can_be_away:
-                raise ValueError("local: expected a local path here, and the URL of an object store as directory")
-        elif upload_bytes_per_second:
-            raise ValueError("upload_bytes_per_second is for a manager with local=")
+            if storage_at(self.directory).can_be_away or self.directory == self.remote:
+                raise ValueError("local: expected a local path, and as directory another folder or a URL")
+        elif upload_bytes_per_second or durable_interval_steps is not None:
+            raise ValueError("upload_bytes_per_second and durable_interval_steps are for a manager with local=")
+        self._durable_interval_steps = checked_count("durable_interval_steps", durable_interval_steps)
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
@@ -149,13 +164,26 @@ class CheckpointManager:
         self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
         self._found_damage = False  # whether damage was found since the last save that wrote everything
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
+        self._nodes = None if self._tier is None else self._find_nodes(self._tier)  # None: all ranks see one folder
+        if self._nodes is not None and self.delta:
+            raise ValueError("delta: with a local= folder of each node, saves write everything")
         self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
         self._uploads: Uploads | None = None
+        self._node_uploads: NodeUploads | None = None  # the same, with a folder of each node
+        self._saved_last: int | None = None  # the step of the last save that is durable, or on all nodes
+        self._is_copy_due = False  # whether nodes copy the next step that is saved while they are idle
+        self._nodes_are_idle = True  # whether no node copies to the durable place
         if self._is_coordinator():
             self._branches.look()
-            if self.remote is not None:
-                self._uploads = Uploads(self.directory, self.remote, self.retention, upload_bytes_per_second)
+        if self.remote is not None and self._writes_notes():
+            places = self.directory, self.remote, self.retention, upload_bytes_per_second
+            if self._nodes is None:
+                self._uploads = Uploads(*places, self._durable_interval_steps)
                 self._uploads.begin()  # continues the uploads of an earlier process
+            else:
+                patience = settings.timeout(self.timeout)
+                rank = self._exchange().rank
+                self._uploads = self._node_uploads = NodeUploads(*places, self._nodes.leaders, rank, patience)
         self._closed = False
 
     # --- Saving
@@ -266,7 +294,14 @@ class CheckpointManager:
         self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, in_background: bool, **options: Any
     ) -> SaveHandle:
         began = time.monotonic()
-        running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
+        running = self._running = RunningSave(self.directory, step, self._writes_notes(), self._running)
+        self._is_copy_due |= self._is_due(step)
+        if self._is_copy_due and self._nodes_are_idle:
+            # All nodes copy the same step to the durable place. What is saved meanwhile stays on the nodes.
+            self._is_copy_due = False
+            if self._node_uploads is not None:
+                self._node_uploads.reserve()
+                running.on_end = self._node_uploads.begin_step
         self._prepare(running, numbers)
         handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
@@ -303,7 +338,9 @@ class CheckpointManager:
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
-        *agreed, undamaged = exchange.agree((*ours, int(not self._found_damage)), "beginning to save")
+        idle = int(self._node_uploads is None or self._node_uploads.is_idle())
+        *agreed, undamaged, all_idle = exchange.agree((*ours, int(not self._found_damage), idle), "beginning to save")
+        self._nodes_are_idle = bool(all_idle)
         least, not_most, low, not_high, missing_on = agreed
         self._found_damage = not undamaged
         if least != ~not_most:
@@ -338,14 +375,25 @@ class CheckpointManager:
     def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
         """Prepares the step's directory on the coordinator. Raises on all ranks if the branch cannot be recorded."""
         abandoned: list[int] = []
+        phase = f"preparing {running.path}"
 
         def prepare() -> None:
             if running.is_coordinator:
                 branch, abandoned[:] = self._branches.branch_of(running.step)
                 running.prepare(numbers, branch)
 
+        def prepare_on_node() -> None:
+            if running.is_coordinator:
+                running.prepare(numbers, Branch(number, tuple((of, last) for of, last in line)))
+
         try:
-            self._exchange().together(prepare, f"preparing {running.path}")
+            if self._nodes is None:
+                self._exchange().together(prepare, phase)
+            else:
+                (number, line), abandoned = self._from_coordinator(
+                    lambda: self._branches.branch_of(running.step), phase
+                )
+                self._exchange().together(prepare_on_node, phase)
         except BaseException:
             running.end(None)
             raise
@@ -383,8 +431,10 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         running.has_begun = True
+        save = api.save if self._nodes is None else self._nodes.save
+        others = {"base": self._base(running), "frozen": frozen} if self._nodes is None else {}
         try:
-            handle = running.handle = api.save(
+            handle = running.handle = save(
                 running.path,
                 state,
                 async_checkpoint=async_checkpoint,
@@ -392,8 +442,7 @@ class CheckpointManager:
                 gate=gate if async_checkpoint else None,
                 timeout=self._patience(),
                 extra_files=extra_files,
-                base=self._base(running),
-                frozen=frozen,
+                **others,
             )
         except BaseException:
             running.end(None)
@@ -404,11 +453,15 @@ class CheckpointManager:
         was_full = self._found_damage
 
         def committed() -> None:
+            self._saved_last = running.step
             self._damaged -= {running.path}
             self._spared -= {running.path}
             if was_full:
                 self._found_damage = False
-            if running.is_coordinator:
+            if self._nodes is not None:
+                if running.is_coordinator:
+                    clean_up_part(self.directory, self.retention, running.step)
+            elif running.is_coordinator:
                 paths = {step: path_of(self.directory, step) for step in complete_steps(self.directory)}
                 doubted = {step for step, path in paths.items() if path in self._damaged}
                 spared = {step for step, path in paths.items() if path in self._spared}
@@ -417,8 +470,8 @@ class CheckpointManager:
                 }
                 self._damaged -= sound
                 self._spared |= sound
-                if self._uploads is not None:
-                    self._uploads.begin()
+            if self._uploads is not None and self._nodes is None:
+                self._uploads.begin()
 
         def ended(handle: SaveHandle) -> None:
             error = handle.wait()
@@ -473,6 +526,8 @@ class CheckpointManager:
         self._closed = True
         try:
             self.wait()
+            if self._node_uploads is not None and self._saved_last is not None:
+                self._node_uploads.end_with(self._saved_last)  # it may be on the nodes alone
             if self._uploads is not None:
                 self._finish_uploads(self._uploads)
         finally:
@@ -548,6 +603,9 @@ class CheckpointManager:
         Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
         """
+        if self._nodes is not None:
+            steps = self._nodes.steps(self._exchange(), "looking for the newest checkpoint")
+            return next((step.number for step in steps), None)
         found = self._newest_sound(quick=not full)
         return None if found is None else found[0]
 
@@ -582,7 +640,9 @@ class CheckpointManager:
         options: dict[str, Any] = {} if weights_only else {"weights_only": False}
         if extra_files is not None:
             options["extra_files"] = extra_files
-        if step is None:
+        if self._nodes is not None:
+            step = self._load_from_nodes(self._nodes, state, None if step is None else _checked_step(step), options)
+        elif step is None:
             step = self._load_newest(state, options)
         else:
             step = _checked_step(step)
@@ -625,6 +685,44 @@ class CheckpointManager:
             raise failure
         raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
 
+    def _load_from_nodes(
+        self, nodes: NodeTier, state: dict[str, Any], only: int | None, options: Mapping[str, Any]
+    ) -> int:
+        """Loads the newest step that is whole, or `only` that one. What is damaged is taken from another copy, and then
+        from the durable place."""
+        exchange, phase = self._exchange(), f"looking for a checkpoint in {self.directory}"
+        failure: CheckpointError | None = None
+        for step in nodes.steps(exchange, phase, only):
+            try:
+                if step.files is None:
+                    self._load(step.path, state, **options)
+                else:
+                    nodes.load(step, state, exchange, process_group=self.process_group, timeout=self.timeout, **options)
+            except CheckpointError as error:  # all ranks get the same class and errno
+                if (
+                    not isinstance(error, CorruptCheckpointError)
+                    and getattr(error, "errno", None) not in _UNREADABLE_NOW
+                ):
+                    raise
+                failure = error
+                level = logging.WARNING if exchange.is_coordinator else logging.DEBUG
+                logger.log(level, "the checkpoint of step %d in %s is passed over: %s", step.number, step.path, error)
+                continue
+            if self._node_uploads is not None and step.files is not None and self._is_due(step.number):
+                # The job before may have been stopped before the step was durable.
+                self._node_uploads.begin_step(step.number, step.files.first_with(exchange.rank))
+            return step.number
+        if failure is not None:
+            raise failure
+        which = "no checkpoint" if only is None else f"no checkpoint of step {only}"
+        raise CheckpointError(
+            f"{self.directory} of all nodes and {self.remote} hold {which} that is whole", path=self.directory
+        )
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step is copied to the durable place."""
+        return self._durable_interval_steps is None or step % self._durable_interval_steps == 0
+
     def _note_restored(self, step: int) -> None:
         def go_on() -> int:
             if abandoned := self._branches.note_restored(step):
@@ -641,7 +739,7 @@ class CheckpointManager:
     def _prepare_to_save(self, state: Mapping[str, Any]) -> None:
         """Plans the next save. An error is only logged: the restore has succeeded."""
         try:
-            api.prepare(
+            (api.prepare if self._nodes is None else self._nodes.prepare)(
                 state,
                 async_checkpoint=self.async_checkpoint,
                 process_group=self.process_group,
@@ -679,6 +777,48 @@ class CheckpointManager:
         return None if found is None else (found[0], found[1])  # it came as a list
 
     # --- Between ranks
+
+    def _find_nodes(self, durable: RemoteTier) -> NodeTier | None:
+        """Returns the tier on the nodes if each node has a folder of its own, and None if all ranks see one. Raises on
+        all ranks if only some of them see one."""
+        exchange, phase = self._exchange(), f"looking who shares {self.directory}"
+        node = node_of_this_process()
+        least, not_most = exchange.agree((node, ~node), phase)
+        if least == ~not_most:
+            return None
+        leaders, marker = leaders_of(exchange, phase), MarkerFile(self.directory)
+
+        def make() -> None:
+            storage_at(self.directory).make()
+            if exchange.is_coordinator:
+                marker.make()
+
+        try:
+            exchange.together(make, phase)
+            (number,) = exchange.agree((marker.number,), phase)
+            sees = 0
+            if exchange.rank and leaders[exchange.rank] == exchange.rank:
+                with suppress(SeparateDirectoriesError):
+                    marker.look(number, exchange.rank)
+                    sees = 1
+            (seeing,) = exchange.agree((), phase, [sees])
+        finally:
+            marker.remove()
+        others = len(set(leaders)) - 1
+        if seeing not in (0, others):
+            raise CheckpointError(
+                f"local: {seeing + 1} of {others + 1} nodes see one folder {self.directory}: expected one that all "
+                "nodes share, or one of each",
+                path=self.directory,
+            )
+        return None if seeing else NodeTier(self.directory, leaders, durable)
+
+    def _writes_notes(self) -> bool:
+        """Whether this rank writes what stands beside the checkpoints in its folder, and cleans up there."""
+        if self._nodes is None:
+            return self._is_coordinator()
+        group = resolve_group(self.process_group)
+        return self._nodes.leads(0 if group is None else dist.get_rank(group))
 
     def _is_coordinator(self) -> bool:
         group = resolve_group(self.process_group)

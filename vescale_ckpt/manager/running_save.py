@@ -32,6 +32,7 @@ class RunningSave:
         self._root = root
         self._cancelled_here = False
         self.began = time.monotonic()
+        self.on_end: Callable[[int | None], None] | None = None  # gets the step, or None after a failure
         self._before = before
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
@@ -81,7 +82,9 @@ class RunningSave:
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
-            self._lock = self._before = None
+            if self.on_end is not None:
+                self.on_end(None if then is None else self.step)
+            self._lock = self._before = self.on_end = None
             self._ended.set()
 
     def wait_until_ended(self) -> None:

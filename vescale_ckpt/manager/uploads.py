@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME
@@ -31,6 +31,16 @@ logger = logging.getLogger(__name__)
 Tier = Literal["local", "uploading", "remote"]
 
 
+class Copy(Protocol):
+    """A copy of a step to the durable place."""
+
+    def run(self) -> None:
+        """Raises `CheckpointError`, and OSError."""
+
+    def cancel(self) -> None:
+        """Ends `run` soon, from any thread."""
+
+
 class Uploads:
     """The uploads of one manager. Only the coordinator has one.
 
@@ -39,11 +49,15 @@ class Uploads:
     checkpoint in the store is whole or not there. After a kill, the next manager copies the missing files.
     """
 
-    def __init__(self, local: str, remote: str, retention: Retention, bytes_per_second: int) -> None:
+    def __init__(
+        self, local: str, remote: str, retention: Retention, bytes_per_second: int, every: int | None = None
+    ) -> None:
+        """`every`: only steps that are multiples of it are copied; None: all."""
         self.local = local
         self.remote = remote
         self.retention = retention
         self.bytes_per_second = bytes_per_second
+        self.every = every
         self.failures: dict[int, CheckpointError] = {}  #: {step: error of its last upload}
         self._changed = threading.Condition()  # guards the attributes below
         self._thread: threading.Thread | None = None
@@ -130,6 +144,8 @@ class Uploads:
         there = set(complete_steps(self.remote))
         surplus = to_remove(self.local, self.retention, order.last)
         for step in order.newest_first():
+            if self.every is not None and step % self.every:
+                continue
             if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
                 return step
         return None
@@ -146,7 +162,7 @@ class Uploads:
         began = time.monotonic()
         lock = storage_at(source).share(METADATA_NAME)
         report = CopyReport(url)
-        copy = FolderCopy(source, url, True, report, bytes_per_second=self.bytes_per_second, read_back=False)
+        copy = self._copy(source, url, report)
         with self._changed:
             self._cancel = copy.cancel
         try:
@@ -158,6 +174,12 @@ class Uploads:
             if lock is not None:
                 lock.release()
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
+        self._clean_up(step)
+
+    def _copy(self, source: str, url: str, report: CopyReport) -> Copy:
+        return FolderCopy(source, url, True, report, bytes_per_second=self.bytes_per_second, read_back=False)
+
+    def _clean_up(self, step: int) -> None:
         try:
             clean_up(self.remote, self.retention, step, frozenset())
         except (CheckpointError, OSError) as error:  # the upload itself has succeeded

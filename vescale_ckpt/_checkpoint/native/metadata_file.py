@@ -350,7 +350,16 @@ def metadata_fingerprint(directory: str) -> str:
         return ""
     # Files of stock DCP have no checksum, so their time counts: a copy on another disk has another fingerprint.
     known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
-    return f"{found.size}:{end.hex()}{known}"
+    return _fingerprint(found.size, end) + known
+
+
+def fingerprint_of(data: bytes) -> str:
+    """Returns the fingerprint of metadata of this package, from its bytes."""
+    return _fingerprint(len(data), data[-TRAILER_BYTES:])
+
+
+def _fingerprint(length: int, end: bytes) -> str:
+    return f"{length}:{end.hex()}"
 
 
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:

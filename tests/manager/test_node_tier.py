@@ -1,0 +1,266 @@
+"""A manager whose machines each have a folder of their own, in front of a durable place that all see."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import steps
+from harness.machines import Machines, Ranks, why_not
+from harness.states import numbers, sharded
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointManager
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+ROWS = 4096
+
+
+def _placed(kind: str, full: torch.Tensor) -> torch.Tensor:
+    """Shards of all ranks; or shards within a machine, replicas between machines; or replicas."""
+    world = torch.distributed.get_world_size()
+    if kind == "replicas":
+        return full.clone()
+    placements: list[Placement] = [Shard(0)] if kind == "shards" else [Replicate(), Shard(0)]
+    return sharded(full, *placements, mesh=(world,) if kind == "shards" else (2, world // 2))
+
+
+def _state(kind: str, step: int) -> dict[str, Any]:
+    return {"w": _placed(kind, numbers(ROWS, 64, first=step)), "b": numbers(5, first=step), "step": step}
+
+
+def _save(rank: int, kind: str, own: str, durable: str, steps: list[int], options: dict[str, Any]) -> dict[int, str]:
+    with CheckpointManager(durable, local=own, **options) as manager:
+        for step in steps:
+            manager.save(step, _state(kind, step))
+        manager.wait()
+    return dict(manager.tiers())
+
+
+def _restore(rank: int, kind: str, own: str, durable: str, step: int | None = None) -> tuple[int, list[str]]:
+    """Restores, and compares all values. Returns the step and what was warned of."""
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vescale_ckpt").addHandler(handler)
+    with CheckpointManager(durable, local=own) as manager:
+        state = _state(kind, 0)
+        found = manager.restore(state, step)
+        wanted = _state(kind, found)
+        assert state["step"] == found and torch.equal(state["b"], wanted["b"])
+        for tensors in (state, wanted):
+            if isinstance(tensors["w"], DTensor):
+                tensors["w"] = tensors["w"].to_local()
+        assert torch.equal(state["w"], wanted["w"])
+    return found, warned
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _obey(rank: int, pipe: Connection) -> None:
+    """Runs what the test calls for, one after another: starting ranks takes longer."""
+    steps.limit("seconds until a network file system shows a file to all machines", 0.1).start()
+    while (call := pipe.recv()) != "end":
+        function, *args = call
+        try:
+            pipe.send((function(rank, *args), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+
+
+class Job:
+    """The ranks of a job on machines, in a folder of each that no other test uses."""
+
+    def __init__(self, machines: Machines, ranks: Ranks, directory: Path, name: str) -> None:
+        self._machines, self._ranks = machines, ranks
+        self.own = str(machines.own / name)
+        self.durable = directory / name
+        self.name = name
+
+    def folder(self, machine: int, step: int) -> Path:
+        return self._machines.folder(machine) / self.name / f"step-{step}"
+
+    def replace(self, machine: int) -> None:
+        shutil.rmtree(self._machines.folder(machine) / self.name)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._ranks.say((function, *args))
+        answers = self._ranks.hear()
+        errors = [error for _, error in answers if error]
+        assert not errors, errors[0]
+        return [answer for answer, _ in answers]
+
+    def save(self, kind: str, steps: list[int], **options: Any) -> dict[int, str]:
+        tiers: dict[int, str] = self.call(_save, kind, self.own, str(self.durable), steps, options)[0]
+        return tiers
+
+    def restore(self, kind: str, step: int | None = None) -> tuple[int, str]:
+        found = self.call(_restore, kind, self.own, str(self.durable), step)
+        assert len({step for step, _ in found}) == 1
+        return found[0][0], "\n".join(text for _, warned in found for text in warned)
+
+    def data(self, machine: int, step: int) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.folder(machine, step).glob("*.distcp")}
+
+
+SCENARIOS: list[Callable[[Job], None]] = []
+
+
+def scenario(function: Callable[[Job], None]) -> Callable[[Job], None]:
+    SCENARIOS.append(function)
+    return function
+
+
+def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
+    """All scenarios, by the same processes: each would take ten seconds more with its own."""
+    with Machines(2) as machines, machines.start(_obey) as ranks:
+        for run in SCENARIOS:
+            job = Job(machines, ranks, tmp_path, run.__name__)
+            try:
+                run(job)
+            except AssertionError as error:
+                raise AssertionError(f"{run.__name__}: {error}") from error
+        ranks.say("end")
+
+
+@scenario
+def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
+    for kind in ("shards", "hsdp", "replicas"):
+        tiers = job.save(kind, [1, 2, 3], max_to_keep=2)
+        assert tiers[3] == "remote" and set(tiers) >= {2, 3}
+        metadata = [job.folder(machine, 3).joinpath(".metadata").read_bytes() for machine in range(2)]
+        assert metadata[0] == metadata[1]
+        of_each = [job.data(machine, 3) for machine in range(2)]
+        assert all(of_each) and (of_each[0] == of_each[1]) == (kind != "shards")
+        assert not job.folder(0, 1).exists() and not job.folder(1, 1).exists()
+
+        assert vescale_ckpt.verify(job.durable / "step-3").ok
+        wanted: dict[str, Any] = {"w": torch.zeros(ROWS, 64), "b": torch.zeros(5), "step": 0}
+        dcp.load(wanted, checkpoint_id=str(job.durable / "step-3"), no_dist=True)  # stock
+        assert torch.equal(wanted["w"], numbers(ROWS, 64, first=3)) and wanted["step"] == 3
+        assert job.restore(kind) == (3, "")
+        assert job.restore(kind, 2) == (2, "")
+        for machine in range(2):
+            job.replace(machine)
+        assert job.restore(kind) == (3, "")  # from the durable place
+        shutil.rmtree(job.durable)
+
+
+@scenario
+def a_replaced_machine_gets_its_part_from_the_other(job: Job) -> None:
+    for kind in ("hsdp", "replicas"):
+        job.save(kind, [1, 2])
+        for machine in (1, 0):  # the coordinator's last: what came to the other one is whole
+            job.replace(machine)
+            shutil.rmtree(job.durable)
+            assert job.restore(kind) == (2, "")
+            assert job.data(0, 2) == job.data(1, 2) != {}
+            assert vescale_ckpt.verify(job.durable / "step-2").ok  # a step that was restored is durable again
+
+
+@scenario
+def what_no_machine_has_is_durable(job: Job) -> None:
+    job.save("shards", [1, 2])
+    job.replace(1)
+    found, warned = job.restore("shards")
+    assert found == 2 and "step 2 is passed over: no node that lives has its files" in warned
+
+
+@scenario
+def a_step_that_is_not_whole_is_passed_over(job: Job) -> None:
+    job.save("shards", [1, 2])
+    shutil.rmtree(job.durable)
+    next(iter(job.folder(1, 2).glob("*.distcp"))).unlink()
+    found, warned = job.restore("shards")
+    assert found == 1 and "step 2 is passed over" in warned
+
+
+@scenario
+def a_file_cut_short_does_not_count(job: Job) -> None:
+    job.save("hsdp", [1])
+    shutil.rmtree(job.durable)
+    for path in job.folder(1, 1).glob("*.distcp"):
+        os.truncate(path, 100)
+    assert job.restore("hsdp") == (1, "")
+    assert job.data(0, 1) == job.data(1, 1)
+
+
+@scenario
+def damage_is_replaced_by_another_copy(job: Job) -> None:
+    job.save("hsdp", [1])
+    shutil.rmtree(job.durable)
+    before = job.data(0, 1)
+    for machine, name in enumerate(sorted(before)):  # each machine has one sound file and one that is damaged
+        _flip(job.folder(machine, 1) / name)
+    found, warned = job.restore("hsdp")
+    assert found == 1 and "does not count" in warned
+    assert job.data(0, 1) == before
+
+
+@scenario
+def damage_of_all_copies_is_seen(job: Job) -> None:
+    job.save("hsdp", [1, 2])
+    shutil.rmtree(job.durable)
+    for machine in range(2):
+        for path in job.folder(machine, 2).glob("*.distcp"):
+            _flip(path)
+    found, warned = job.restore("hsdp")
+    assert found == 1 and "no node has a sound copy" in warned
+
+
+@scenario
+def a_machine_that_was_stopped_in_the_commit(job: Job) -> None:
+    """Its data is there, its metadata is not."""
+    job.save("shards", [1, 2])
+    shutil.rmtree(job.durable)
+    for name in (".metadata", ".metadata.index"):
+        os.remove(job.folder(1, 2) / name)
+    assert job.restore("shards") == (2, "")
+    assert job.folder(1, 2).joinpath(".metadata").exists()
+
+
+@scenario
+def machines_in_another_order(job: Job) -> None:
+    job.save("shards", [1])
+    shutil.rmtree(job.durable)
+    first, second = (job.folder(machine, 1).parent for machine in range(2))
+    other = job.durable.with_name("other")
+    shutil.move(first, other)
+    shutil.move(second, first)
+    shutil.move(other, second)
+    assert job.restore("shards") == (1, "")
+
+
+@scenario
+def only_due_steps_are_durable(job: Job) -> None:
+    tiers = job.save("shards", [4, 5, 7], durable_interval_steps=5, async_checkpoint=False)
+    assert tiers == {4: "local", 5: "remote", 7: "remote"}  # the last one, too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+    with Machines(2, ranks=before) as machines:
+        machines.run(_save, "shards", str(machines.own), str(tmp_path / "durable"), [1], {})
+        shutil.rmtree(tmp_path / "durable")
+        for machine in range(2):
+            shutil.copytree(machines.folder(machine), tmp_path / str(machine))
+    with Machines(2, ranks=after) as machines:
+        for machine in range(2):
+            shutil.copytree(tmp_path / str(machine), machines.folder(machine), dirs_exist_ok=True)
+        found = machines.run(_restore, "shards", str(machines.own), str(tmp_path / "durable"))
+        assert found == [(1, [])] * (2 * after)

@@ -1,0 +1,125 @@
+"""Starts and prepares saves of all ranks, each behind the one before it, for `vescale_ckpt.save` and managers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import settings
+from .._dcp.save_planner import SavePlanner
+from .._engine import _C
+from .._engine.engine_errors import named_errors
+from .._engine.gc import gc_paused
+from .._engine.rows import words
+from .._observe.timeline import Timeline, phase
+from .._ranks.exchange import Exchange
+from .._ranks.steps import Steps
+from .._ranks.store_thread import STORE_SECONDS
+from .._state.application import saved_form
+from .._state.tensor_table import device_number
+from .._write import snapshot_budget
+from .._write.layout import Layout, SaveOptions
+from .._write.optimizer_gate import Gate
+from ..errors import CheckpointTimeoutError, SaveInProgressError
+from .agree_plan import CollectivePlan
+from .background import BackgroundQueue, OnBusy
+from .handle import SaveHandle
+from .save import Save
+
+logger = logging.getLogger(__name__)
+
+
+def start_save(
+    given: str | os.PathLike[str],
+    directory: str,
+    state: Mapping[str, Any],
+    layout: Callable[[SaveOptions], Layout],
+    planner: SavePlanner,
+    *,
+    async_checkpoint: bool,
+    process_group: dist.ProcessGroup | None,
+    overwrite: bool = True,
+    gate: Gate | None = None,
+    timeout: float | None = None,
+    on_busy: OnBusy = "wait",
+) -> SaveHandle:
+    """Saves `state` with all ranks, as `vescale_ckpt.save` does. Returns when training may go on.
+
+    Args:
+        given: the path for messages, equal on all ranks; `directory` is absolute.
+        layout: makes the layout on this rank. An error of it is one of the save's first step.
+    """
+    queue = BackgroundQueue.of(process_group)
+    timeline = Timeline("save", directory, f"saving to {os.fspath(given)}")
+    with queue.lock, timeline.here():
+        if on_busy != "wait" and not queue.all_free(process_group, timeout):
+            busy = SaveInProgressError(f"{timeline.doing}: the save before this one goes on")
+            if on_busy == "raise":
+                raise busy
+            logger.warning("%s: this one is skipped", busy)
+            return SaveHandle.of_skipped(busy)
+        limit = settings.timeout(timeout)
+        began = time.monotonic()
+        with phase("previous save"):
+            queue.wait_until_done(limit)
+        failed_before = queue.take_failure()
+        if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
+            # The ranks of that save timed out, and may time out again. So both waits share one timeout.
+            limit = max(limit - (time.monotonic() - began), min(limit, STORE_SECONDS))
+        exchange = Exchange.of(process_group, limit)
+        timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
+
+        def make() -> Layout:
+            return layout(SaveOptions(directory, exchange.rank, overwrite=overwrite))
+
+        save = Save(exchange, planner, directory, make, timeline)
+        try:
+            with gc_paused():
+                packed = save.begin(state, failed_before, gated=gate is not None)
+                if packed and async_checkpoint:
+                    save.stage(gate)
+                elif packed:
+                    save.finish()
+        finally:
+            save.release_state()
+        if packed and async_checkpoint:
+            timeline.returned()
+            return queue.finish_in_background(save)
+        if async_checkpoint:
+            logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(given))
+        assert save.stats is not None
+        return SaveHandle.of_finished(save.stats)
+
+
+def prepare_save(
+    state: Mapping[str, Any],
+    planner: SavePlanner,
+    async_checkpoint: bool,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> None:
+    """Plans saves of `state`, and allocates what asynchronous ones need, as `vescale_ckpt.prepare` does."""
+    queue = BackgroundQueue.of(process_group)
+    with queue.lock:
+        limit = settings.timeout(timeout)
+        queue.wait_until_done(limit)
+        steps = Steps(Exchange.of(process_group, limit), "preparing to save")
+        plan = CollectivePlan(steps, planner)
+        try:
+            steps.take(settings.check)
+            steps.take(lambda: plan.describe(saved_form(state), None))
+            planned = plan.make()
+            if planned is not None and async_checkpoint:
+                items, _ = planned
+                needed = sum(words(items.body_bytes()))
+                devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
+                with named_errors(str, ""):
+                    _C.prepare_devices(devices, settings.number("pack_bytes"))
+                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
+        finally:
+            planner.forget_state()

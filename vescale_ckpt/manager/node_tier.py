@@ -1,0 +1,318 @@
+"""`NodeTier` finds the steps of a manager whose nodes each have a folder of their own, and gives nodes what they lack.
+
+A step is whole if some living node has its `.metadata`, and each file that this names lies on some living node: the
+data of all nodes were durable before any node wrote its metadata (`NodeLayout`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .._checkpoint.check_records import file_ends
+from .._checkpoint.native import metadata_file, step_order
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, is_data_file
+from .._checkpoint.native.native_checkpoint import NativeCheckpoint
+from .._checkpoint.native.step_order import FIRST, ORDER_NAME, Branch, SavedOrder, path_of
+from .._checkpoint.verify import verify
+from .._collective.handle import SaveHandle
+from .._collective.node_files import NodeFiles, Places
+from .._collective.start_load import start_load
+from .._collective.start_save import prepare_save, start_save
+from .._dcp.save_planner import SavePlanner
+from .._dcp.storage_reader import StorageReader
+from .._engine import _C
+from .._engine.engine_errors import named_system_errors
+from .._ranks.exchange import Exchange
+from .._ranks.groups import PerGroup
+from .._ranks.message import pack, unpack
+from .._state.key_selection import Selection
+from .._storage.open_storage import storage_at
+from .._write.node_layout import NodeLayout
+from .._write.optimizer_gate import Gate
+from ..errors import CheckpointError, CorruptCheckpointError, some
+from ..reports import LoadReport
+from .remote_tier import RemoteTier
+
+logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
+_planners = PerGroup(lambda: SavePlanner(placement="local"))
+_SMALL_FILES = (INDEX_NAME, ORDER_NAME, METRICS_NAME)  # each node has them beside `.metadata`
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node has of a step."""
+
+    fingerprint: str  #: of its `.metadata`; empty: it has none
+    branch: Branch
+    files: dict[str, int]  #: {data file: bytes}
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step of which every file lies on a living node, or in the durable place."""
+
+    number: int
+    path: str
+    files: NodeFiles | None = None  #: None: all is in `path`, which all ranks see
+    contents: Mapping[str, bytes] = field(default_factory=dict)  #: of the files that each node has
+
+
+class NodeTier:
+    """The steps below `root`, a folder of each node. All ranks call its methods together.
+
+    Args:
+        leaders: for each rank the lowest rank of its node.
+        durable: the tier that has whole copies of some steps.
+    """
+
+    def __init__(self, root: str, leaders: Sequence[int], durable: RemoteTier) -> None:
+        self.root = root
+        self.leaders = leaders
+        self._durable = durable
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank handles the folder of its node. Asks no other rank."""
+        return self.leaders[rank] == rank
+
+    def steps(self, exchange: Exchange, phase: str, only: int | None = None) -> Iterator[WholeStep]:
+        """Yields the whole steps, that which was saved last first, or `only` this one: if it lies on the nodes, and
+        then if it is durable. Warns of each that is not whole. All ranks take each of them, or end together."""
+        parts = self._parts(exchange, phase)
+        candidates = iter(()) if parts is None else self._candidates(parts, only)
+        while True:
+            found = self._from_coordinator(exchange, phase, lambda: next(candidates, None))
+            if found is None:
+                return
+            step, sources = found
+            whole = self._on_nodes(exchange, phase, parts, step, sources) if sources else None
+            if whole is not None:
+                yield whole
+            if not sources and self._from_coordinator(exchange, phase, partial(self._is_durable, step, bool(parts))):
+                yield WholeStep(step, path_of(self._durable.url, step))
+
+    def _parts(self, exchange: Exchange, phase: str) -> dict[int, dict[int, Part]] | None:
+        """{step: {leader: its part}} on the coordinator; None on other ranks."""
+
+        def tell() -> bytes:
+            told = []
+            if self.leaders[exchange.rank] == exchange.rank:
+                try:
+                    told = [(step, *_part_in(path_of(self.root, step))) for step in step_order.all_steps(self.root)]
+                except (CheckpointError, OSError) as error:
+                    logger.warning("this node's part of the steps does not count: %s", error)
+            return json.dumps(told).encode()
+
+        gathered = exchange.gather(exchange.together(tell, phase), phase)
+        if gathered is None:
+            return None
+        parts: dict[int, dict[int, Part]] = {}
+        for rank, told in enumerate(gathered):
+            for step, fingerprint, (number, line), files in json.loads(told):
+                branch = Branch(number, tuple((of, last) for of, last in line))
+                parts.setdefault(step, {})[rank] = Part(fingerprint, branch, files)
+        return parts
+
+    def _candidates(self, parts: dict[int, dict[int, Part]], only: int | None) -> Iterator[tuple[int, list[int]]]:
+        """Yields steps, that which was saved last first, and the ranks that have equal metadata of them. A step that
+        was saved again may have several, if the nodes were stopped in its commit: each counts if it is whole."""
+        durable: dict[int, Branch] = self._durable.ask(lambda: SavedOrder(self._durable.url).branches, {})
+        branches = dict(durable)
+        for step, of_step in parts.items():
+            for part in of_step.values():
+                if part.fingerprint:
+                    branches[step] = part.branch
+        for step in SavedOrder(self.root, elsewhere=branches).newest_first():
+            if only is not None and step != only:
+                continue
+            ranks: dict[str, list[int]] = {}
+            for rank, part in parts.get(step, {}).items():
+                if part.fingerprint:
+                    ranks.setdefault(part.fingerprint, []).append(rank)
+            for same in sorted(ranks.values(), key=len, reverse=True):
+                yield step, same
+            if step in durable:
+                yield step, []
+
+    def _on_nodes(
+        self, exchange: Exchange, phase: str, parts: dict[int, dict[int, Part]] | None, step: int, sources: list[int]
+    ) -> WholeStep | None:
+        """The step on the nodes, by the metadata that the ranks `sources` have. None if it is not whole."""
+        for source in sources:
+            if (contents := self._contents(exchange, phase, step, source)) is not None:
+                break
+        else:
+            return None
+        places = self._from_coordinator(exchange, phase, lambda: self._places(parts, step, contents))
+        if places is None:
+            return None
+        by_rank = {name: {int(rank): size for rank, size in of_file.items()} for name, of_file in places.items()}
+        return WholeStep(step, path_of(self.root, step), NodeFiles(self.leaders, by_rank), contents)
+
+    def _is_durable(self, step: int, has_others: bool) -> bool:
+        """Whether the durable copy of a step is whole. Raises if nobody knows, and no node has any step."""
+        path = path_of(self._durable.url, step)
+        with self._durable.patience():
+            report = verify(path, quick=True)
+        if report.ok:
+            return True
+        if not report.damaged and storage_at(path).can_be_away and not has_others:
+            raise CheckpointError(
+                f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. Try "
+                "again when the store answers, or name a step",
+                path=path,
+            )
+        logger.warning("the durable checkpoint of step %d is passed over: %s", step, report.reason)
+        return False
+
+    def _contents(self, exchange: Exchange, phase: str, step: int, source: int) -> dict[str, bytes] | None:
+        """The files of a step that each node has, as rank `source` has them. None on all ranks if it cannot read
+        them."""
+        mine = b""
+        if exchange.rank == source:
+            try:
+                contents = read_small_files(path_of(self.root, step))
+                mine = pack(json.dumps([*contents]).encode(), *contents.values())
+            except (CheckpointError, OSError) as error:
+                logger.warning("the metadata of step %d cannot be read here: %s", step, error)
+        gathered = exchange.gather(mine, phase)
+        packed = exchange.broadcast(None if gathered is None else gathered[source], phase)
+        if not packed:
+            return None
+        names, *found = unpack(packed)
+        return dict(zip(json.loads(names), found, strict=True))
+
+    def _places(
+        self, parts: dict[int, dict[int, Part]] | None, step: int, contents: Mapping[str, bytes]
+    ) -> Places | None:
+        """Where each file of a step lies that its metadata names. None, with a warning, if one lies nowhere. A name has
+        a random part: what has it, and is long enough, was written for this save."""
+        assert parts is not None
+        try:
+            ends = file_ends_of(path_of(self.root, step), contents)
+        except (CheckpointError, _C.EngineError) as error:
+            logger.warning("step %d on the nodes is passed over: %s", step, error)
+            return None
+        places = {
+            name: {rank: part.files[name] for rank, part in parts[step].items() if part.files.get(name, -1) >= end}
+            for name, end in ends.items()
+        }
+        if lost := [name for name, ranks in places.items() if not ranks]:
+            logger.warning("step %d is passed over: no node that lives has its files %s", step, some(lost))
+            return None
+        return places
+
+    def _install(self, step: WholeStep, rank: int) -> None:
+        """Gives this rank's node the metadata of a step on the nodes, if it has other or none."""
+        if not self.leads(rank):
+            return
+        metadata = step.contents[METADATA_NAME]
+        with named_system_errors(step.path):
+            storage = storage_at(step.path)
+            storage.make()
+            if metadata_file.metadata_fingerprint(step.path) == metadata_file.fingerprint_of(metadata):
+                return
+            for name in _SMALL_FILES:
+                if name in step.contents:
+                    storage.write(name, step.contents[name])
+            storage.commit(METADATA_NAME, metadata, True)
+        logger.info("this node has the metadata of step %d again", step.number)
+
+    # --- Saves and loads
+
+    def prepare(
+        self,
+        state: Mapping[str, Any],
+        *,
+        async_checkpoint: bool,
+        process_group: dist.ProcessGroup | None,
+        timeout: float | None,
+    ) -> None:
+        """Plans the next save, as `vescale_ckpt.prepare` does."""
+        prepare_save(state, _planners.of(process_group), async_checkpoint, process_group, timeout)
+
+    def save(
+        self,
+        path: str,
+        state: Mapping[str, Any],
+        *,
+        async_checkpoint: bool,
+        process_group: dist.ProcessGroup | None,
+        gate: Optimizer | Iterable[Optimizer] | Gate | None,
+        timeout: float | None,
+        extra_files: Mapping[str, bytes] | None,
+    ) -> SaveHandle:
+        """Saves into a folder of each node under one path. The arguments are those of `vescale_ckpt.save`."""
+        return start_save(
+            path, path, state, lambda options: NodeLayout(options, extra_files), _planners.of(process_group),
+            async_checkpoint=async_checkpoint, process_group=process_group, timeout=timeout,
+            gate=gate if gate is None or isinstance(gate, Gate) else Gate(gate),
+        )  # fmt: skip
+
+    def load(
+        self,
+        step: WholeStep,
+        state: MutableMapping[str, Any],
+        exchange: Exchange,
+        *,
+        process_group: dist.ProcessGroup | None,
+        timeout: float | None,
+        weights_only: bool = True,
+        extra_files: dict[str, bytes] | None = None,
+    ) -> LoadReport:
+        """Loads a step from the nodes, and brings the files that a node lacks. Another copy takes the place of what is
+        damaged. The other arguments are those of `vescale_ckpt.load`."""
+        assert step.files is not None
+        phase = f"loading {step.path}"
+        exchange.together(partial(self._install, step, exchange.rank), phase)
+        while True:
+            reader = StorageReader(step.path, weights_only=weights_only)
+            try:
+                with start_load(
+                    reader, Selection(None), True, "auto", process_group, timeout, extra_files, step.files
+                ) as loading:
+                    return loading.into(state, None, False)
+            except CorruptCheckpointError:
+                if not step.files.check_own(exchange, phase, step.path):
+                    raise
+
+    @staticmethod
+    def _from_coordinator(exchange: Exchange, phase: str, find: Callable[[], _Found]) -> _Found:
+        """What `find` returns on the coordinator, which JSON can hold, or raises on all ranks if it raises there."""
+        found = exchange.together(lambda: find() if exchange.is_coordinator else None, phase)
+        answer: _Found = json.loads(exchange.broadcast(json.dumps(found).encode(), phase))
+        return answer
+
+
+def _part_in(path: str) -> tuple[str, Branch, dict[str, int]]:
+    storage = storage_at(path)
+    fingerprint = metadata_file.metadata_fingerprint(path)
+    branch = step_order.read(path) if fingerprint else FIRST
+    return fingerprint, branch, {name: storage.stat(name).size for name in storage.names() if is_data_file(name)}
+
+
+def read_small_files(path: str) -> dict[str, bytes]:
+    """The files that each node has of a step, checked as far as they have checksums."""
+    storage, metadata = storage_at(path), metadata_file.metadata_bytes(path, None)
+    metadata_file.check(metadata, path)
+    contents = {METADATA_NAME: metadata, INDEX_NAME: metadata_file.index_bytes(path)}
+    for name in (ORDER_NAME, METRICS_NAME):
+        contents[name] = storage.read(name) if storage.has(name) else None
+    return {name: content for name, content in contents.items() if content is not None}
+
+
+def file_ends_of(path: str, contents: Mapping[str, bytes]) -> dict[str, int]:
+    """{file that the metadata names: the least length that it must have}."""
+    if INDEX_NAME in contents:
+        index = _C.Index.from_bytes(contents[INDEX_NAME], path)
+        return dict(zip(index.files, index.file_ends(), strict=True))
+    return file_ends(NativeCheckpoint.of(path, None, metadata_file.loads(contents[METADATA_NAME], path)))

@@ -1,0 +1,233 @@
+"""`NodeUploads` copies what each node has of a step to the durable place, for managers with a folder of each node.
+
+The nodes meet in the durable place and nowhere else: each copies the files of its own ranks, and waits until the
+coordinator has committed the step, which it does when all files are there. A file that does not come for a while is
+copied by any node that has it, too: the node that wrote it may be gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from .. import settings
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, is_data_file
+from .._checkpoint.native.named_files import named_files
+from .._checkpoint.native.native_checkpoint import NativeCheckpoint
+from .._checkpoint.native.step_order import SavedOrder, path_of
+from .._convert.transfer import CopyReport, Transfer
+from .._storage.open_storage import is_file, stat_of, storage_at
+from .._storage.pending import PendingFile
+from .._storage.storage import LOCK_NAME
+from ..errors import CheckpointError, some
+from .clean_up import clean_up_part
+from .node_tier import file_ends_of, read_small_files
+from .retention import Retention
+from .uploads import Uploads
+
+logger = logging.getLogger(__name__)
+
+_WRITER = re.compile(r"__(\d+)_")  # of a data file
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what other nodes have copied
+_SECONDS_UNTIL_OTHERS = 60.0  # then nodes copy what they have of files that another one should have copied
+
+
+class NodeUploads(Uploads):
+    """The uploads of one node, by the lowest of its ranks.
+
+    Args:
+        leaders: for each rank the lowest rank of its node.
+        rank: this one.
+        patience: seconds to wait for files of other nodes while none comes.
+    """
+
+    def __init__(
+        self,
+        local: str,
+        remote: str,
+        retention: Retention,
+        bytes_per_second: int,
+        leaders: Sequence[int],
+        rank: int,
+        patience: float,
+    ) -> None:
+        super().__init__(local, remote, retention, bytes_per_second)
+        self._leaders = leaders
+        self._rank = rank
+        self._patience = patience
+        self._wanted: int | None = None  # the step to copy
+        self._own: Collection[str] | None = None
+        self._is_reserved = False  # for a step that is being saved
+
+    def is_idle(self) -> bool:
+        """Whether nothing is copied, nor will be when a running save ends."""
+        with self._changed:
+            return self._thread is None and not self._is_reserved
+
+    def reserve(self) -> None:
+        """Notes that the step that is saved next will be copied. All nodes do so, while all are idle."""
+        self._is_reserved = True
+
+    def begin_step(self, step: int | None, own: Collection[str] | None = None) -> None:
+        """Copies a step, as all nodes do. None: the save has failed for which this was reserved. `own`: the files that
+        this node copies first; None: those that its ranks have saved."""
+        with self._changed:
+            self._wanted, self._own, self._is_reserved = step, own, False
+        if step is not None:
+            self.begin()
+
+    def end_with(self, step: int) -> None:
+        """Copies a step when nothing else is copied, if the durable place lacks it."""
+        self.wait(settings.number("exit_timeout"))
+        self.begin_step(step)
+
+    def _next(self, tried: set[int]) -> int | None:
+        step = self._wanted
+        if step is None or step in tried or not storage_at(path_of(self.local, step)).has(METADATA_NAME):
+            return None
+        return None if self._is_sent(step) else step
+
+    def _copy(self, source: str, url: str, report: CopyReport) -> PartCopy:
+        ranks = {rank for rank, leader in enumerate(self._leaders) if leader == self._rank}
+
+        def is_own(name: str) -> bool:
+            return _writer_of(name) in ranks if self._own is None else name in self._own
+
+        return PartCopy(source, url, is_own, self._rank == 0, report, self.bytes_per_second, self._patience)
+
+    def _clean_up(self, step: int) -> None:
+        if self._rank == 0:
+            super()._clean_up(step)
+        if (last := SavedOrder(self.local).last) is not None:  # while it was copied, clean-ups left the step here
+            clean_up_part(self.local, self.retention, last)
+
+
+class PartCopy:
+    """The copy of one node's part of a step.
+
+    Args:
+        is_own: whether this node copies a file first.
+        commits: whether this node commits the step.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        url: str,
+        is_own: Callable[[str], bool],
+        commits: bool,
+        report: CopyReport,
+        bytes_per_second: int,
+        patience: float,
+    ) -> None:
+        self._source = source
+        self._url = url
+        self._is_own = is_own
+        self._commits = commits
+        self._report = report
+        self._bytes_per_second = bytes_per_second
+        self._patience = patience
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ends `run` soon, from any thread. What was copied stays for the next copy."""
+        self._cancelled = True
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise CheckpointError(f"copying {self._source} to {self._url} was stopped", path=self._url)
+
+    def run(self) -> None:
+        """Returns when the step is committed. Raises `CheckpointError`, and OSError."""
+        storage = storage_at(self._url)
+        storage.make()
+        lock = storage.share()
+        try:
+            self._run()
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _run(self) -> None:
+        contents = read_small_files(self._source)
+        ends = file_ends_of(self._source, contents)
+        fingerprint = metadata_file.fingerprint_of(contents[METADATA_NAME])
+        here = {name: stat_of(path).size for name in ends if is_file(path := os.path.join(self._source, name))}
+        self._transfer = Transfer(sum(here.values()), None, self._bytes_per_second, self._check)
+        for name in here:
+            if self._is_own(name):
+                self._copy(name, here[name])
+        if self._commits:
+            for name in self._other_files():
+                self._copy(name, stat_of(os.path.join(self._source, name)).size)
+        since, missing_before, pause = time.monotonic(), len(ends), _FIRST_PAUSE
+        while metadata_file.metadata_fingerprint(self._url) != fingerprint:
+            self._check()
+            missing = [name for name, end in ends.items() if (_size(self._url, name) or 0) < end]
+            if not missing and self._commits:
+                self._commit(contents)
+                return
+            if len(missing) < missing_before:
+                since, missing_before, pause = time.monotonic(), len(missing), _FIRST_PAUSE
+            waited = time.monotonic() - since
+            if waited > self._patience:
+                what = f"files {some(missing)} have not come" if missing else "it was not committed"
+                raise CheckpointError(f"{self._url} is not whole: {what} for {waited:.0f} s", path=self._url)
+            if waited > _SECONDS_UNTIL_OTHERS:
+                for name in missing:
+                    if name in here:
+                        self._copy(name, here[name])
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _copy(self, name: str, size: int) -> None:
+        self._check()
+        if is_data_file(name) and _size(self._url, name) == size:  # no two saves give a file the same name
+            self._report.resumed_files += 1
+            self._report.resumed_bytes += size
+            return
+        source, path = os.path.join(self._source, name), os.path.join(self._url, name)
+        if storage_at(self._url).renames:
+            with PendingFile(path) as pending:
+                self._transfer.copy(source, "", pending.directory, pending.create)
+                pending.give_names([name], replace=True)
+                pending.committed()
+            storage_at(self._url).sync()
+        else:
+            self._transfer.copy(source, name, self._url, lambda make: make(path))
+        self._report.files += 1
+        self._report.bytes += size
+
+    def _other_files(self) -> list[str]:
+        """Files beside the checkpoint, as a model's configuration."""
+        return [
+            name
+            for name in storage_at(self._source).names()
+            if not name.startswith((METADATA_NAME, LOCK_NAME, "__")) and is_file(os.path.join(self._source, name))
+        ]
+
+    def _commit(self, contents: dict[str, bytes]) -> None:
+        storage = storage_at(self._url)
+        superseded = named_files(self._url, None)
+        if INDEX_NAME in contents:
+            storage.write(INDEX_NAME, contents[INDEX_NAME])
+        storage.commit(METADATA_NAME, contents[METADATA_NAME], True)
+        if superseded := superseded - NativeCheckpoint.by_index(self._url, None).named_files():
+            remove_orphans(self._url, superseded)
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a data file, as the job that saved it numbered its ranks."""
+    match = _WRITER.match(name)
+    return -1 if match is None else int(match[1])
+
+
+def _size(folder: str, name: str) -> int | None:
+    """The length of a file. None if there is none."""
+    path = os.path.join(folder, name)
+    return stat_of(path).size if is_file(path) else None
