@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.machines import Machines, Ranks, why_not
+from harness.snapshots import held
 from harness.states import numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -63,6 +64,23 @@ def _restore(rank: int, kind: str, own: str, durable: str, step: int | None = No
                 tensors["w"] = tensors["w"].to_local()
         assert torch.equal(state["w"], wanted["w"])
     return found, warned
+
+
+def _cancel(rank: int, own: str, durable: str) -> tuple[bool | None, str, list[int]]:
+    """Cancels the second of three saves on the last rank."""
+    with CheckpointManager(durable, local=own) as manager:
+        manager.save(1, _state("shards", 1))
+        manager.wait()
+        with held() as event:
+            handle = manager.save(2, _state("shards", 2), metrics={"loss": 2})
+            assert handle is not None
+            said = manager.cancel() if rank == 3 else None
+            torch.distributed.barrier()
+            event.set()
+            kind = type(handle.exception(60)).__name__
+        torch.distributed.barrier()
+        manager.save(3, _state("shards", 3))
+    return said, kind, manager.steps()
 
 
 def _flip(path: Path) -> None:
@@ -158,6 +176,14 @@ def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
             job.replace(machine)
         assert job.restore(kind) == (3, "")  # from the durable place
         shutil.rmtree(job.durable)
+
+
+@scenario
+def a_cancelled_step_is_on_no_machine(job: Job) -> None:
+    answers = job.call(_cancel, job.own, str(job.durable))
+    assert answers == [(None, "SaveCancelledError", [1, 3])] * 3 + [(True, "SaveCancelledError", [1, 3])]
+    assert not any(job.folder(machine, 2).exists() for machine in range(2)) and not (job.durable / "step-2").exists()
+    assert job.restore("shards") == (3, "")
 
 
 @scenario

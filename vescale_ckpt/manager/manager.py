@@ -515,7 +515,7 @@ class CheckpointManager:
         whether it is cancelled: False if none is running, or if its commit has begun.
 
         Then `wait` and `close` raise `SaveCancelledError` on ranks that have not called this. With `local`, checkpoints
-        that are durable there are copied to the object store as before: this concerns the save alone.
+        that are whole there are copied to `directory` as before: this concerns the save alone.
         """
         return self._running is not None and self._running.cancel()
 
