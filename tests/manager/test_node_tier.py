@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ from harness.states import numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 ROWS = 4096
@@ -48,13 +49,15 @@ def _save(rank: int, kind: str, own: str, durable: str, steps: list[int], option
     return dict(manager.tiers())
 
 
-def _restore(rank: int, kind: str, own: str, durable: str, step: int | None = None) -> tuple[int, list[str]]:
+def _restore(
+    rank: int, kind: str, own: str, durable: str, step: int | None = None, copies: int = 0
+) -> tuple[int, list[str]]:
     """Restores, and compares all values. Returns the step and what was warned of."""
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vescale_ckpt").addHandler(handler)
-    with CheckpointManager(durable, local=own) as manager:
+    with CheckpointManager(durable, local=own, copies=copies) as manager:
         state = _state(kind, 0)
         found = manager.restore(state, step)
         wanted = _state(kind, found)
@@ -126,8 +129,8 @@ class Job:
         tiers: dict[int, str] = self.call(_save, kind, self.own, str(self.durable), steps, options)[0]
         return tiers
 
-    def restore(self, kind: str, step: int | None = None) -> tuple[int, str]:
-        found = self.call(_restore, kind, self.own, str(self.durable), step)
+    def restore(self, kind: str, step: int | None = None, copies: int = 0) -> tuple[int, str]:
+        found = self.call(_restore, kind, self.own, str(self.durable), step, copies)
         assert len({step for step, _ in found}) == 1
         return found[0][0], "\n".join(text for _, warned in found for text in warned)
 
@@ -196,6 +199,17 @@ def a_replaced_machine_gets_its_part_from_the_other(job: Job) -> None:
             assert job.restore(kind) == (2, "")
             assert job.data(0, 2) == job.data(1, 2) != {}
             assert vescale_ckpt.verify(job.durable / "step-2").ok  # a step that was restored is durable again
+
+
+@scenario
+def copies_survive_the_loss_of_a_machine(job: Job) -> None:
+    job.save("shards", [1, 2, 3], copies=1)
+    assert vescale_ckpt.verify(job.folder(0, 3)).ok and vescale_ckpt.verify(job.folder(1, 3)).ok
+    for machine in range(2):
+        job.replace(machine)
+        shutil.rmtree(job.durable)
+        assert job.restore("shards", copies=1) == (3, "")
+        assert vescale_ckpt.verify(job.folder(machine, 3)).ok  # the new machine has its copies again
 
 
 @scenario
@@ -275,6 +289,24 @@ def machines_in_another_order(job: Job) -> None:
 def only_due_steps_are_durable(job: Job) -> None:
     tiers = job.save("shards", [4, 5, 7], durable_interval_steps=5, async_checkpoint=False)
     assert tiers == {4: "local", 5: "remote", 7: "remote"}  # the last one, too
+
+
+def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
+    with CheckpointManager(durable, local=own, durable_interval_steps=5, async_checkpoint=False) as manager:
+        manager.save(4, _state("shards", 4))
+        with steps.failing("write tensors", OSError(errno.EIO, "none")), pytest.raises(CheckpointError):
+            manager.save(5, _state("shards", 5))
+        manager.save(6, _state("shards", 6))
+        assert manager._node_uploads is None or manager._node_uploads.wait(60)
+        manager.save(7, _state("shards", 7))
+        manager.save(8, _state("shards", 8))
+    return dict(manager.tiers())
+
+
+@scenario
+def a_step_that_was_due_and_failed_is_made_good_by_the_next(job: Job) -> None:
+    tiers = job.call(_save_and_fail_once, job.own, str(job.durable))[0]
+    assert tiers == {4: "local", 6: "remote", 7: "local", 8: "remote"}  # 8 is the last one
 
 
 @pytest.mark.slow

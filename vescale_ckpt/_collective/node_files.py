@@ -50,9 +50,17 @@ class NodeFiles:
         """The files that `rank` has, and no rank below it."""
         return {name for name, ranks in self.places.items() if min(ranks, default=None) == rank}
 
-    def bring(self, exchange: Exchange, phase: str, checkpoint: LoadableCheckpoint, names: Collection[str]) -> None:
+    def bring(
+        self,
+        exchange: Exchange,
+        phase: str,
+        checkpoint: LoadableCheckpoint,
+        names: Collection[str],
+        bytes_per_second: int = 0,
+    ) -> None:
         """Brings the files of `names` to this rank's node. All ranks call it together, each with what it needs. Raises
-        on all ranks, with the name of the file, if no sound copy is left, or if a node cannot store one."""
+        on all ranks, with the name of the file, if no sound copy is left, or if a node cannot store one.
+        `bytes_per_second`: most that a node sends; 0: no limit."""
         own = self.leaders[exchange.rank]
         while True:
             lacking = sorted(name for name in names if own not in self.places.get(name, ()))
@@ -63,7 +71,7 @@ class NodeFiles:
             messages = [FileMessage(*message) for message in json.loads(exchange.broadcast(planned, phase))]
             failed = send_files(
                 exchange, phase, messages, checkpoint.path,
-                check=lambda path, name: check_file(checkpoint, name, path),
+                check=lambda path, name: check_file(checkpoint, name, path), bytes_per_second=bytes_per_second,
             )  # fmt: skip
             self._note(exchange, phase, messages, failed)
 

@@ -41,6 +41,7 @@ from ..settings import checked_count, checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up, clean_up_part
+from .node_copies import NodeCopies
 from .node_tier import NodeTier
 from .node_uploads import NodeUploads
 from .remote_tier import RemoteTier
@@ -107,6 +108,10 @@ class CheckpointManager:
             theirs together.
         upload_bytes_per_second: with `local`, the limit for copies to `directory`, of each node that copies; 0: no
             limit.
+        copies: with a folder of each node, how many other nodes get each file of a step, while training goes on.
+            Replicas that nodes have saved count. Nodes in another failure domain (`VESCALE_CKPT_DOMAIN`) come first.
+            While a step is sent, those that are saved get no copies, but the last one when the manager is closed.
+        copy_bytes_per_second: with `copies`, most that each node sends; 0: no limit.
         durable_interval_steps: with `local`, only steps that are multiples of it are copied to `directory`, and with a
             folder of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those
             that are saved stay on the nodes; of those that were due, the next one is copied in place of all.
@@ -132,6 +137,8 @@ class CheckpointManager:
         local: str | os.PathLike[str] | None = None,
         upload_bytes_per_second: int = 0,
         durable_interval_steps: int | None = None,
+        copies: int = 0,
+        copy_bytes_per_second: int = 0,
     ) -> None:
         self.directory = checkpoint_path(directory)  #: saves go there
         self.remote: str | None = None  #: checkpoints are copied there afterwards
@@ -139,8 +146,11 @@ class CheckpointManager:
             self.directory, self.remote = checkpoint_path(local), self.directory
             if storage_at(self.directory).can_be_away or self.directory == self.remote:
                 raise ValueError("local: expected a local path, and as directory another folder or a URL")
-        elif upload_bytes_per_second or durable_interval_steps is not None:
-            raise ValueError("upload_bytes_per_second and durable_interval_steps are for a manager with local=")
+        elif upload_bytes_per_second or durable_interval_steps is not None or copies or copy_bytes_per_second:
+            raise ValueError(
+                "upload_bytes_per_second, durable_interval_steps, copies and copy_bytes_per_second are for a manager "
+                "with local="
+            )
         self._durable_interval_steps = checked_count("durable_interval_steps", durable_interval_steps)
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
@@ -173,6 +183,10 @@ class CheckpointManager:
         self._saved_last: int | None = None  # the step of the last save that is durable, or on all nodes
         self._is_copy_due = False  # whether nodes copy the next step that is saved while they are idle
         self._nodes_are_idle = True  # whether no node copies to the durable place
+        self._copies: NodeCopies | None = None  # sends steps to other nodes
+        self._copies_are_idle = True  # whether no rank does
+        if copies:
+            self._copies = self._send_copies(copies, copy_bytes_per_second)
         if self._is_coordinator():
             self._branches.look()
         if self.remote is not None and self._writes_notes():
@@ -301,7 +315,10 @@ class CheckpointManager:
             self._is_copy_due = False
             if self._node_uploads is not None:
                 self._node_uploads.reserve()
-                running.on_end = self._node_uploads.begin_step
+                running.on_end.append(self._node_uploads.begin_step)
+        if self._copies is not None and self._copies_are_idle:
+            self._copies.reserve()
+            running.on_end.append(self._copies.begin_step)
         self._prepare(running, numbers)
         handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
@@ -338,9 +355,12 @@ class CheckpointManager:
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
-        idle = int(self._node_uploads is None or self._node_uploads.is_idle())
-        *agreed, undamaged, all_idle = exchange.agree((*ours, int(not self._found_damage), idle), "beginning to save")
-        self._nodes_are_idle = bool(all_idle)
+        idle = [int(worker is None or worker.is_idle()) for worker in (self._node_uploads, self._copies)]
+        none_owed = int(self._node_uploads is None or not self._node_uploads.is_owed)
+        votes = (*ours, int(not self._found_damage), none_owed, *idle)
+        *agreed, undamaged, none_owed, nodes_are_idle, copies_are_idle = exchange.agree(votes, "beginning to save")
+        self._is_copy_due |= not none_owed
+        self._nodes_are_idle, self._copies_are_idle = bool(nodes_are_idle), bool(copies_are_idle)
         least, not_most, low, not_high, missing_on = agreed
         self._found_damage = not undamaged
         if least != ~not_most:
@@ -528,6 +548,8 @@ class CheckpointManager:
             self.wait()
             if self._node_uploads is not None and self._saved_last is not None:
                 self._node_uploads.end_with(self._saved_last)  # it may be on the nodes alone
+            if self._copies is not None and not self._copies.end_with(self._saved_last):
+                logger.warning("the last step in %s has fewer copies on other nodes than wanted", self.directory)
             if self._uploads is not None:
                 self._finish_uploads(self._uploads)
         finally:
@@ -711,6 +733,8 @@ class CheckpointManager:
             if self._node_uploads is not None and step.files is not None and self._is_due(step.number):
                 # The job before may have been stopped before the step was durable.
                 self._node_uploads.begin_step(step.number, step.files.first_with(exchange.rank))
+            if self._copies is not None and step.files is not None:
+                self._copies.begin_step(step.number)  # a new machine gets its copies back
             return step.number
         if failure is not None:
             raise failure
@@ -812,6 +836,16 @@ class CheckpointManager:
                 path=self.directory,
             )
         return None if seeing else NodeTier(self.directory, leaders, durable)
+
+    def _send_copies(self, copies: int, bytes_per_second: int) -> NodeCopies | None:
+        if self._nodes is None:
+            logger.warning("copies=%d: all ranks see one folder %s, which gets no copies", copies, self.directory)
+            return None
+        if copies >= (count := len(set(self._nodes.leaders))):
+            raise ValueError(f"copies: expected at most {count - 1} on {count} nodes, got {copies}")
+        return NodeCopies(
+            self.directory, self._nodes.leaders, copies, self.process_group, self.timeout, bytes_per_second
+        )
 
     def _writes_notes(self) -> bool:
         """Whether this rank writes what stands beside the checkpoints in its folder, and cleans up there."""

@@ -107,7 +107,8 @@ class NodeTier:
             told = []
             if self.leaders[exchange.rank] == exchange.rank:
                 try:
-                    told = [(step, *_part_in(path_of(self.root, step))) for step in step_order.all_steps(self.root)]
+                    found = {step: part_in(path_of(self.root, step)) for step in step_order.all_steps(self.root)}
+                    told = [(step, part.fingerprint, part.branch, part.files) for step, part in found.items()]
                 except (CheckpointError, OSError) as error:
                     logger.warning("this node's part of the steps does not count: %s", error)
             return json.dumps(told).encode()
@@ -293,11 +294,12 @@ class NodeTier:
         return answer
 
 
-def _part_in(path: str) -> tuple[str, Branch, dict[str, int]]:
+def part_in(path: str) -> Part:
     storage = storage_at(path)
     fingerprint = metadata_file.metadata_fingerprint(path)
     branch = step_order.read(path) if fingerprint else FIRST
-    return fingerprint, branch, {name: storage.stat(name).size for name in storage.names() if is_data_file(name)}
+    files = {name: storage.stat(name).size for name in storage.names() if is_data_file(name)}
+    return Part(fingerprint, branch, files)
 
 
 def read_small_files(path: str) -> dict[str, bytes]:

@@ -63,6 +63,7 @@ class NodeUploads(Uploads):
         self._wanted: int | None = None  # the step to copy
         self._own: Collection[str] | None = None
         self._is_reserved = False  # for a step that is being saved
+        self.is_owed = False  #: whether a step that was due was not saved or copied: the next one takes its place
 
     def is_idle(self) -> bool:
         """Whether nothing is copied, nor will be when a running save ends."""
@@ -71,13 +72,14 @@ class NodeUploads(Uploads):
 
     def reserve(self) -> None:
         """Notes that the step that is saved next will be copied. All nodes do so, while all are idle."""
-        self._is_reserved = True
+        self._is_reserved, self.is_owed = True, False
 
     def begin_step(self, step: int | None, own: Collection[str] | None = None) -> None:
         """Copies a step, as all nodes do. None: the save has failed for which this was reserved. `own`: the files that
         this node copies first; None: those that its ranks have saved."""
         with self._changed:
             self._wanted, self._own, self._is_reserved = step, own, False
+            self.is_owed |= step is None
         if step is not None:
             self.begin()
 
@@ -91,6 +93,13 @@ class NodeUploads(Uploads):
         if step is None or step in tried or not storage_at(path_of(self.local, step)).has(METADATA_NAME):
             return None
         return None if self._is_sent(step) else step
+
+    def _upload(self, step: int) -> None:
+        try:
+            super()._upload(step)
+        except BaseException:
+            self.is_owed = True
+            raise
 
     def _copy(self, source: str, url: str, report: CopyReport) -> PartCopy:
         ranks = {rank for rank, leader in enumerate(self._leaders) if leader == self._rank}

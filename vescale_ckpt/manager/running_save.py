@@ -32,7 +32,7 @@ class RunningSave:
         self._root = root
         self._cancelled_here = False
         self.began = time.monotonic()
-        self.on_end: Callable[[int | None], None] | None = None  # gets the step, or None after a failure
+        self.on_end: list[Callable[[int | None], None]] = []  # called with the step, or None after a failure
         self._before = before
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
@@ -82,9 +82,10 @@ class RunningSave:
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
-            if self.on_end is not None:
-                self.on_end(None if then is None else self.step)
-            self._lock = self._before = self.on_end = None
+            for call in self.on_end:
+                call(None if then is None else self.step)
+            self.on_end = []
+            self._lock = self._before = None
             self._ended.set()
 
     def wait_until_ended(self) -> None:

@@ -1,0 +1,162 @@
+"""`NodeCopies` sends each node's part of a step to other nodes while training goes on, for managers with `copies`."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from .. import settings
+from .._checkpoint.native.file_names import METADATA_NAME
+from .._checkpoint.native.native_checkpoint import NativeCheckpoint
+from .._checkpoint.native.step_order import path_of
+from .._collective.node_files import NodeFiles, Places
+from .._engine.live_objects import LiveObjects
+from .._observe.amounts import size
+from .._ranks.exchange import Exchange
+from .._storage.open_storage import storage_at
+from .node_tier import part_in
+
+logger = logging.getLogger(__name__)
+
+
+class NodeCopies:
+    """The copies of one manager's steps on other nodes. Each rank has one, with a thread while a step is sent.
+
+    Args:
+        leaders: for each rank the lowest rank of its node.
+        copies: how many nodes beside one have each file. Replicas that nodes have saved count.
+        bytes_per_second: most that each node sends; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        leaders: Sequence[int],
+        copies: int,
+        process_group: dist.ProcessGroup | None,
+        timeout: float | None,
+        bytes_per_second: int,
+    ) -> None:
+        self._root = root
+        self._leaders = leaders
+        self._copies = copies
+        self._process_group = process_group
+        self._timeout = timeout
+        self._bytes_per_second = bytes_per_second
+        self._is_reserved = False  # for a step that is being saved
+        self._last: int | None = None  # the step that was sent last, equal on all ranks
+        self._thread: threading.Thread | None = None
+        _running.add(self)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is sent, nor will be when a running save ends."""
+        return not self._is_reserved and (self._thread is None or not self._thread.is_alive())
+
+    def reserve(self) -> None:
+        """Notes that the step that is saved next will be sent. All ranks do so, while all are idle."""
+        self._is_reserved = True
+
+    def begin_step(self, step: int | None) -> None:
+        """Sends a step in the background, as all ranks do. None: the save has failed for which this was reserved."""
+        if step is not None:
+            self._last = step
+            self._thread = threading.Thread(target=self._run, args=(step,), name="vescale_ckpt copies", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is ending
+                self._thread = None
+        self._is_reserved = False
+
+    def end_with(self, step: int | None) -> bool:
+        """Sends a step (None: none) when nothing else is sent, if that has not begun, as all ranks do. Waits for its
+        end, at most the setting `exit_timeout`, and returns whether it has come."""
+        until = time.monotonic() + settings.number("exit_timeout")
+        if self.wait(until - time.monotonic()) and step is not None and self._last != step:
+            self.begin_step(step)
+        return self.wait(max(0.0, until - time.monotonic()))
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until nothing is sent. False if that takes longer."""
+        if (thread := self._thread) is not None:
+            thread.join(timeout)
+        return thread is None or not thread.is_alive()
+
+    def _run(self, step: int) -> None:
+        path, began = path_of(self._root, step), time.monotonic()
+        try:
+            # Clean-ups leave the step while it is sent.
+            lock = storage_at(path).share(METADATA_NAME)
+            try:
+                self._send(path)
+            finally:
+                if lock is not None:
+                    lock.release()
+        except Exception as error:
+            logger.warning("step %d has fewer copies on other nodes than wanted: %s", step, error)
+        else:
+            logger.info("step %d has its copies on other nodes, after %.1f s", step, time.monotonic() - began)
+
+    def _send(self, path: str) -> None:
+        exchange, phase = Exchange.of(self._process_group, self._timeout, "copies"), f"copying {path} to other nodes"
+        is_leader = self._leaders[exchange.rank] == exchange.rank
+
+        def tell() -> bytes:
+            return json.dumps([settings.value("domain"), part_in(path).files if is_leader else {}]).encode()
+
+        told = exchange.gather(exchange.together(tell, phase), phase)
+        of_all = json.loads(exchange.broadcast(None if told is None else b"[" + b",".join(told) + b"]", phase))
+        domains = [domain for domain, _ in of_all]
+        places: Places = {}
+        for rank, (_, files) in enumerate(of_all):
+            for name, length in files.items():
+                places.setdefault(name, {})[rank] = length
+        wanted = copies_of_each(places, sorted(set(self._leaders)), domains, self._copies)
+        checkpoint = exchange.together(lambda: NativeCheckpoint.by_metadata(path, None), phase)
+        files = NodeFiles(self._leaders, places)
+        own = wanted.get(exchange.rank, set())
+        files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)
+        if own:
+            logger.debug("%s of other nodes are in %s", size(sum(places[name][exchange.rank] for name in own)), path)
+
+
+def copies_of_each(places: Places, leaders: Sequence[int], domains: Sequence[str], copies: int) -> dict[int, set[str]]:
+    """{leader: the files that it gets}, so that `copies` nodes beside one have each file.
+
+    A file goes to the nodes behind the first one that has it, in the order of ranks and around, those of other failure
+    domains first. `domains`: of each rank; empty: it is not known, and each node is one.
+    """
+    wanted: dict[int, set[str]] = {}
+    for name, ranks in places.items():
+        have = set(ranks)
+        at = leaders.index(min(have))
+        behind = [*leaders[at + 1 :], *leaders[:at]]
+
+        def shares_a_domain(leader: int, have: set[int] = have) -> bool:
+            return bool(domains[leader]) and any(domains[leader] == domains[other] for other in have)
+
+        while len(have) <= copies and (left := [leader for leader in behind if leader not in have]):
+            chosen = min(left, key=shares_a_domain)  # the first of them
+            wanted.setdefault(chosen, set()).add(name)
+            have.add(chosen)
+    return wanted
+
+
+_running: LiveObjects[NodeCopies] = LiveObjects()
+
+
+def _finish_at_exit() -> None:
+    until = time.monotonic() + settings.number("exit_timeout")
+    for copies in _running:
+        if not copies.wait(max(0.0, until - time.monotonic())):
+            logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
+
+
+atexit.register(_finish_at_exit)
+os.register_at_fork(after_in_child=_running.clear)  # a child has none of the threads
