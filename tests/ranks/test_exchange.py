@@ -453,7 +453,10 @@ def _dies_within_one_of_many_messages(directory: Path) -> Any:
             wait_for_the_others("began", directory)
             reader = (directory / "pid 0").read_text()
             os.kill(int(reader), signal.SIGSTOP)
-            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {reader}"])
+            # The reader goes on when this process is dead, however long it takes to begin all sends.
+            lives = f"grep -q 'State:.[^ZX]' /proc/{os.getpid()}/status"
+            wait = f"for i in $(seq 600); do {lives} || break; sleep 0.1; done"
+            subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {reader}"])
             for part in parts:
                 links.send(0, part)
             os.kill(os.getpid(), signal.SIGKILL)
