@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt.manager.clean_up import prune
+from vescale_ckpt.manager.retention import Retention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 ROWS = 4096
@@ -84,6 +86,11 @@ def _cancel(rank: int, own: str, durable: str) -> tuple[bool | None, str, list[i
         torch.distributed.barrier()
         manager.save(3, _state("shards", 3))
     return said, kind, manager.steps()
+
+
+def _latest(rank: int, own: str, durable: str) -> tuple[int | None, int | None]:
+    with CheckpointManager(durable, local=own) as manager:
+        return manager.latest(), manager.latest(full=True)
 
 
 def _flip(path: Path) -> None:
@@ -202,6 +209,19 @@ def a_replaced_machine_gets_its_part_from_the_other(job: Job) -> None:
 
 
 @scenario
+def what_other_machines_have_is_no_damage(job: Job) -> None:
+    job.save("shards", [1, 2])
+    for quick in (True, False):
+        report = vescale_ckpt.verify(job.folder(1, 2), quick=quick)
+        assert not report.ok and not report.damaged and "one node's part" in report.reason
+    with pytest.raises(CheckpointError, match="missing"):
+        vescale_ckpt.load(job.folder(1, 2))
+    pruned = prune(str(job.folder(1, 2).parent), Retention(1), dry_run=False)
+    assert pruned.removed == [] and pruned.kept == [1, 2]  # nobody can tell here which step is whole
+    assert job.restore("shards") == (2, "")
+
+
+@scenario
 def copies_survive_the_loss_of_a_machine(job: Job) -> None:
     job.save("shards", [1, 2, 3], copies=1)
     assert vescale_ckpt.verify(job.folder(0, 3)).ok and vescale_ckpt.verify(job.folder(1, 3)).ok
@@ -258,6 +278,7 @@ def damage_of_all_copies_is_seen(job: Job) -> None:
     for machine in range(2):
         for path in job.folder(machine, 2).glob("*.distcp"):
             _flip(path)
+    assert job.call(_latest, job.own, str(job.durable)) == [(2, 1)] * 4
     found, warned = job.restore("hsdp")
     assert found == 1 and "no node has a sound copy" in warned
 

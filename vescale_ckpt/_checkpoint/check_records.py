@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
 from .._engine import _C
@@ -52,10 +52,10 @@ def check_file(checkpoint: LoadableCheckpoint, name: str, path: str) -> None:
 
 
 def check_records(
-    checkpoint: LoadableCheckpoint, missing: Collection[str], report: VerifyReport, progress: Progress | None = None
+    checkpoint: LoadableCheckpoint, missing: Mapping[str, bool], report: VerifyReport, progress: Progress | None = None
 ) -> set[tuple[str, int]]:
     """Reads all records except those in files of `missing`, and adds damage to the report. Returns file and offset of
-    the records of wrapper subclasses."""
+    the records of wrapper subclasses. `missing`: whether it is damage that a file is not there; else it may exist."""
     paths = {name: data_path(checkpoint.root, name) for name in file_ends(checkpoint)}
 
     def there() -> Iterator[PlacedChunk]:
@@ -64,7 +64,8 @@ def check_records(
             if chunk.file not in missing:
                 yield placed
                 continue
-            report.damaged.append(Damage(key, paths[chunk.file], chunk.offset, "its data file is missing"))
+            kind = report.damaged if missing[chunk.file] else report.unreadable
+            kind.append(Damage(key, paths[chunk.file], chunk.offset, "its data file is missing"))
 
     return _check(checkpoint, checkpoint.root, paths, there(), report, progress)
 

@@ -94,7 +94,7 @@ def _check_safetensors(path: str, report: VerifyReport, progress: Progress | Non
         add(fault)
     report.keys, report.files = len(checkpoint.tensors), len(checkpoint.file_names())
     if not report.quick:  # a sound header includes a sound length of the file
-        check_records(checkpoint, (), report, progress)
+        check_records(checkpoint, {}, report, progress)
 
 
 def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+from .._checkpoint.native.file_names import NODE_MARKER
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._plan.save_plan import GlobalSavePlan, PackedItems
@@ -82,5 +83,5 @@ class NodeLayout(NativeLayout):
                     storage.rename(own, other)
                 else:
                     storage.remove(own)
-            storage.sync()
+            storage.write(NODE_MARKER, b"")
         super().commit(metadata, index)

@@ -626,8 +626,9 @@ class CheckpointManager:
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
         """
         if self._nodes is not None:
-            steps = self._nodes.steps(self._exchange(), "looking for the newest checkpoint")
-            return next((step.number for step in steps), None)
+            nodes, exchange, phase = self._nodes, self._exchange(), "looking for the newest checkpoint"
+            steps = nodes.steps(exchange, phase)
+            return next((step.number for step in steps if not full or nodes.is_sound(step, exchange, phase)), None)
         found = self._newest_sound(quick=not full)
         return None if found is None else found[0]
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .._checkpoint.check_records import file_ends
 from .._checkpoint.native import metadata_file, step_order
-from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, is_data_file
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import FIRST, ORDER_NAME, Branch, SavedOrder, path_of
 from .._checkpoint.verify import verify
@@ -222,11 +222,20 @@ class NodeTier:
             storage.make()
             if metadata_file.metadata_fingerprint(step.path) == metadata_file.fingerprint_of(metadata):
                 return
+            storage.write(NODE_MARKER, b"")
             for name in _SMALL_FILES:
                 if name in step.contents:
                     storage.write(name, step.contents[name])
             storage.commit(METADATA_NAME, metadata, True)
         logger.info("this node has the metadata of step %d again", step.number)
+
+    def is_sound(self, step: WholeStep, exchange: Exchange, phase: str) -> bool:
+        """Whether each file has a sound copy. Reads all data, each node its own."""
+        if step.files is None:
+            return self._from_coordinator(exchange, phase, lambda: verify(step.path).ok)
+        exchange.together(partial(self._install, step, exchange.rank), phase)
+        step.files.check_own(exchange, phase, step.path)
+        return all(step.files.places.values())
 
     # --- Saves and loads
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from .. import settings
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
-from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, is_data_file
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, NODE_MARKER, is_data_file
 from .._checkpoint.native.named_files import named_files
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import SavedOrder, path_of
@@ -217,7 +217,8 @@ class PartCopy:
         return [
             name
             for name in storage_at(self._source).names()
-            if not name.startswith((METADATA_NAME, LOCK_NAME, "__")) and is_file(os.path.join(self._source, name))
+            if not name.startswith((METADATA_NAME, LOCK_NAME, NODE_MARKER, "__"))
+            and is_file(os.path.join(self._source, name))
         ]
 
     def _commit(self, contents: dict[str, bytes]) -> None:

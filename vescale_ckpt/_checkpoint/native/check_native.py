@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
 from ..check_records import Progress, add_error, check_records, file_ends
 from . import metadata_file
-from .file_names import DELTA_NAME, index_name, metadata_name
+from .file_names import DELTA_NAME, NODE_MARKER, index_name, metadata_name
 from .native_checkpoint import NativeCheckpoint, explained
 
 
@@ -113,10 +113,11 @@ def _check_tables(
             report.harmless.append(Damage(None, path, offset, reason))
 
 
-def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
-    """Checks that each data file exists and is a regular file. Returns the names of the others. Checks lengths only
-    with `quick`: otherwise the records are read."""
-    bad = set()
+def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> dict[str, bool]:
+    """Checks that each data file exists and is a regular file. Returns the names of the others, and
+    whether that is damage. Checks lengths only with `quick`: otherwise the records are read."""
+    bad: dict[str, bool] = {}
+    is_part = storage_at(directory).has(NODE_MARKER)
     known: dict[str, int] = {}
     with suppress(OSError):
         known = storage_at(directory).sizes()
@@ -127,14 +128,17 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
         try:
             found = stat_of(path)
         except OSError as error:
-            bad.add(name)
-            if is_inconclusive(error.errno, path):
-                report.unreadable.append(Damage(None, path, 0, f"data file cannot be read: {error}"))
-            else:
+            bad[name] = not is_part and not is_inconclusive(error.errno, path)
+            if bad[name]:
                 report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
+            elif is_part and isinstance(error, FileNotFoundError):
+                reason = f"{path} is not here: {directory} has one node's part of a checkpoint"
+                report.unreadable.append(Damage(None, path, 0, reason))
+            else:
+                report.unreadable.append(Damage(None, path, 0, f"data file cannot be read: {error}"))
             continue
         if not found.is_file:
-            bad.add(name)
+            bad[name] = True
             report.damaged.append(Damage(None, path, 0, f"{path} is not a regular file"))
         elif found.size < end and report.quick:
             reason = f"file {path} is truncated: it has {found.size} bytes, its last record ends at {end}"
