@@ -23,7 +23,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._checkpoint.native.step_order import FIRST
 from vescale_ckpt.manager.clean_up import prune
+from vescale_ckpt.manager.node_tier import NodeTier, Part
+from vescale_ckpt.manager.remote_tier import RemoteTier
 from vescale_ckpt.manager.retention import Retention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -328,6 +331,53 @@ def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
 def a_step_that_was_due_and_failed_is_made_good_by_the_next(job: Job) -> None:
     tiers = job.call(_save_and_fail_once, job.own, str(job.durable))[0]
     assert tiers == {4: "local", 6: "remote", 7: "local", 8: "remote"}  # 8 is the last one
+
+
+@scenario
+def a_machine_comes_back_with_an_older_save_of_a_step(job: Job) -> None:
+    job.save("replicas", [2, 3])
+    old = job.durable.with_name("old")
+    shutil.copytree(job.folder(0, 2), old)
+    job.save("replicas", [2])  # training went back: step 3 is abandoned
+    shutil.rmtree(job.durable)
+    shutil.rmtree(job.folder(0, 2))
+    shutil.copytree(old, job.folder(0, 2))
+    wanted = job.folder(1, 2).joinpath(".metadata").read_bytes()
+    found, _ = job.restore("replicas")
+    assert found == 2
+    assert all(job.folder(machine, 2).joinpath(".metadata").read_bytes() == wanted for machine in range(2))
+
+
+@scenario
+def damaged_metadata_is_replaced(job: Job) -> None:
+    job.save("shards", [1])
+    shutil.rmtree(job.durable)
+    before = job.folder(0, 1).joinpath(".metadata").read_bytes()
+    for machine in (1, 0):
+        _flip(job.folder(machine, 1) / ".metadata")
+        assert job.restore("shards")[0] == 1
+        assert job.folder(machine, 1).joinpath(".metadata").read_bytes() == before
+        shutil.rmtree(job.durable)
+
+
+@scenario
+def one_step_that_cannot_be_read_does_not_hide_the_others(job: Job) -> None:
+    job.save("shards", [1, 2])
+    shutil.rmtree(job.durable)
+    job.folder(1, 1).joinpath("__9_00000000.distcp").symlink_to("nowhere")
+    found, warned = job.restore("shards")
+    assert found == 2 and "part of step 1 does not count" in warned
+
+
+def test_the_durable_place_is_away_and_the_coordinators_machine_is_new(tmp_path: Path) -> None:
+    class Away(RemoteTier):
+        def ask(self, ask: Callable[[], Any], otherwise: Any) -> Any:
+            raise CheckpointError("the store does not answer")
+
+    tier = NodeTier(str(tmp_path / "own"), [0, 1], Away(str(tmp_path / "durable"), str(tmp_path / "own")))
+    assert list(tier._candidates({1: {1: Part("fingerprint", FIRST, {})}}, None)) == [(1, [1])]
+    with pytest.raises(CheckpointError, match="does not answer"):
+        list(tier._candidates({}, None))
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ class NodeFiles:
         """Reads all files of the checkpoint that lie on this rank's node, after a load found damage. Damaged ones do
         not count any more. All ranks call it together. Returns whether one was found."""
         damaged: list[str] = []
+        checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
         if self.leaders[exchange.rank] == exchange.rank:
-            checkpoint = NativeCheckpoint.by_metadata(path, None)
             for name in sorted(name for name, places in self.places.items() if exchange.rank in places):
                 try:
                     check_file(checkpoint, name, os.path.join(path, name))

@@ -46,9 +46,11 @@ def clean_up(
 
 def clean_up_part(root: str, retention: Retention, saved: int) -> None:
     """Does the same in the folder of one node, where each step is a part: only all nodes together see whether a step is
-    whole. `saved` is, and stays."""
+    whole. `saved` is, and stays; so does a step that another thread has saved meanwhile."""
     if retention.max_to_keep is not None:
-        step_directories.remove(root, sorted({*retention.surplus(_candidates(root, retention))} - {saved}))
+        checkpoints = _candidates(root, retention)
+        kept = {saved, *(checkpoint.step for checkpoint in checkpoints[-1:])}
+        step_directories.remove(root, sorted({*retention.surplus(checkpoints)} - kept))
     step_directories.remove_orphans(root)
 
 

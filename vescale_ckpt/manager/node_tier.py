@@ -104,13 +104,18 @@ class NodeTier:
         """{step: {leader: its part}} on the coordinator; None on other ranks."""
 
         def tell() -> bytes:
-            told = []
-            if self.leaders[exchange.rank] == exchange.rank:
+            told: list[tuple[Any, ...]] = []
+            mine: list[int] = []
+            try:
+                mine = step_order.all_steps(self.root) if self.leads(exchange.rank) else []
+            except (CheckpointError, OSError) as error:
+                logger.warning("this node's part of the steps does not count: %s", error)
+            for step in mine:
                 try:
-                    found = {step: part_in(path_of(self.root, step)) for step in step_order.all_steps(self.root)}
-                    told = [(step, part.fingerprint, part.branch, part.files) for step, part in found.items()]
+                    part = part_in(path_of(self.root, step))
+                    told.append((step, part.fingerprint, part.branch, part.files))
                 except (CheckpointError, OSError) as error:
-                    logger.warning("this node's part of the steps does not count: %s", error)
+                    logger.warning("this node's part of step %d does not count: %s", step, error)
             return json.dumps(told).encode()
 
         gathered = exchange.gather(exchange.together(tell, phase), phase)
@@ -125,24 +130,36 @@ class NodeTier:
 
     def _candidates(self, parts: dict[int, dict[int, Part]], only: int | None) -> Iterator[tuple[int, list[int]]]:
         """Yields steps, that which was saved last first, and the ranks that have equal metadata of them. A step that
-        was saved again may have several, if the nodes were stopped in its commit: each counts if it is whole."""
-        durable: dict[int, Branch] = self._durable.ask(lambda: SavedOrder(self._durable.url).branches, {})
+        was saved again may have several, if the nodes were stopped in its commit, or if a node comes back with an older
+        one: each counts if it is whole, that of the newest branch first."""
+        durable: dict[int, Branch] = {}
+        try:
+            durable = self._durable.ask(lambda: SavedOrder(self._durable.url).branches, {})
+        except (CheckpointError, OSError) as error:
+            if not parts:  # this node may be new, and the others may have steps
+                raise
+            logger.warning(
+                "checkpoints in %s do not count now, and those of the nodes do: %s", self._durable.url, error
+            )
         branches = dict(durable)
         for step, of_step in parts.items():
             for part in of_step.values():
-                if part.fingerprint:
+                if part.fingerprint and part.branch.number >= branches.get(step, FIRST).number:
                     branches[step] = part.branch
-        for step in SavedOrder(self.root, elsewhere=branches).newest_first():
+        for step in SavedOrder(self.root, known=branches, elsewhere=branches).newest_first():
             if only is not None and step != only:
                 continue
             ranks: dict[str, list[int]] = {}
             for rank, part in parts.get(step, {}).items():
                 if part.fingerprint:
                     ranks.setdefault(part.fingerprint, []).append(rank)
-            for same in sorted(ranks.values(), key=len, reverse=True):
-                yield step, same
+            found = [
+                (max(parts[step][rank].branch.number for rank in same), len(same), same) for same in ranks.values()
+            ]
             if step in durable:
-                yield step, []
+                found.append((durable[step].number, 0, []))  # behind those of the nodes, unless it is newer
+            for _, _, same in sorted(found, key=lambda one: one[:2], reverse=True):
+                yield step, same
 
     def _on_nodes(
         self, exchange: Exchange, phase: str, parts: dict[int, dict[int, Part]] | None, step: int, sources: list[int]
@@ -220,7 +237,7 @@ class NodeTier:
         with named_system_errors(step.path):
             storage = storage_at(step.path)
             storage.make()
-            if metadata_file.metadata_fingerprint(step.path) == metadata_file.fingerprint_of(metadata):
+            if storage.has(METADATA_NAME) and storage.read(METADATA_NAME) == metadata:
                 return
             storage.write(NODE_MARKER, b"")
             for name in _SMALL_FILES:
