@@ -66,6 +66,13 @@ def records(directory: Path) -> list[Record]:
     return found
 
 
+def named_by_index(directory: Path) -> set[str]:
+    """The data files that the index beside the metadata names."""
+    index = metadata_file.read_index(str(directory))
+    assert index is not None
+    return set(index.files)
+
+
 def data_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.distcp"))
 

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.planner import (
 import vescale_ckpt
 from harness.states import State, blank, same
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt._collective.start_save import start_save
+from vescale_ckpt._write.node_layout import NodeLayout
 
 
 class ShardingPlanner(SavePlanner):
@@ -188,3 +190,11 @@ def load_boxes(directory: Path, key: str, boxes: list[tuple[slice, ...]], **opti
         planner.want(index, box)
     reader.read_data(LoadPlan(planner.items), planner).wait()
     return planner.targets
+
+
+def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool) -> None:
+    """Saves into a folder of each node, as managers do. The folders need not have the same path."""
+    start_save(
+        "a folder of each node", str(folder), state, NodeLayout, SavePlanner(placement="local"),
+        async_checkpoint=async_checkpoint, process_group=None,
+    ).result()  # fmt: skip

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness.files import named_by_index
 from harness.ranks import run_ranks
+from harness.saves import save_on_nodes
 from harness.states import numbers, sharded
 from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import SavePlanner
-from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
-from vescale_ckpt._collective.start_save import start_save
-from vescale_ckpt._write.node_layout import NodeLayout
 
 KINDS = ["replicas", "hsdp", "shards", "uneven"]
 
@@ -38,10 +36,7 @@ def _state(kind: str) -> dict[str, Any]:
 def _save(root: Path, kind: str, asynchronous: bool) -> None:
     node = dist.get_rank() // 2
     os.environ["VESCALE_CKPT_NODE"] = str(node)
-    start_save(
-        "the step", str(root / f"node{node}"), _state(kind), NodeLayout, SavePlanner(placement="local"),
-        async_checkpoint=asynchronous, process_group=None,
-    ).result()  # fmt: skip
+    save_on_nodes(root / f"node{node}", _state(kind), async_checkpoint=asynchronous)
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -54,7 +49,7 @@ def test_the_folders_together_are_one_checkpoint(kind: str, asynchronous: bool, 
     run_ranks(4, _save, tmp_path, kind, asynchronous)
     first, second = tmp_path / "node0", tmp_path / "node1"
     assert (first / ".metadata").read_bytes() == (second / ".metadata").read_bytes()
-    named = NativeCheckpoint.by_index(str(first), None).named_files()
+    named = named_by_index(first)
     of_first, of_second = _files(first), _files(second)
     assert of_first.keys() | of_second.keys() == named
     for name in of_first.keys() & of_second.keys():
