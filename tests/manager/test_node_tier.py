@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._checkpoint.native.step_order import FIRST
 from vescale_ckpt.manager.clean_up import prune
-from vescale_ckpt.manager.node_tier import NodeTier, Part
+from vescale_ckpt.manager.node_tier import FIRST, NodeTier, Part
 from vescale_ckpt.manager.remote_tier import RemoteTier
 from vescale_ckpt.manager.retention import Retention
 
@@ -222,6 +221,20 @@ def what_other_machines_have_is_no_damage(job: Job) -> None:
     pruned = prune(str(job.folder(1, 2).parent), Retention(1), dry_run=False)
     assert pruned.removed == [] and pruned.kept == [1, 2]  # nobody can tell here which step is whole
     assert job.restore("shards") == (2, "")
+
+
+@scenario
+def a_job_goes_on_with_one_machine(job: Job) -> None:
+    job.save("replicas", [1, 2])
+    job.save("shards", [3])
+    local, durable = job.folder(0, 3).parent, job.durable
+    shutil.rmtree(durable)
+    with CheckpointManager(durable, local=local, max_to_keep=4) as manager:
+        state = {"w": torch.zeros(ROWS, 64), "b": torch.zeros(5), "step": 0}
+        assert manager.restore(state) == 2 and torch.equal(state["w"], numbers(ROWS, 64, first=2))
+        manager.save(4, state)
+    assert manager.tiers() == {1: "remote", 2: "remote", 3: "local", 4: "remote"}
+    assert job.folder(0, 3).joinpath(".metadata").exists()  # a part: nobody knows here whether it is whole
 
 
 @scenario

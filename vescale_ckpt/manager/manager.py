@@ -821,12 +821,16 @@ class CheckpointManager:
         try:
             exchange.together(make, phase)
             (number,) = exchange.agree((marker.number,), phase)
-            sees = 0
-            if exchange.rank and leaders[exchange.rank] == exchange.rank:
+
+            def look() -> int:
+                if not exchange.rank or leaders[exchange.rank] != exchange.rank:
+                    return 0
                 with suppress(SeparateDirectoriesError):
                     marker.look(number, exchange.rank)
-                    sees = 1
-            (seeing,) = exchange.agree((), phase, [sees])
+                    return 1
+                return 0
+
+            (seeing,) = exchange.agree((), phase, [exchange.together(look, phase)])
         finally:
             marker.remove()
         others = len(set(leaders)) - 1

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Sequence
 from .. import settings
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
-from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, NODE_MARKER, is_data_file
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
 from .._checkpoint.native.named_files import named_files
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.native.step_order import SavedOrder, path_of
+from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._convert.transfer import CopyReport, Transfer
 from .._storage.open_storage import is_file, stat_of, storage_at
 from .._storage.pending import PendingFile
@@ -226,6 +226,9 @@ class PartCopy:
         superseded = named_files(self._url, None)
         if INDEX_NAME in contents:
             storage.write(INDEX_NAME, contents[INDEX_NAME])
+        for name in (ORDER_NAME, METRICS_NAME):
+            if name not in contents:  # an older save of the step may have left one
+                storage.remove(name)
         storage.commit(METADATA_NAME, contents[METADATA_NAME], True)
         if superseded := superseded - NativeCheckpoint.by_index(self._url, None).named_files():
             remove_orphans(self._url, superseded)

@@ -82,11 +82,13 @@ class RunningSave:
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
-            for call in self.on_end:
-                call(None if then is None else self.step)
-            self.on_end = []
             self._lock = self._before = None
-            self._ended.set()
+            try:
+                for call in self.on_end:
+                    call(None if then is None else self.step)
+            finally:
+                self.on_end = []
+                self._ended.set()
 
     def wait_until_ended(self) -> None:
         """Waits until the save has ended and its clean-up is done."""

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from .. import settings
-from .._checkpoint.native.file_names import METADATA_NAME
+from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
+from .._checkpoint.verify import verify
 from .._collective import at_exit
 from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
@@ -146,6 +147,9 @@ class Uploads:
         for step in order.newest_first():
             if self.every is not None and step % self.every:
                 continue
+            path = path_of(self.local, step)
+            if storage_at(path).has(NODE_MARKER) and not verify(path, quick=True).ok:
+                continue  # an earlier job of several nodes has left a part of it
             if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
                 return step
         return None
