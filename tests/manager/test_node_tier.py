@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
+import random
 import shutil
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -406,3 +409,46 @@ def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
             shutil.copytree(tmp_path / str(machine), machines.folder(machine), dirs_exist_ok=True)
         found = machines.run(_restore, "shards", str(machines.own), str(tmp_path / "durable"))
         assert found == [(1, [])] * (2 * after)
+
+
+def _save_on_and_on(rank: int, pipe: Connection, kind: str, own: str, durable: str) -> None:
+    """Tells each step that was saved. The last word is an error, where others are gone."""
+    manager = CheckpointManager(durable, local=own, copies=1, timeout=5, max_to_keep=3, async_checkpoint=False)
+    at = _placed(kind, torch.arange(ROWS * 64).view(ROWS, 64))  # torch's groups, once: they would wait for lost ranks
+    try:
+        for step in itertools.count(1):
+            manager.save(step, {"w": ((at + step) % 8191).float(), "b": numbers(5, first=step), "step": step})
+            pipe.send(step)
+    except CheckpointError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.recv()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("kind", ["shards", "hsdp"])
+@pytest.mark.parametrize("machine", [1, 0])
+def test_a_machine_is_lost_at_any_time(machine: int, kind: str, is_replaced: bool, tmp_path: Path) -> None:
+    """Then the job starts again, with the machine or an empty one in its place: all values are those of one step."""
+    durable = tmp_path / "durable"
+    with Machines(2) as machines:
+        with machines.start(_save_on_and_on, kind, str(machines.own), str(durable)) as ranks:
+            saved = 0
+            for step in range(1, 4):
+                assert ranks.hear() == [step] * 4
+                saved = step
+            time.sleep(random.random())
+            ranks.lose(machine)
+            others = [rank for rank in range(4) if rank not in ranks.on(machine)]
+            told: Any = saved
+            while isinstance(told, int):
+                saved = told
+                told = ranks.hear(60, but=ranks.on(machine))[others[0]]
+            assert "Timeout" in told or "Failed" in told, told
+        machines.heal("lost", machine)
+        if is_replaced:
+            machines.replace(machine)
+        found = machines.run(_restore, kind, str(machines.own), str(durable))
+        step = found[0][0]
+        assert [found_step for found_step, _ in found] == [step] * 4
+        assert step >= saved if kind == "hsdp" or not is_replaced else step >= 1
