@@ -26,7 +26,7 @@ from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
-from ._write.optimizer_gate import Gate
+from ._write.optimizer_gate import Gate, as_gate
 from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
 from ._write.store_layout import StoreLayout
 from .reports import LoadReport
@@ -127,7 +127,7 @@ def save(
         raise ValueError("frozen: only a save with base= can leave tensors unread")
     older = None if base is None else checkpoint_path(checked_path("base", base))
     directory = checkpoint_path(path)  # absolute: the working directory may change later
-    guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
+    guard = as_gate(gate)
     unchanged = None
     if frozen is not None:
         trained = trained_tensors(state, () if guard is None else guard.optimizers)

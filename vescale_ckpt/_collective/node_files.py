@@ -28,10 +28,9 @@ Places = dict[str, dict[int, int]]  # {file: {rank whose node has it: bytes}}
 
 def leaders_of(exchange: Exchange, phase: str) -> list[int]:
     """Returns for each rank the lowest rank of its node. All ranks call it together."""
-    gathered = exchange.gather(str(node_of_this_process()).encode(), phase)
-    answer = None if gathered is None else json.dumps([gathered.index(node) for node in gathered]).encode()
-    leaders: list[int] = json.loads(exchange.broadcast(answer, phase))
-    return leaders
+    nodes = exchange.share(str(node_of_this_process()).encode(), phase)
+    first: dict[bytes, int] = {}
+    return [first.setdefault(node, rank) for rank, node in enumerate(nodes)]
 
 
 class NodeFiles:
@@ -104,8 +103,8 @@ class NodeFiles:
         """Notes on all ranks which files have arrived. Raises if one could not be stored where it was needed."""
         own_fault = next((error for error in failed.values() if not _is_of_the_copy(error)), None)
         exchange.fail_together(own_fault, phase, LoadFailedError)
-        told = exchange.gather(json.dumps({name: str(error) for name, error in failed.items()}).encode(), phase)
-        lost = json.loads(exchange.broadcast(None if told is None else b"[" + b",".join(told) + b"]", phase))
+        told = json.dumps({name: str(error) for name, error in failed.items()}).encode()
+        lost = [*map(json.loads, exchange.share(told, phase))]
         for message in messages:
             if (reason := lost[message.target].get(message.name)) is None:
                 self.places[message.name][message.target] = message.bytes
@@ -124,8 +123,7 @@ class NodeFiles:
                 except (CheckpointError, OSError) as error:
                     logger.warning("the copy of %s on this node does not count: %s", name, error)
                     damaged.append(name)
-        told = exchange.gather(json.dumps(damaged).encode(), phase)
-        of_all = json.loads(exchange.broadcast(None if told is None else b"[" + b",".join(told) + b"]", phase))
+        of_all = [*map(json.loads, exchange.share(json.dumps(damaged).encode(), phase))]
         for rank, names in enumerate(of_all):
             for name in names:
                 self.places[name].pop(rank, None)

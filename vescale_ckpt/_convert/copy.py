@@ -26,7 +26,7 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
 from .._engine.engine_errors import check_space, named_system_errors
-from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
+from .._storage.open_storage import checkpoint_path, is_file, is_folder, size_in, stat_of, storage_at
 from .._storage.pending import PendingFile, PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..settings import checked_flag, checked_path
@@ -153,7 +153,7 @@ class FolderCopy:
                 for name in storage.names():  # that a copy that died took of an earlier state of the source
                     if name not in files.paths and is_file(os.path.join(folder.temporary, name)):
                         storage.remove(name)
-                there = {name: _size(folder.temporary, name) for name in files.paths}
+                there = {name: size_in(folder.temporary, name) for name in files.paths}
                 check_space(folder.directory, sum(size for name, size in sizes.items() if there[name] != size))
                 made = [self._copy(name, files, folder.temporary, transfer) for name in files.paths]
                 for name, content in files.last().items():
@@ -203,7 +203,7 @@ class FolderCopy:
         """Makes one file, unless it is there."""
         self._check()
         source, path, storage = files.paths[name], os.path.join(folder, name), storage_at(folder)
-        size, there = stat_of(source).size, _size(folder, name)
+        size, there = stat_of(source).size, size_in(folder, name)
         if there == size:
             if not self._read_back and is_data_file(name):  # no two saves give a file the same name
                 transfer.moved(size)
@@ -262,12 +262,6 @@ class FolderCopy:
         check_replaceable(path)
         if others := files.foreign_in(path):
             raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
-
-
-def _size(folder: str, name: str) -> int | None:
-    """The length of a file. None if there is none."""
-    path = os.path.join(folder, name)
-    return stat_of(path).size if is_file(path) else None
 
 
 def _exists(path: str) -> CheckpointError:

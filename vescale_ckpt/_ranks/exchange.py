@@ -202,6 +202,11 @@ class Exchange:
         between the same two collectives, at most one there."""
         return FirstWord(None, "", 0) if self._links is None else self._links.first_word()
 
+    def share(self, data: bytes, phase: str) -> list[bytes]:
+        """Returns every rank's bytes, by rank, on every rank. For short messages: each rank holds all at once."""
+        gathered = self.gather(data, phase)
+        return unpack(self.broadcast(None if gathered is None else pack(*gathered), phase))
+
     def may_commit(self) -> None:
         """Call this after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError if
         other ranks have given up, or if the store does not answer."""

@@ -108,6 +108,12 @@ def is_file(path: str) -> bool:
     return found is not None and found.is_file
 
 
+def size_in(folder: str, name: str) -> int | None:
+    """The length of a file; None if there is none. Raises as `is_file` does."""
+    found = _stat_if_there(os.path.join(folder, name))
+    return found.size if found is not None and found.is_file else None
+
+
 def _stat_if_there(path: str) -> Stat | None:
     storage = storage_at(path)
     try:

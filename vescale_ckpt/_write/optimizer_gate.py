@@ -54,6 +54,11 @@ class Gate:
                 )
 
 
+def as_gate(gate: Optimizer | Iterable[Optimizer] | Gate | None) -> Gate | None:
+    """The gate that a caller has given, or one of the optimizers."""
+    return gate if gate is None or isinstance(gate, Gate) else Gate(gate)
+
+
 class GatedCopy:
     """The tensors that one save copies behind a gate: parameters and optimizer state, which only steps of the
     optimizers change. If anything else changes one while it is copied, the save fails."""

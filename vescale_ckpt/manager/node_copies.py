@@ -110,8 +110,7 @@ class NodeCopies:
         def tell() -> bytes:
             return json.dumps([settings.value("domain"), part_in(path).files if is_leader else {}]).encode()
 
-        told = exchange.gather(exchange.together(tell, phase), phase)
-        of_all = json.loads(exchange.broadcast(None if told is None else b"[" + b",".join(told) + b"]", phase))
+        of_all = [*map(json.loads, exchange.share(exchange.together(tell, phase), phase))]
         domains = [domain for domain, _ in of_all]
         places: Places = {}
         for rank, (_, files) in enumerate(of_all):

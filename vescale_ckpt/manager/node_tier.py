@@ -36,7 +36,7 @@ from .._ranks.message import pack, unpack
 from .._state.key_selection import Selection
 from .._storage.open_storage import storage_at
 from .._write.node_layout import NodeLayout
-from .._write.optimizer_gate import Gate
+from .._write.optimizer_gate import Gate, as_gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
 from .remote_tier import RemoteTier
@@ -282,7 +282,7 @@ class NodeTier:
         return start_save(
             path, path, state, lambda options: NodeLayout(options, extra_files), _planners.of(process_group),
             async_checkpoint=async_checkpoint, process_group=process_group, timeout=timeout,
-            gate=gate if gate is None or isinstance(gate, Gate) else Gate(gate),
+            gate=as_gate(gate),
         )  # fmt: skip
 
     def load(

@@ -21,7 +21,7 @@ from .._checkpoint.native.named_files import named_files
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._convert.transfer import CopyReport, Transfer
-from .._storage.open_storage import is_file, stat_of, storage_at
+from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.pending import PendingFile
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, some
@@ -166,7 +166,7 @@ class PartCopy:
         contents = read_small_files(self._source)
         ends = file_ends_of(self._source, contents)
         fingerprint = metadata_file.fingerprint_of(contents[METADATA_NAME])
-        here = {name: stat_of(path).size for name in ends if is_file(path := os.path.join(self._source, name))}
+        here = {name: size for name in ends if (size := size_in(self._source, name)) is not None}
         self._transfer = Transfer(sum(here.values()), None, self._bytes_per_second, self._check)
         for name in here:
             if self._is_own(name):
@@ -177,7 +177,7 @@ class PartCopy:
         since, missing_before, pause = time.monotonic(), len(ends), _FIRST_PAUSE
         while metadata_file.metadata_fingerprint(self._url) != fingerprint:
             self._check()
-            missing = [name for name, end in ends.items() if (_size(self._url, name) or 0) < end]
+            missing = [name for name, end in ends.items() if (size_in(self._url, name) or 0) < end]
             if not missing and self._commits:
                 self._commit(contents)
                 return
@@ -196,7 +196,7 @@ class PartCopy:
 
     def _copy(self, name: str, size: int) -> None:
         self._check()
-        if is_data_file(name) and _size(self._url, name) == size:  # no two saves give a file the same name
+        if is_data_file(name) and size_in(self._url, name) == size:  # no two saves give a file the same name
             self._report.resumed_files += 1
             self._report.resumed_bytes += size
             return
@@ -238,9 +238,3 @@ def _writer_of(name: str) -> int:
     """The rank that wrote a data file, as the job that saved it numbered its ranks."""
     match = _WRITER.match(name)
     return -1 if match is None else int(match[1])
-
-
-def _size(folder: str, name: str) -> int | None:
-    """The length of a file. None if there is none."""
-    path = os.path.join(folder, name)
-    return stat_of(path).size if is_file(path) else None
