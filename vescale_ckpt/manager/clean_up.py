@@ -44,12 +44,13 @@ def clean_up(
     return sound
 
 
-def clean_up_part(root: str, retention: Retention, saved: int) -> None:
+def clean_up_part(root: str, retention: Retention, saved: int, copied: int | None = None) -> None:
     """Does the same in the folder of one node, where each step is a part: only all nodes together see whether a step is
-    whole. `saved` is, and stays; so does a step that another thread has saved meanwhile."""
+    whole. `saved` is, and stays; so does a step that another thread has saved meanwhile, and `copied`, the last one
+    that survives the loss of a node."""
     if retention.max_to_keep is not None:
         checkpoints = _candidates(root, retention)
-        kept = {saved, *(checkpoint.step for checkpoint in checkpoints[-1:])}
+        kept = {saved, copied, *(checkpoint.step for checkpoint in checkpoints[-1:])}
         step_directories.remove(root, sorted({*retention.surplus(checkpoints)} - kept))
     step_directories.remove_orphans(root)
 

@@ -480,7 +480,8 @@ class CheckpointManager:
                 self._found_damage = False
             if self._nodes is not None:
                 if running.is_coordinator:
-                    clean_up_part(self.directory, self.retention, running.step)
+                    copied = None if self._copies is None else self._copies.complete
+                    clean_up_part(self.directory, self.retention, running.step, copied)
             elif running.is_coordinator:
                 paths = {step: path_of(self.directory, step) for step in complete_steps(self.directory)}
                 doubted = {step for step, path in paths.items() if path in self._damaged}

@@ -52,6 +52,7 @@ class NodeCopies:
         self._bytes_per_second = bytes_per_second
         self._is_reserved = False  # for a step that is being saved
         self._last: int | None = None  # the step that was sent last, equal on all ranks
+        self.complete: int | None = None  #: the last step that has its copies
         self._thread: threading.Thread | None = None
         _running.add(self)
 
@@ -101,6 +102,7 @@ class NodeCopies:
         except Exception as error:
             logger.warning("step %d has fewer copies on other nodes than wanted: %s", step, error)
         else:
+            self.complete = step
             logger.info("step %d has its copies on other nodes, after %.1f s", step, time.monotonic() - began)
 
     def _send(self, path: str) -> None:
