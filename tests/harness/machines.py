@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import pickle
@@ -41,6 +42,7 @@ _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PORT = 29500
 _START_TIMEOUT = 120.0
+_numbers = itertools.count()  # of the networks of this process
 
 
 def why_not() -> str | None:
@@ -67,14 +69,17 @@ class Traffic:
 
 class Machines:
     """`count` machines of `ranks` ranks each, numbered from 0, and a router. `megabits`: of each link, each way, a
-    second (None: as fast as it goes)."""
+    second (None: as fast as it goes). `store_apart`: the store is with a process of its own on machine 0, as launchers
+    have it."""
 
-    def __init__(self, count: int = 2, ranks: int = 2, megabits: int | None = None) -> None:
+    def __init__(self, count: int = 2, ranks: int = 2, megabits: int | None = None, store_apart: bool = False) -> None:
         self.count = count
         self.ranks = ranks
+        self.store_apart = store_apart
         self._megabits = megabits
-        self._router = f"vckpt{os.getpid()}r"
-        self._names = [f"vckpt{os.getpid()}m{machine}" for machine in range(count)]
+        name = f"vckpt{os.getpid()}n{next(_numbers)}"
+        self._router = f"{name}r"
+        self._names = [f"{name}m{machine}" for machine in range(count)]
         self._directory = Path(tempfile.mkdtemp(prefix="machines_"))
         self.own = self._directory / "own"  #: where the ranks of each machine see its folder
         self.own.mkdir()
@@ -185,10 +190,13 @@ class Ranks:
         self, machines: Machines, machine_of: list[int], function: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         self._machines = machines
-        self._machine_of = machine_of
+        self.machine_of = machine_of
         self._directory = tempfile.mkdtemp(prefix="ranks_")
         self._processes, self._pipes = [], []
         call = pickle.dumps((function.__module__, function.__qualname__, args))
+        self._store = forks().Process(target=_host_store, args=(machines,)) if machines.store_apart else None
+        if self._store is not None:
+            self._store.start()
         for rank, machine in enumerate(machine_of):
             ours, theirs = forks().Pipe()
             place = (rank, len(machine_of), machine)
@@ -202,6 +210,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill_store()
         for process in self._processes:
             process.kill()
             process.join(10)
@@ -210,7 +219,7 @@ class Ranks:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def on(self, machine: int) -> list[int]:
-        return [rank for rank, place in enumerate(self._machine_of) if place == machine]
+        return [rank for rank, place in enumerate(self.machine_of) if place == machine]
 
     def stop(self, rank: int) -> None:
         os.kill(self._pid(rank), signal.SIGSTOP)
@@ -226,20 +235,31 @@ class Ranks:
         for rank in self.on(machine):
             self.go_on(rank)
 
-    def lose(self, machine: int) -> None:
-        """The machine loses power: nobody is told, as no packet leaves it any more."""
-        self._machines.part("lost", machine)
+    def kill_store(self) -> None:
+        """Ends the process of the store, if it has one of its own."""
+        if self._store is not None:
+            self._store.kill()
+            self._store.join(10)
+
+    def kill(self, machine: int) -> None:
+        """All its ranks get SIGKILL: their connections are closed."""
         for rank in self.on(machine):
             self._processes[rank].kill()
             self._processes[rank].join(10)
+
+    def lose(self, machine: int) -> None:
+        """The machine loses power: nobody is told, as no packet leaves it any more."""
+        self._machines.part("lost", machine)
+        self.kill(machine)
 
     def _pid(self, rank: int) -> int:
         pid = self._processes[rank].pid
         assert pid is not None
         return pid
 
-    def say(self, word: str) -> None:
-        for pipe in self._pipes:
+    def say(self, word: Any, to: Iterable[int] | None = None) -> None:
+        """To these ranks; None: to all."""
+        for pipe in self._pipes if to is None else map(self._pipes.__getitem__, to):
             with contextlib.suppress(OSError):  # of a machine that is lost
                 pipe.send(word)
 
@@ -299,6 +319,15 @@ def _once(rank: int, pipe: Connection, module: str, name: str, args: tuple[Any, 
     pipe.recv()
 
 
+def _host_store(machines: Machines) -> None:
+    machines.enter(0)
+    import torch.distributed as dist
+
+    store = dist.TCPStore(f"{_network(0)}.2", _PORT, is_master=True, wait_for_workers=False)
+    signal.pause()
+    del store
+
+
 def _serve(machines: Machines, place: tuple[int, int, int], pipe: Connection, call: bytes, directory: str) -> None:
     rank, size, machine = place
     stacks = open(os.path.join(directory, f"stacks_{rank}"), "w")  # noqa: SIM115  # faulthandler keeps it
@@ -317,13 +346,10 @@ def _serve(machines: Machines, place: tuple[int, int, int], pipe: Connection, ca
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{_network(0)}.2:{_PORT}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=_START_TIMEOUT),
-        )
+        is_host = rank == 0 and not machines.store_apart
+        timeout = timedelta(seconds=_START_TIMEOUT)
+        store = dist.TCPStore(f"{_network(0)}.2", _PORT, size, is_host, timeout, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         module, name, args = pickle.loads(call)
         getattr(__import__(module, fromlist=[name]), name)(rank, pipe, *args)
     except BaseException:

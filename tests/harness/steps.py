@@ -13,11 +13,12 @@ from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt._collective import at_exit, background, start_save
 from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._collective.handle import Notice
+from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._load import load_packed
-from vescale_ckpt._ranks import shared_directory
+from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.first_word import FirstWord
 from vescale_ckpt._ranks.groups import PerGroup
@@ -34,8 +35,13 @@ from vescale_ckpt._storage import locks, object_clients, orphans
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt._write.native_layout import NativeLayout
+from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
+from vescale_ckpt.manager import manager, node_uploads
+from vescale_ckpt.manager.node_copies import NodeCopies
+from vescale_ckpt.manager.node_tier import NodeTier
+from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
 
 __all__ = [
     "CEILING",
@@ -97,11 +103,25 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
     "open a store": (object_clients, "_open"),
     "wait for what others write": (usage, "sync_file_system"),
+    "commit on a machine": (NodeLayout, "commit"),
+    "clean up on a machine": (manager, "clean_up_part"),
+    "send copies": (NodeCopies, "_send"),
+    "read a file to send": (send_files._OutgoingFile, "read"),
+    "write a file that comes": (send_files._IncomingFile, "write"),
+    "check a file that came": (send_files._IncomingFile, "finish"),
+    "copy a file to the durable place": (PartCopy, "_copy"),
+    "commit in the durable place": (PartCopy, "_commit"),
+    "clean up the durable place": (NodeUploads, "_clean_up"),
+    "tell the steps of a machine": (NodeTier, "_parts"),
+    "install metadata": (NodeTier, "_install"),
+    "bring files": (NodeFiles, "bring"),
+    "read a checkpoint": (StorageReader, "read"),
 }
 LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
     "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
+    "seconds until machines copy files of others": (node_uploads, "_SECONDS_UNTIL_OTHERS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]
