@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
@@ -11,6 +10,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from harness.states import numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager, StorageFullError
 from vescale_ckpt.manager.clean_up import prune
 from vescale_ckpt.manager.node_tier import FIRST, NodeTier, Part
 from vescale_ckpt.manager.remote_tier import RemoteTier
@@ -334,7 +334,7 @@ def only_due_steps_are_durable(job: Job) -> None:
 def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
     with CheckpointManager(durable, local=own, durable_interval_steps=5, async_checkpoint=False) as manager:
         manager.save(4, _state("shards", 4))
-        with steps.failing("write tensors", OSError(errno.EIO, "none")), pytest.raises(CheckpointError):
+        with steps.failing("write tensors", ValueError("none")), pytest.raises(CheckpointError):
             manager.save(5, _state("shards", 5))
         manager.save(6, _state("shards", 6))
         assert manager._node_uploads is None or manager._node_uploads.wait(60)
@@ -347,6 +347,64 @@ def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
 def a_step_that_was_due_and_failed_is_made_good_by_the_next(job: Job) -> None:
     tiers = job.call(_save_and_fail_once, job.own, str(job.durable))[0]
     assert tiers == {4: "local", 6: "remote", 7: "local", 8: "remote"}  # 8 is the last one
+
+
+def _save_where_one_machine_cannot(rank: int, own: str, durable: str) -> tuple[dict[int, str], list[str]]:
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vescale_ckpt").addHandler(handler)
+    with CheckpointManager(durable, local=own, durable_interval_steps=100, async_checkpoint=False) as manager:
+        manager.save(1, _state("shards", 1))
+        manager.wait()
+        torch.distributed.barrier()
+        if rank == 3:
+            shutil.move(own, own + ".away")
+            Path(own).write_text("no folder")
+        torch.distributed.barrier()
+        manager.save(2, _state("shards", 2))
+        torch.distributed.barrier()
+        if rank == 3:
+            os.remove(own)
+            shutil.move(own + ".away", own)
+        torch.distributed.barrier()
+        manager.save(3, _state("shards", 3), metrics={"loss": 3})
+        failing = StorageFullError(own, 1 << 60, 10)
+        with nullcontext() if rank != 3 else steps.failing("write tensors", failing), pytest.raises(StorageFullError):
+            manager.save(4, _state("shards", 4))
+        manager.save(5, _state("shards", 5), metrics={"loss": 5})
+        manager.save(6, _state("shards", 6))
+        assert manager.metrics(5) == {"loss": 5}
+    return dict(manager.tiers()), warned
+
+
+@scenario
+def a_machine_that_cannot_save_does_not_stop_saves(job: Job) -> None:
+    answers = job.call(_save_where_one_machine_cannot, job.own, str(job.durable))
+    tiers = {1: "local", 2: "remote", 3: "local", 5: "remote", 6: "remote"}
+    assert [found for found, _ in answers] == [tiers] * 4
+    warned = "\n".join(answers[2][1])  # the lowest rank of its machine
+    assert "step 2 goes to" in warned and "step 5 goes to" in warned and "PiB needed" in warned, warned
+    assert not job.folder(1, 2).exists() and not job.folder(1, 5).exists()
+    for step in (6, 5, 3, 2, 1):
+        assert job.restore("shards", step) == (step, "")
+    assert job.restore("shards") == (6, "")
+    assert vescale_ckpt.verify(job.durable / "step-5").ok
+
+
+@scenario
+def a_machine_that_cannot_store_what_it_lacks(job: Job) -> None:
+    """Nothing older takes the place of a step that other machines have."""
+    job.save("hsdp", [1, 2])
+    local = job.folder(1, 2).parent
+    job.replace(1)
+    local.write_text("no folder")
+    assert job.restore("hsdp") == (2, "")  # the durable copy
+    shutil.rmtree(job.durable / "step-2")
+    with pytest.raises(AssertionError, match=r"(Not a directory|File exists)"):
+        job.restore("hsdp")
+    os.remove(local)
+    assert job.restore("hsdp") == (2, "")
 
 
 @scenario

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder
 from ..errors import CheckpointError
 from .remote_tier import RemoteTier
@@ -19,8 +20,8 @@ class BranchTracker:
     """
 
     def __init__(self, root: str, remote: RemoteTier | None = None) -> None:
-        """`remote`: checkpoints are copied there. It is read once, when the manager begins, because all later saves are
-        in `root`."""
+        """`remote`: checkpoints are copied there. It is read once, when the manager begins: all later saves are in
+        `root`, or are noted (`note_saved`)."""
         self.root = root
         self.remote = remote
         self._elsewhere: dict[int, Branch] = {}  # {step: branch} in `remote` at the beginning
@@ -48,6 +49,11 @@ class BranchTracker:
         last = SavedOrder(self.root, elsewhere=self._elsewhere).last
         self._newest = -1 if last is None else last
         self._has_looked = True
+
+    def note_saved(self, path: str, step: int) -> None:
+        """Notes a save that may have gone to `remote`."""
+        if self.remote is not None and path == step_order.path_of(self.remote.url, step):
+            self._elsewhere[step] = step_order.read(path)
 
     def note_restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""

@@ -42,6 +42,7 @@ from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up, clean_up_part
 from .node_copies import NodeCopies
+from .node_health import NodeHealth, cannot_be_stored
 from .node_tier import NodeTier
 from .node_uploads import NodeUploads
 from .remote_tier import RemoteTier
@@ -180,9 +181,11 @@ class CheckpointManager:
         self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
         self._uploads: Uploads | None = None
         self._node_uploads: NodeUploads | None = None  # the same, with a folder of each node
-        self._saved_last: int | None = None  # the step of the last save that is durable, or on all nodes
+        self._saved_last: int | None = None  # the step of the last save, if it went to the folders of all nodes
         self._is_copy_due = False  # whether nodes copy the next step that is saved while they are idle
         self._nodes_are_idle = True  # whether no node copies to the durable place
+        self._health: NodeHealth | None = None  # of this node's folder
+        self._nodes_can_save = True  # whether all nodes can save to their folders
         self._copies: NodeCopies | None = None  # sends steps to other nodes
         self._copies_are_idle = True  # whether no rank does
         if copies:
@@ -198,6 +201,7 @@ class CheckpointManager:
                 patience = settings.timeout(self.timeout)
                 rank = self._exchange().rank
                 self._uploads = self._node_uploads = NodeUploads(*places, self._nodes.leaders, rank, patience)
+                self._health = NodeHealth(self.directory, self._nodes.ranks_of(rank))
         self._closed = False
 
     # --- Saving
@@ -308,21 +312,26 @@ class CheckpointManager:
         self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, in_background: bool, **options: Any
     ) -> SaveHandle:
         began = time.monotonic()
-        running = self._running = RunningSave(self.directory, step, self._writes_notes(), self._running)
-        self._is_copy_due |= self._is_due(step)
+        running = self._running = self._save_after(self._running, step)
+        self._is_copy_due = self._nodes_can_save and (self._is_copy_due or self._is_due(step))
         if self._is_copy_due and self._nodes_are_idle:
             # All nodes copy the same step to the durable place. What is saved meanwhile stays on the nodes.
             self._is_copy_due = False
             if self._node_uploads is not None:
                 self._node_uploads.reserve()
                 running.on_end.append(self._node_uploads.begin_step)
-        if self._copies is not None and self._copies_are_idle:
+        if self._copies is not None and self._copies_are_idle and self._nodes_can_save:
             self._copies.reserve()
             running.on_end.append(self._copies.begin_step)
         self._prepare(running, numbers)
         handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         return handle
+
+    def _save_after(self, before: RunningSave | None, step: int) -> RunningSave:
+        if self._nodes_can_save or self.remote is None:
+            return RunningSave(self.directory, step, self._writes_notes(), before, self._nodes is not None)
+        return RunningSave(self.remote, step, self._is_coordinator(), before, on_nodes=False)
 
     @contextmanager
     def _tolerating(self, step: int, kind: type[CheckpointError]) -> Iterator[None]:
@@ -357,8 +366,14 @@ class CheckpointManager:
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
         idle = [int(worker is None or worker.is_idle()) for worker in (self._node_uploads, self._copies)]
         none_owed = int(self._node_uploads is None or not self._node_uploads.is_owed)
-        votes = (*ours, int(not self._found_damage), none_owed, *idle)
-        *agreed, undamaged, none_owed, nodes_are_idle, copies_are_idle = exchange.agree(votes, "beginning to save")
+        if why_not := "" if self._health is None else self._health.why_not():
+            logger.warning(
+                "step %d goes to %s: this node cannot save to %s: %s", step, self.remote, self.directory, why_not
+            )
+        votes = (*ours, int(not self._found_damage), none_owed, *idle, int(not why_not))
+        answers = exchange.agree(votes, "beginning to save")
+        *agreed, undamaged, none_owed, nodes_are_idle, copies_are_idle, nodes_can_save = answers
+        self._nodes_can_save = bool(nodes_can_save)
         self._is_copy_due |= not none_owed
         self._nodes_are_idle, self._copies_are_idle = bool(nodes_are_idle), bool(copies_are_idle)
         least, not_most, low, not_high, missing_on = agreed
@@ -398,6 +413,10 @@ class CheckpointManager:
         phase = f"preparing {running.path}"
 
         def prepare() -> None:
+            if self._node_uploads is not None:  # it may copy an earlier save of this step
+                if running.before is not None:
+                    running.before.wait_until_ended()
+                self._node_uploads.give_way()
             if running.is_coordinator:
                 branch, abandoned[:] = self._branches.branch_of(running.step)
                 running.prepare(numbers, branch)
@@ -407,7 +426,7 @@ class CheckpointManager:
                 running.prepare(numbers, Branch(number, tuple((of, last) for of, last in line)))
 
         try:
-            if self._nodes is None:
+            if not running.on_nodes:
                 self._exchange().together(prepare, phase)
             else:
                 (number, line), abandoned = self._from_coordinator(
@@ -423,7 +442,7 @@ class CheckpointManager:
                 "what is saved last",
                 running.step,
                 some([*map(str, abandoned)]),
-                self.directory,
+                running.root,
             )
 
     def _wait_for_previous_save(self, *, is_last: bool) -> None:
@@ -451,8 +470,9 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         running.has_begun = True
-        save = api.save if self._nodes is None else self._nodes.save
-        others = {"base": self._base(running), "frozen": frozen} if self._nodes is None else {}
+        nodes = self._nodes if running.on_nodes else None
+        save = api.save if nodes is None else nodes.save
+        others = {"base": self._base(running), "frozen": frozen} if nodes is None else {}
         try:
             handle = running.handle = save(
                 running.path,
@@ -464,7 +484,9 @@ class CheckpointManager:
                 extra_files=extra_files,
                 **others,
             )
-        except BaseException:
+        except BaseException as error:
+            if nodes is not None and self._health is not None:
+                self._health.note(error)
             running.end(None)
             raise
 
@@ -473,24 +495,18 @@ class CheckpointManager:
         was_full = self._found_damage
 
         def committed() -> None:
-            self._saved_last = running.step
+            self._saved_last = running.step if running.on_nodes else None
             self._damaged -= {running.path}
             self._spared -= {running.path}
             if was_full:
                 self._found_damage = False
-            if self._nodes is not None:
+            if nodes is not None:
                 if running.is_coordinator:
                     copied = None if self._copies is None else self._copies.complete
                     clean_up_part(self.directory, self.retention, running.step, copied)
             elif running.is_coordinator:
-                paths = {step: path_of(self.directory, step) for step in complete_steps(self.directory)}
-                doubted = {step for step, path in paths.items() if path in self._damaged}
-                spared = {step for step, path in paths.items() if path in self._spared}
-                sound = {
-                    paths[step] for step in clean_up(self.directory, self.retention, running.step, doubted, spared)
-                }
-                self._damaged -= sound
-                self._spared |= sound
+                self._branches.note_saved(running.path, running.step)
+                self._clean_up(running)
             if self._uploads is not None and self._nodes is None:
                 self._uploads.begin()
 
@@ -498,11 +514,21 @@ class CheckpointManager:
             error = handle.wait()
             if error is None:
                 self._durations.append(time.monotonic() - running.began)
+            if nodes is not None and self._health is not None:
+                self._health.note(error)
             self.failed_saves += self.on_error == "warn" and not isinstance(error, SaveCancelledError | None)
             running.end(committed if error is None else None)
 
         handle.add_done_callback(ended)
         return handle
+
+    def _clean_up(self, saved: RunningSave) -> None:
+        paths = {step: path_of(saved.root, step) for step in complete_steps(saved.root)}
+        doubted = {step for step, path in paths.items() if path in self._damaged}
+        spared = {step for step, path in paths.items() if path in self._spared}
+        sound = {paths[step] for step in clean_up(saved.root, self.retention, saved.step, doubted, spared)}
+        self._damaged -= sound
+        self._spared |= sound
 
     def _base(self, running: RunningSave) -> str | None:
         """Returns the checkpoint that was saved last, which is read on the coordinator alone; the path of the save
@@ -716,14 +742,19 @@ class CheckpointManager:
         from the durable place."""
         exchange, phase = self._exchange(), f"looking for a checkpoint in {self.directory}"
         failure: CheckpointError | None = None
+        held_back: int | None = None  # a step that is whole, but a node cannot store what it lacks
         for step in nodes.steps(exchange, phase, only):
+            if held_back not in (None, step.number):
+                break  # nothing older is taken in its place
             try:
                 if step.files is None:
                     self._load(step.path, state, **options)
                 else:
                     nodes.load(step, state, exchange, process_group=self.process_group, timeout=self.timeout, **options)
             except CheckpointError as error:  # all ranks get the same class and errno
-                if (
+                if cannot_be_stored(error):
+                    held_back = step.number
+                elif (
                     not isinstance(error, CorruptCheckpointError)
                     and getattr(error, "errno", None) not in _UNREADABLE_NOW
                 ):

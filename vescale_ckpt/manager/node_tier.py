@@ -84,6 +84,9 @@ class NodeTier:
         """Whether a rank handles the folder of its node. Asks no other rank."""
         return self.leaders[rank] == rank
 
+    def ranks_of(self, leader: int) -> list[int]:
+        return [rank for rank, its in enumerate(self.leaders) if its == leader]
+
     def steps(self, exchange: Exchange, phase: str, only: int | None = None) -> Iterator[WholeStep]:
         """Yields the whole steps, that which was saved last first, or `only` this one: if it lies on the nodes, and
         then if it is durable. Warns of each that is not whole. All ranks take each of them, or end together."""

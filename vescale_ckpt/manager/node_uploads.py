@@ -24,7 +24,7 @@ from .._convert.transfer import CopyReport, Transfer
 from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.pending import PendingFile
 from .._storage.storage import LOCK_NAME
-from ..errors import CheckpointError, some
+from ..errors import CheckpointError, CheckpointTimeoutError, some
 from .clean_up import clean_up_part
 from .node_tier import file_ends_of, read_small_files
 from .retention import Retention
@@ -87,6 +87,21 @@ class NodeUploads(Uploads):
         """Copies a step when nothing else is copied, if the durable place lacks it."""
         self.wait(settings.number("exit_timeout"))
         self.begin_step(step)
+
+    def give_way(self) -> None:
+        """Ends a running copy: a save to the durable place comes, which takes the place of all that was due. Raises
+        `CheckpointTimeoutError` if the copy does not end."""
+        until, self._wanted = time.monotonic() + self._patience, None
+        while not self.wait(_FIRST_PAUSE):
+            if time.monotonic() > until:
+                raise CheckpointTimeoutError(
+                    "ending the copy before this save", [], f"a copy to {self.remote} does not end"
+                )
+            with self._changed:
+                if self._cancel is not None:
+                    self._cancel()
+        self.failures.clear()
+        self.is_owed = False
 
     def _next(self, tried: set[int]) -> int | None:
         step = self._wanted

@@ -23,17 +23,18 @@ logger = logging.getLogger(__name__)
 class RunningSave:
     """One save of this rank. Its clean-up runs after that of the save before, whichever thread runs it."""
 
-    def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
+    def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None, on_nodes: bool) -> None:
+        self.root = root
         self.path = step_order.path_of(root, step)
         self.step = step
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
+        self.on_nodes = on_nodes  # whether each node saves to a folder of its own
         self.handle: SaveHandle | None = None  # None: the save could not begin
         self.has_begun = False  # whether what measures and tells of a save has begun
-        self._root = root
         self._cancelled_here = False
         self.began = time.monotonic()
         self.on_end: list[Callable[[int | None], None]] = []  # called with the step, or None after a failure
-        self._before = before
+        self.before = before  # until this one has ended
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()
 
@@ -73,16 +74,16 @@ class RunningSave:
         try:
             if self._lock is not None:
                 self._lock.release()
-            if self._before is not None:  # its clean-up may still remove large files
-                self._before.wait_until_ended()
+            if self.before is not None:  # its clean-up may still remove large files
+                self.before.wait_until_ended()
             if then is not None:
                 then()
             elif self.is_coordinator and self._was_cancelled():
-                step_directories.remove_orphan(self._root, self.step)
+                step_directories.remove_orphan(self.root, self.step)
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
-            self._lock = self._before = None
+            self._lock = self.before = None
             try:
                 for call in self.on_end:
                     call(None if then is None else self.step)
