@@ -399,9 +399,9 @@ def a_machine_that_cannot_store_what_it_lacks(job: Job) -> None:
     local = job.folder(1, 2).parent
     job.replace(1)
     local.write_text("no folder")
-    assert job.restore("hsdp") == (2, "")  # the durable copy
+    assert job.restore("hsdp")[0] == 2  # the durable copy
     shutil.rmtree(job.durable / "step-2")
-    with pytest.raises(AssertionError, match=r"(Not a directory|File exists)"):
+    with pytest.raises(AssertionError, match="Not a directory"):
         job.restore("hsdp")
     os.remove(local)
     assert job.restore("hsdp") == (2, "")

@@ -27,13 +27,14 @@ from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._collective.node_files import leaders_of
+from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
 from .._ranks.node import node_of_this_process
 from .._ranks.rendezvous import GRACE
-from .._ranks.shared_directory import MarkerFile, SeparateDirectoriesError
+from .._ranks.shared_directory import NO_NUMBER, MarkerFile, SeparateDirectoriesError
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
@@ -107,6 +108,9 @@ class CheckpointManager:
             path: then a node saves what its ranks hold, and the folders of all nodes together have the step. `restore`
             brings what a node lacks from nodes that have it. Managers find out when they are made: all ranks make
             theirs together.
+        local_max_bytes: with a folder of each node, about how many bytes the checkpoints there may have. Those saved
+            first are removed, whatever retention says, so that the next one has room; the one saved last stays. None:
+            no limit.
         upload_bytes_per_second: with `local`, the limit for copies to `directory`, of each node that copies; 0: no
             limit.
         copies: with a folder of each node, how many other nodes get each file of a step, while training goes on.
@@ -136,6 +140,7 @@ class CheckpointManager:
         on_error: OnError = "raise",
         timeout: float | None = None,
         local: str | os.PathLike[str] | None = None,
+        local_max_bytes: int | None = None,
         upload_bytes_per_second: int = 0,
         durable_interval_steps: int | None = None,
         copies: int = 0,
@@ -147,11 +152,12 @@ class CheckpointManager:
             self.directory, self.remote = checkpoint_path(local), self.directory
             if storage_at(self.directory).can_be_away or self.directory == self.remote:
                 raise ValueError("local: expected a local path, and as directory another folder or a URL")
-        elif upload_bytes_per_second or durable_interval_steps is not None or copies or copy_bytes_per_second:
+        elif any((upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second, local_max_bytes)):
             raise ValueError(
-                "upload_bytes_per_second, durable_interval_steps, copies and copy_bytes_per_second are for a manager "
-                "with local="
+                "upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second and local_max_bytes are "
+                "for a manager with local="
             )
+        self._local_max_bytes = checked_count("local_max_bytes", local_max_bytes)
         self._durable_interval_steps = checked_count("durable_interval_steps", durable_interval_steps)
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
@@ -844,18 +850,22 @@ class CheckpointManager:
         if least == ~not_most:
             return None
         leaders, marker = leaders_of(exchange, phase), MarkerFile(self.directory)
-
-        def make() -> None:
-            storage_at(self.directory).make()
-            if exchange.is_coordinator:
-                marker.make()
-
+        leads, failure = leaders[exchange.rank] == exchange.rank, None
         try:
-            exchange.together(make, phase)
-            (number,) = exchange.agree((marker.number,), phase)
+            if leads:
+                try:
+                    storage_at(self.directory).make()
+                    marker.make()
+                except (CheckpointError, _C.EngineError, OSError) as error:  # saves tell of it, if the node is alone
+                    failure = error
+            made = leads and failure is None
+            (first,) = exchange.agree((exchange.rank if made else exchange.size,), phase)
+            if first == exchange.size:
+                exchange.fail_together(failure, phase)
+            (number,) = exchange.agree((marker.number if exchange.rank == first else NO_NUMBER,), phase)
 
             def look() -> int:
-                if not exchange.rank or leaders[exchange.rank] != exchange.rank:
+                if not made or exchange.rank == first:
                     return 0
                 with suppress(SeparateDirectoriesError):
                     marker.look(number, exchange.rank)
