@@ -407,6 +407,28 @@ def a_machine_that_cannot_store_what_it_lacks(job: Job) -> None:
     assert job.restore("hsdp") == (2, "")
 
 
+def _losses(rank: int, own: str, durable: str) -> dict[int, int]:
+    with CheckpointManager(durable, local=own) as manager:
+        return manager.losses_survived()
+
+
+@scenario
+def the_folders_have_at_most_so_many_bytes(job: Job) -> None:
+    part = ROWS * 64 * 4 // 2  # of a machine, with shards
+    for kind, copies, holders in (("shards", 0, 1), ("hsdp", 0, 2), ("shards", 1, 2)):
+        limit = part * holders * 7 // 2 if not copies else None
+        options = {"async_checkpoint": False, "durable_interval_steps": 100, "keep_period": 1}
+        job.save(kind, [1, 2, 3, 4], local_max_bytes=limit, copies=copies, **options)
+        losses = job.call(_losses, job.own, str(job.durable))
+        assert losses[0][4] == holders - 1 and losses == losses[:1] * 4
+        for machine in range(2):
+            stays = [step for step in range(1, 5) if job.folder(machine, step).exists()]
+            assert stays == list(losses[0]) == ([3, 4] if limit else [1, 2, 3, 4]), (kind, machine, losses, stays)
+        for machine in range(2):
+            job.replace(machine)
+        shutil.rmtree(job.durable)
+
+
 @scenario
 def a_machine_comes_back_with_an_older_save_of_a_step(job: Job) -> None:
     job.save("replicas", [2, 3])

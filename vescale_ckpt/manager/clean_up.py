@@ -6,8 +6,10 @@ import logging
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from .._checkpoint.native.file_names import is_data_file
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._checkpoint.verify import verify
+from .._storage.open_storage import size_in, storage_at
 from ..errors import CheckpointError
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
@@ -44,14 +46,25 @@ def clean_up(
     return sound
 
 
-def clean_up_part(root: str, retention: Retention, saved: int, copied: int | None = None) -> None:
+def clean_up_part(
+    root: str, retention: Retention, saved: int, copied: int | None = None, most_bytes: int | None = None
+) -> None:
     """Does the same in the folder of one node, where each step is a part: only all nodes together see whether a step is
     whole. `saved` is, and stays; so does a step that another thread has saved meanwhile, and `copied`, the last one
-    that survives the loss of a node."""
-    if retention.max_to_keep is not None:
+    that survives the loss of a node. Others are removed, those saved first, until these steps and the next one have at
+    most about `most_bytes`."""
+    if retention.max_to_keep is not None or most_bytes is not None:
         checkpoints = _candidates(root, retention)
         kept = {saved, copied, *(checkpoint.step for checkpoint in checkpoints[-1:])}
-        step_directories.remove(root, sorted({*retention.surplus(checkpoints)} - kept))
+        surplus = {*retention.surplus(checkpoints)} - kept
+        if most_bytes is not None:
+            sizes = {one.step: _data_bytes(path_of(root, one.step)) for one in checkpoints if one.step not in surplus}
+            left = sum(sizes.values()) + sizes.get(saved, 0)
+            for step in sizes:
+                if left > most_bytes and step not in kept:
+                    surplus.add(step)
+                    left -= sizes[step]
+        step_directories.remove(root, sorted(surplus))
     step_directories.remove_orphans(root)
 
 
@@ -133,6 +146,11 @@ def _to_remove(
 def _candidates(root: str, retention: Retention) -> list[Candidate]:
     oldest_first = SavedOrder(root).newest_first()[::-1]
     return [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
+
+
+def _data_bytes(path: str) -> int:
+    storage = storage_at(path)
+    return sum(size_in(path, name) or 0 for name in storage.names() if is_data_file(name))
 
 
 def _metric(root: str, step: int, name: str | None) -> float | None:

@@ -154,8 +154,8 @@ class CheckpointManager:
                 raise ValueError("local: expected a local path, and as directory another folder or a URL")
         elif any((upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second, local_max_bytes)):
             raise ValueError(
-                "upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second and local_max_bytes are "
-                "for a manager with local="
+                "upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second and local_max_bytes "
+                "are for a manager with local="
             )
         self._local_max_bytes = checked_count("local_max_bytes", local_max_bytes)
         self._durable_interval_steps = checked_count("durable_interval_steps", durable_interval_steps)
@@ -206,7 +206,9 @@ class CheckpointManager:
             else:
                 patience = settings.timeout(self.timeout)
                 rank = self._exchange().rank
-                self._uploads = self._node_uploads = NodeUploads(*places, self._nodes.leaders, rank, patience)
+                self._uploads = self._node_uploads = NodeUploads(
+                    *places, self._nodes.leaders, rank, patience, self._clean_up_part
+                )
                 self._health = NodeHealth(self.directory, self._nodes.ranks_of(rank))
         self._closed = False
 
@@ -508,8 +510,7 @@ class CheckpointManager:
                 self._found_damage = False
             if nodes is not None:
                 if running.is_coordinator:
-                    copied = None if self._copies is None else self._copies.complete
-                    clean_up_part(self.directory, self.retention, running.step, copied)
+                    self._clean_up_part(running.step)
             elif running.is_coordinator:
                 self._branches.note_saved(running.path, running.step)
                 self._clean_up(running)
@@ -527,6 +528,10 @@ class CheckpointManager:
 
         handle.add_done_callback(ended)
         return handle
+
+    def _clean_up_part(self, saved: int) -> None:
+        copied = None if self._copies is None else self._copies.complete
+        clean_up_part(self.directory, self.retention, saved, copied, self._local_max_bytes)
 
     def _clean_up(self, saved: RunningSave) -> None:
         paths = {step: path_of(saved.root, step) for step in complete_steps(saved.root)}
@@ -639,6 +644,15 @@ class CheckpointManager:
             step: "uploading" if step == uploading else "remote" if step in remote else "local"
             for step in sorted({*_complete_steps(self.directory), *remote})
         }
+
+    def losses_survived(self) -> dict[int, int]:
+        """Returns {step: how many nodes may be lost} for the steps that the folders of the nodes hold whole, in
+        ascending order: one less than the nodes that have the file with the fewest copies. Steps that are durable
+        (`tiers`) survive the loss of all. Empty if all ranks see one folder. All ranks call it together; reads no
+        data."""
+        if self._nodes is None:
+            return {}
+        return self._nodes.losses_survived(self._exchange(), "counting the copies of each step")
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; an empty dict if there were none."""

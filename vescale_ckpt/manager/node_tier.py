@@ -103,6 +103,14 @@ class NodeTier:
             if not sources and self._from_coordinator(exchange, phase, partial(self._is_durable, step, bool(parts))):
                 yield WholeStep(step, path_of(self._durable.url, step))
 
+    def losses_survived(self, exchange: Exchange, phase: str) -> dict[int, int]:
+        """Returns {step: how many nodes may be lost} of the steps that are whole on the nodes."""
+        found: dict[int, int] = {}
+        for step in self.steps(exchange, phase):
+            if step.files is not None:
+                found.setdefault(step.number, min(map(len, step.files.places.values()), default=0) - 1)
+        return dict(sorted(found.items()))
+
     def _parts(self, exchange: Exchange, phase: str) -> dict[int, dict[int, Part]] | None:
         """{step: {leader: its part}} on the coordinator; None on other ranks."""
 

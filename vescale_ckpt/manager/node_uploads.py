@@ -25,7 +25,6 @@ from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.pending import PendingFile
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CheckpointTimeoutError, some
-from .clean_up import clean_up_part
 from .node_tier import file_ends_of, read_small_files
 from .retention import Retention
 from .uploads import Uploads
@@ -44,6 +43,7 @@ class NodeUploads(Uploads):
         leaders: for each rank the lowest rank of its node.
         rank: this one.
         patience: seconds to wait for files of other nodes while none comes.
+        clean_up_part: cleans up this node's folder after a copy; it takes the step that was saved last.
     """
 
     def __init__(
@@ -55,11 +55,13 @@ class NodeUploads(Uploads):
         leaders: Sequence[int],
         rank: int,
         patience: float,
+        clean_up_part: Callable[[int], None],
     ) -> None:
         super().__init__(local, remote, retention, bytes_per_second)
         self._leaders = leaders
         self._rank = rank
         self._patience = patience
+        self._clean_up_part = clean_up_part
         self._wanted: int | None = None  # the step to copy
         self._own: Collection[str] | None = None
         self._is_reserved = False  # for a step that is being saved
@@ -128,7 +130,7 @@ class NodeUploads(Uploads):
         if self._rank == 0:
             super()._clean_up(step)
         if (last := SavedOrder(self.local).last) is not None:  # while it was copied, clean-ups left the step here
-            clean_up_part(self.local, self.retention, last)
+            self._clean_up_part(last)
 
 
 class PartCopy:
