@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -130,22 +131,31 @@ class NodeCopies:
 def copies_of_each(places: Places, leaders: Sequence[int], domains: Sequence[str], copies: int) -> dict[int, set[str]]:
     """{leader: the files that it gets}, so that `copies` nodes beside one have each file.
 
-    A file goes to the nodes behind the first one that has it, in the order of ranks and around, those of other failure
-    domains first. `domains`: of each rank; empty: it is not known, and each node is one.
+    The nodes form a ring in which failure domains alternate. A file goes to the nodes behind the first one that has it,
+    those of other failure domains first. `domains`: of each rank; empty: it is not known, and each node is one.
     """
-    wanted: dict[int, set[str]] = {}
+    of_domains: dict[str, list[int]] = {}
+    for leader in sorted(leaders):
+        of_domains.setdefault(domains[leader] or f"node {leader}", []).append(leader)
+    domain_of = {leader: domain for domain, of_domain in of_domains.items() for leader in of_domain}
+    ring = [leader for round_ in zip_longest(*of_domains.values()) for leader in round_ if leader is not None]
+    position = {leader: at for at, leader in enumerate(ring)}
+    names: dict[frozenset[int], list[str]] = {}  # files that lie on the same nodes go to the same
     for name, ranks in places.items():
-        have = set(ranks)
-        at = leaders.index(min(have))
-        behind = [*leaders[at + 1 :], *leaders[:at]]
-
-        def shares_a_domain(leader: int, have: set[int] = have) -> bool:
-            return bool(domains[leader]) and any(domains[leader] == domains[other] for other in have)
-
-        while len(have) <= copies and (left := [leader for leader in behind if leader not in have]):
-            chosen = min(left, key=shares_a_domain)  # the first of them
-            wanted.setdefault(chosen, set()).add(name)
+        names.setdefault(frozenset(ranks), []).append(name)
+    wanted: dict[int, set[str]] = {}
+    for holders, of_holders in names.items():
+        have, held_by = set(holders), {domain_of[leader] for leader in holders}
+        first = position[min(holders)]
+        while len(have) < min(copies + 1, len(ring)):
+            behind = (ring[(first + step) % len(ring)] for step in range(1, len(ring)))
+            left = (leader for leader in behind if leader not in have)
+            if len(held_by) < len(of_domains):
+                left = (leader for leader in left if domain_of[leader] not in held_by)
+            chosen = next(left)
+            wanted.setdefault(chosen, set()).update(of_holders)
             have.add(chosen)
+            held_by.add(domain_of[chosen])
     return wanted
 
 
