@@ -2,7 +2,7 @@
 
 Each node has a folder of its own with a part of the checkpoint's files (`NodeLayout`). A file is brought whole, checked
 against the checksums of the checkpoint when it arrives, and then is one more copy. A copy that cannot be read or is
-damaged does not count from then on, and the next one is tried.
+damaged does not count from then on, and the next one is tried. What no node has may lie in the durable place.
 """
 
 from __future__ import annotations
@@ -10,20 +10,34 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 from .._checkpoint.check_records import check_file
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._ranks.exchange import Exchange
 from .._ranks.node import node_of_this_process
-from .._ranks.send_files import FileMessage, send_files
+from .._ranks.send_files import Check, FileMessage, send_files
 from ..errors import CheckpointError, CorruptCheckpointError, LoadFailedError
 
 logger = logging.getLogger(__name__)
 
-Places = dict[str, dict[int, int]]  # {file: {rank whose node has it: bytes}}
+Places = dict[str, dict[int, int]]  # {file: {rank whose node has it, or DURABLE: bytes}}
+DURABLE = -1
+
+
+class DurableFiles(Protocol):
+    """The files of a checkpoint in the durable place, which all nodes see."""
+
+    def size_of(self, name: str) -> int | None:
+        """None if the file is not there, as far as is known now."""
+
+    def fetch(self, name: str, check: Check) -> None:
+        """Copies a file to this node. `check` is that of `send_files`. Raises `CheckpointError` with `rank=DURABLE` if
+        the file cannot be read there, and others if it cannot be stored here."""
 
 
 def leaders_of(exchange: Exchange, phase: str) -> list[int]:
@@ -39,15 +53,33 @@ class NodeFiles:
     Args:
         leaders: for each rank the lowest rank of its node, which sends and receives for it.
         places: which leaders have a file, and its length there.
+        durable: where files are taken from that no node has; None: nowhere.
     """
 
-    def __init__(self, leaders: Sequence[int], places: Places) -> None:
+    def __init__(self, leaders: Sequence[int], places: Places, durable: DurableFiles | None = None) -> None:
         self.leaders = leaders
         self.places = places
+        self._durable = durable
+        self._not_durable: set[str] = set()  # files that could not be taken from there
 
     def first_with(self, rank: int) -> set[str]:
         """The files that `rank` has, and no rank below it."""
         return {name for name, ranks in self.places.items() if min(ranks, default=None) == rank}
+
+    @property
+    def needs_durable(self) -> bool:
+        """Whether the nodes lack a file."""
+        return any(ranks.keys() <= {DURABLE} for ranks in self.places.values())
+
+    def bring_lost(self, exchange: Exchange, phase: str, path: str) -> bool:
+        """Brings what no node has to the coordinator's. All ranks call it together. Returns whether all was there."""
+        checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
+        lost = [name for name, ranks in self.places.items() if ranks.keys() <= {DURABLE}]
+        try:
+            self.bring(exchange, phase, checkpoint, lost if exchange.is_coordinator else ())
+        except CorruptCheckpointError:
+            return False
+        return True
 
     def bring(
         self,
@@ -68,22 +100,55 @@ class NodeFiles:
             gathered = exchange.gather(json.dumps(lacking).encode(), phase)
             planned = exchange.together(partial(self._plan, gathered, checkpoint), phase, LoadFailedError)
             messages = [FileMessage(*message) for message in json.loads(exchange.broadcast(planned, phase))]
+
+            def check(path: str, name: str) -> None:
+                check_file(checkpoint, name, path)
+
+            from_nodes = [message for message in messages if message.source != DURABLE]
             failed = send_files(
-                exchange, phase, messages, checkpoint.path,
-                check=lambda path, name: check_file(checkpoint, name, path), bytes_per_second=bytes_per_second,
-            )  # fmt: skip
+                exchange, phase, from_nodes, checkpoint.path, check=check, bytes_per_second=bytes_per_second
+            )
+            failed |= self._fetch(
+                exchange, phase, [message for message in messages if message.source == DURABLE], check
+            )
             self._note(exchange, phase, messages, failed)
 
+    def _fetch(
+        self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], check: Check
+    ) -> dict[str, CheckpointError | OSError]:
+        """Copies files from the durable place. The timeout holds for each file. Returns the errors of this rank."""
+        failed: dict[str, CheckpointError | OSError] = {}
+        mine = [message.name for message in messages if message.target == exchange.rank]
+
+        def fetch() -> None:
+            if mine:
+                assert self._durable is not None
+                try:
+                    self._durable.fetch(mine[-1], check)
+                except (CheckpointError, OSError) as error:
+                    failed[mine[-1]] = error
+                mine.pop()
+
+        for _ in range(max(Counter(message.target for message in messages).values(), default=0)):
+            exchange.together(fetch, phase)
+        return failed
+
     def _plan(self, gathered: list[bytes] | None, checkpoint: LoadableCheckpoint) -> bytes | None:
-        """Chooses who sends what to whom; each of those that have a file sends about as many bytes."""
+        """Chooses who sends what to whom; each of those that have a file sends about as many bytes. One node takes a
+        file from the durable place, and the others get it from this one the next time."""
         if gathered is None:
             return None
         lacking = zip(self.leaders, map(json.loads, gathered), strict=True)
         wanted = {(name, leader) for leader, names in lacking for name in names}
         sent: dict[int, int] = {}
-        messages = []
+        messages: list[FileMessage] = []
         for name, target in sorted(wanted):
-            places = self.places.get(name, {})
+            places = {rank: size for rank, size in self.places.get(name, {}).items() if rank != DURABLE}
+            if not places and self._durable is not None and name not in self._not_durable:
+                if messages and (messages[-1].name, messages[-1].source) == (name, DURABLE):
+                    continue
+                if (size := self._durable.size_of(name)) is not None:
+                    places = {DURABLE: size}
             if not places:
                 raise CorruptCheckpointError(
                     f"{checkpoint.path}: no node has a sound copy of {name}", key=None, file=name
@@ -108,8 +173,13 @@ class NodeFiles:
         for message in messages:
             if (reason := lost[message.target].get(message.name)) is None:
                 self.places[message.name][message.target] = message.bytes
-            elif self.places[message.name].pop(message.source, None) is not None and exchange.is_coordinator:
-                logger.warning("the copy of %s with rank %d does not count: %s", message.name, message.source, reason)
+                continue
+            if message.source == DURABLE:
+                self._not_durable.add(message.name)
+            is_new = self.places[message.name].pop(message.source, None) is not None or message.source == DURABLE
+            if is_new and exchange.is_coordinator:
+                where = "in the durable place" if message.source == DURABLE else f"with rank {message.source}"
+                logger.warning("the copy of %s %s does not count: %s", message.name, where, reason)
 
     def check_own(self, exchange: Exchange, phase: str, path: str) -> bool:
         """Reads all files of the checkpoint that lie on this rank's node, after a load found damage. Damaged ones do

@@ -55,12 +55,12 @@ class NodeHealth:
         return failure
 
 
-def cannot_be_stored(error: CheckpointError) -> bool:
+def cannot_be_stored(error: CheckpointError | OSError) -> bool:
     """Whether a load has failed because a node cannot store files that it lacks. Equal on all ranks."""
     return isinstance(error, StorageFullError) or not _numbers(error).isdisjoint(_NOT_WRITABLE)
 
 
-def _numbers(error: CheckpointError) -> set[int]:
+def _numbers(error: CheckpointError | OSError) -> set[int]:
     """Those of the operating system."""
     numbers = {getattr(one, "errno", None) for one in (error, getattr(error, "cause", None))}
     return {number for number in numbers if number is not None}

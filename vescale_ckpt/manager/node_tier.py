@@ -1,7 +1,7 @@
 """`NodeTier` finds the steps of a manager whose nodes each have a folder of their own, and gives nodes what they lack.
 
-A step is whole if some living node has its `.metadata`, and each file that this names lies on some living node: the
-data of all nodes were durable before any node wrote its metadata (`NodeLayout`).
+A step is whole if some living node has its `.metadata`, and each file that this names lies on some living node or in
+the durable place: the data of all nodes were durable before any node wrote its metadata (`NodeLayout`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import FIRST, ORDER_NAME, Branch, SavedOrder, path_of
 from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
-from .._collective.node_files import NodeFiles, Places
+from .._collective.node_files import DURABLE, NodeFiles, Places
 from .._collective.start_load import start_load
 from .._collective.start_save import prepare_save, start_save
 from .._dcp.save_planner import SavePlanner
@@ -39,6 +39,7 @@ from .._write.node_layout import NodeLayout
 from .._write.optimizer_gate import Gate, as_gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
+from .durable_step import DurableStep
 from .remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class NodeTier:
         """Returns {step: how many nodes may be lost} of the steps that are whole on the nodes."""
         found: dict[int, int] = {}
         for step in self.steps(exchange, phase):
-            if step.files is not None:
+            if step.files is not None and not step.files.needs_durable:
                 found.setdefault(step.number, min(map(len, step.files.places.values()), default=0) - 1)
         return dict(sorted(found.items()))
 
@@ -181,11 +182,12 @@ class NodeTier:
                 break
         else:
             return None
-        places = self._from_coordinator(exchange, phase, lambda: self._places(parts, step, contents))
+        durable = DurableStep(self._durable, step)
+        places = self._from_coordinator(exchange, phase, lambda: self._places(parts, step, contents, durable))
         if places is None:
             return None
         by_rank = {name: {int(rank): size for rank, size in of_file.items()} for name, of_file in places.items()}
-        return WholeStep(step, path_of(self.root, step), NodeFiles(self.leaders, by_rank), contents)
+        return WholeStep(step, path_of(self.root, step), NodeFiles(self.leaders, by_rank, durable), contents)
 
     def _is_durable(self, step: int, has_others: bool) -> bool:
         """Whether the durable copy of a step is whole. Raises if nobody knows, and no node has any step."""
@@ -221,7 +223,11 @@ class NodeTier:
         return dict(zip(json.loads(names), found, strict=True))
 
     def _places(
-        self, parts: dict[int, dict[int, Part]] | None, step: int, contents: Mapping[str, bytes]
+        self,
+        parts: dict[int, dict[int, Part]] | None,
+        step: int,
+        contents: Mapping[str, bytes],
+        durable: DurableStep,
     ) -> Places | None:
         """Where each file of a step lies that its metadata names. None, with a warning, if one lies nowhere. A name has
         a random part: what has it, and is long enough, was written for this save."""
@@ -235,9 +241,16 @@ class NodeTier:
             name: {rank: part.files[name] for rank, part in parts[step].items() if part.files.get(name, -1) >= end}
             for name, end in ends.items()
         }
-        if lost := [name for name, ranks in places.items() if not ranks]:
-            logger.warning("step %d is passed over: no node that lives has its files %s", step, some(lost))
+        lost = [name for name, ranks in places.items() if not ranks]
+        if not lost:
+            return places
+        places |= {name: {DURABLE: size} for name in lost if (size := durable.size_of(name) or -1) >= ends[name]}
+        if nowhere := [name for name in lost if not places[name]]:
+            logger.warning("step %d is passed over: no node that lives has its files %s", step, some(nowhere))
             return None
+        logger.warning(
+            "no node that lives has the files %s of step %d: they come from the durable place", some(lost), step
+        )
         return places
 
     def _install(self, step: WholeStep, rank: int) -> None:
@@ -263,7 +276,7 @@ class NodeTier:
             return self._from_coordinator(exchange, phase, lambda: verify(step.path).ok)
         exchange.together(partial(self._install, step, exchange.rank), phase)
         step.files.check_own(exchange, phase, step.path)
-        return all(step.files.places.values())
+        return step.files.bring_lost(exchange, phase, step.path)
 
     # --- Saves and loads
 

@@ -22,9 +22,9 @@ from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._convert.transfer import CopyReport, Transfer
 from .._storage.open_storage import is_file, size_in, stat_of, storage_at
-from .._storage.pending import PendingFile
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CheckpointTimeoutError, some
+from .durable_step import copy_file
 from .node_tier import file_ends_of, read_small_files
 from .retention import Retention
 from .uploads import Uploads
@@ -219,11 +219,7 @@ class PartCopy:
             return
         source, path = os.path.join(self._source, name), os.path.join(self._url, name)
         if storage_at(self._url).renames:
-            with PendingFile(path) as pending:
-                self._transfer.copy(source, "", pending.directory, pending.create)
-                pending.give_names([name], replace=True)
-                pending.committed()
-            storage_at(self._url).sync()
+            copy_file(self._transfer, source, path)
         else:
             self._transfer.copy(source, name, self._url, lambda make: make(path))
         self._report.files += 1
