@@ -185,6 +185,7 @@ class CheckpointInfo:
     objects: dict[str, StoredObject]
     aliases: dict[str, str]  #: {other name: name of a stored tensor}
     files: dict[str, int]  #: {data file: length, or -1 if it is missing}
+    is_node_part: bool = False  #: whether it is in the folder of one machine: others may have what is missing
 
     @property
     def bytes(self) -> int:

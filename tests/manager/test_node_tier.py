@@ -219,6 +219,9 @@ def what_other_machines_have_is_no_damage(job: Job) -> None:
     for quick in (True, False):
         report = vescale_ckpt.verify(job.folder(1, 2), quick=quick)
         assert not report.ok and not report.damaged and "one node's part" in report.reason
+    info = vescale_ckpt.inspect(job.folder(1, 2))
+    assert info.is_node_part and list(info.files.values()).count(-1) == 2
+    assert not vescale_ckpt.inspect(job.durable / "step-2").is_node_part
     with pytest.raises(CheckpointError, match="missing"):
         vescale_ckpt.load(job.folder(1, 2))
     pruned = prune(str(job.folder(1, 2).parent), Retention(1), dry_run=False)

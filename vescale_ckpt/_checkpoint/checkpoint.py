@@ -81,6 +81,11 @@ class Checkpoint:
         """The software that wrote it, as far as its files tell."""
         return ""
 
+    @property
+    def is_node_part(self) -> bool:
+        """Whether it is in the folder of one node, and other nodes may have files that are missing."""
+        return False
+
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         raise NotImplementedError

@@ -35,7 +35,9 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     selection = Selection(keys)
     first, *others = open_parts(where)
     with closing(first):
-        info = CheckpointInfo(where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {})
+        info = CheckpointInfo(
+            where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part
+        )
         _add(first, info)
     for part in others:
         with closing(part):

@@ -75,7 +75,7 @@ COMMANDS = (
             "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
             "`objects` (by key: `file`, `offset`, `bytes`), `aliases` (other names of tensors), `files` (length "
             "by name; -1: missing), `referred_files` (of these: of other checkpoints), `referred_bytes` (of records in "
-            "them)"
+            "them), `is_node_part` (whether other machines may have what is missing)"
         ),
     ),
     Command(

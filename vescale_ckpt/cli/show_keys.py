@@ -39,6 +39,7 @@ def inspect(options: Namespace) -> int:
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
             ("files", f"{len(info.files):,}, {size(info.file_bytes)}"),
             *([("elsewhere", _elsewhere(info))] if info.referred_files else []),
+            *([("part", "of one machine: others may have what is missing")] if info.is_node_part else []),
             *([("missing", f"{len(missing):,} files: {', '.join(missing[:5])}")] if missing else []),
             *([("in part", f"{len(parts):,} tensors: {', '.join(parts[:5])}")] if parts else []),
         ]

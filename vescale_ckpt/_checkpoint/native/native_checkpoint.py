@@ -31,7 +31,7 @@ from ..record_reader import ReadOptions, RecordReader
 from ..safetensors import model_names
 from ..seen_files import SeenFiles
 from . import metadata_file, step_order
-from .file_names import index_name, is_data_file, metadata_name
+from .file_names import NODE_MARKER, index_name, is_data_file, metadata_name
 from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # the footer of the table of block checksums: docs/format.md
@@ -117,6 +117,10 @@ class NativeCheckpoint(LoadableCheckpoint):
             return self.index.save_id
         save_id = getattr(self.metadata.storage_meta, "save_id", None)
         return save_id if isinstance(save_id, str) else ""
+
+    @property
+    def is_node_part(self) -> bool:
+        return storage_at(self.path).has(NODE_MARKER)
 
     @cached_property
     def writer(self) -> str:
