@@ -68,6 +68,18 @@ def test_infinities_are_stored_as_they_are_and_nan_is_not(tmp_path: Path) -> Non
     assert step_metrics.read(str(tmp_path)) == {"a": math.inf, "b": -math.inf, "d": 1e300}
 
 
+def test_a_bit_that_is_flipped_in_metrics_gives_no_other_metrics(tmp_path: Path) -> None:
+    step_metrics.write(str(tmp_path), 1, {"loss": 0.5, "steps": math.inf})
+    (tmp_path / ".metadata").write_bytes(b"of the later save")
+    path = tmp_path / "metrics.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert step_metrics.read(str(tmp_path)) in ({}, {"loss": 0.5, "steps": math.inf})
+
+
 def test_metrics_that_cannot_be_written_leave_none_of_an_earlier_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

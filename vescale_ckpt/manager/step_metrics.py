@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from .._checkpoint.native.file_names import METRICS_NAME
 from .._checkpoint.native.metadata_file import metadata_fingerprint
+from .._checkpoint.native.step_order import checksum_of
 from .._engine import _C
 from .._engine.engine_errors import of_system
 from .._storage.open_storage import is_inconclusive, storage_at
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = METRICS_NAME
 
@@ -34,7 +38,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}
     try:
-        storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
+        storage.write(FILE_NAME, json.dumps({**record, "crc32": checksum_of(record)}, indent=1).encode())
     except BaseException:
         with contextlib.suppress(OSError, _C.EngineError):
             storage.remove(FILE_NAME)  # otherwise the metrics of an earlier save would count for this save
@@ -59,6 +63,9 @@ def read(directory: str) -> dict[str, float]:
     `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""
     try:
         record = json.loads(storage_at(directory).read(FILE_NAME))
+        if record.pop("crc32", None) not in (None, checksum_of(record)):  # older files have none
+            logger.warning("the metrics in %s are damaged, and do not count", directory)
+            return {}
         if record["replaces"] == metadata_fingerprint(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}

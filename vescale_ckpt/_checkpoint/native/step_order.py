@@ -120,7 +120,7 @@ def write(directory: str, branch: Branch) -> None:
         "replaces": metadata_fingerprint(directory),
         "before": {"branch": before.number, "line": before.line},
     }
-    content = json.dumps({**record, "crc32": _checksum(record)})
+    content = json.dumps({**record, "crc32": checksum_of(record)})
     storage_at(directory).write(ORDER_NAME, content.encode())
 
 
@@ -146,7 +146,7 @@ def _read(directory: str, path: str) -> Branch:
     _, content = storage_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
     try:
         record = json.loads(content)
-        if record.pop("crc32") != _checksum(record):
+        if record.pop("crc32") != checksum_of(record):
             raise ValueError("its checksum does not match")
         replaces = record["replaces"]
         # If the save died before its commit, the record before it counts.
@@ -159,5 +159,6 @@ def _branch(record: Any) -> Branch:
     return Branch(int(record["branch"]), tuple((int(of), int(last)) for of, last in record["line"]))
 
 
-def _checksum(record: dict[str, Any]) -> int:
+def checksum_of(record: dict[str, Any]) -> int:
+    """The checksum that a small file of JSON has in it, under another key."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
