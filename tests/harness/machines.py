@@ -40,6 +40,7 @@ FAULTS: tuple[Fault, ...] = ("down", "lost", "deaf")
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_MS_RDONLY, _MS_REMOUNT, _MNT_DETACH = 1, 32, 2
 _PORT = 29500
 _START_TIMEOUT = 120.0
 _numbers = itertools.count()  # of the networks of this process
@@ -309,6 +310,25 @@ def _run(*command: str) -> bytes:
 def _call(name: str, *args: Any) -> None:
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
         raise OSError(ctypes.get_errno(), name)
+
+
+# --- File systems that one rank sees, for machines of one rank
+
+
+def make_read_only(folder: str) -> None:
+    """Until `unmount`."""
+    path = folder.encode()
+    _call("mount", path, path, None, _MS_BIND, None)
+    _call("mount", None, path, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
+
+
+def mount_small(folder: str, size: int) -> None:
+    """Puts an empty file system of so many bytes there, until `unmount`."""
+    _call("mount", b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode())
+
+
+def unmount(folder: str) -> None:
+    _call("umount2", folder.encode(), _MNT_DETACH)
 
 
 # --- What runs in a rank's process

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,14 +24,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from harness import steps
+from harness import faults, steps
 from harness.logs import logged
-from harness.machines import Machines, Ranks
+from harness.machines import Machines, Ranks, make_read_only, mount_small, unmount
 from harness.states import sharded
 from vescale_ckpt import CheckpointManager, CheckpointTimeoutError
 
 ROWS, COLUMNS = 512, 32
 BOUND = 90.0  # seconds until a rank answers, whatever has happened: managers wait for each other for few of them
+NEVER = 1000  # an interval of steps that no test reaches
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class Worker:
         self._at: dict[str, torch.Tensor] = {}  # {kind: where each element is}, made once: groups cannot be made later
         self._kind = ""
         self._attempt = 0
+        self._patches: list[Any] = []
+        self._log = logged()  # until the process ends
+        self._told = self._log.__enter__()
 
     def open(self, kind: str, own: str, durable: str, attempt: int, options: dict[str, Any], name: str = "") -> None:
         if kind not in self._at:
@@ -85,6 +94,10 @@ class Worker:
         for worker in (manager._node_uploads, manager._copies):
             assert worker is None or worker.wait(BOUND)
 
+    def settle_copies(self) -> None:
+        copies = self._managers[""]._copies
+        assert copies is not None and copies.wait(BOUND)
+
     def close(self, name: str = "") -> list[str]:
         """Returns what was warned of."""
         with logged(logging.WARNING) as texts:
@@ -117,6 +130,78 @@ class Worker:
             threading.Event().wait()
 
         (steps.before if where == "before" else steps.behind)(step, halt).start()
+
+    def told(self) -> list[str]:
+        """What was logged since the last call."""
+        texts = [*self._told]
+        self._told.clear()
+        return texts
+
+    def losses_survived(self) -> dict[int, int]:
+        return self._managers[""].losses_survived()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        return self._managers[""].metrics(step)
+
+    def hold(self, step: str, where: str, sign: str, until: str) -> None:
+        """Who comes to a step makes a file, and waits until another is there."""
+
+        def hold(*_: Any, **__: Any) -> None:
+            Path(sign).touch()
+            deadline = time.monotonic() + BOUND
+            while not Path(until).exists():
+                assert time.monotonic() < deadline, "nobody let it go on"
+                time.sleep(0.01)
+
+        self._act(step, where, hold)
+
+    def spoil_at(self, step: str, where: str, how: str, folder: str) -> None:
+        """Spoils this machine's folder when somebody comes to a step, once."""
+        once = iter([how])
+
+        def spoil(*_: Any, **__: Any) -> None:
+            for what in once:
+                self.spoil(what, folder)
+
+        self._act(step, where, spoil)
+
+    def _act(self, step: str, where: str, action: Callable[..., None]) -> None:
+        self._patches.append((steps.before if where == "before" else steps.behind)(step, action))
+        self._patches[-1].start()
+
+    def spoil(self, how: str, folder: str) -> None:
+        """`how`: of "removed", "emptied", "read-only", "full", and "no space", which is a fault of the engine."""
+        if how == "no space":
+            faults.inject("write", errno.ENOSPC, times=10**6)
+        elif how == "read-only":
+            make_read_only(folder)
+        elif how == "full":
+            with open(Path(folder, "filler"), "wb", buffering=0) as filler, contextlib.suppress(OSError):
+                while True:
+                    filler.write(bytes(4096))
+        elif how == "emptied":
+            for path in Path(folder).iterdir():
+                shutil.rmtree(path)
+        else:
+            shutil.rmtree(folder)
+
+    def mend(self, how: str, folder: str) -> None:
+        """Undoes `spoil`, as far as it can be."""
+        while self._patches:
+            self._patches.pop().stop()
+        if how == "no space":
+            faults.clear()
+        elif how == "read-only":
+            unmount(folder)
+        elif how == "full":
+            os.remove(Path(folder, "filler"))
+
+    def make_small(self, folder: str, size: int) -> None:
+        """Gives this machine's folder a file system of its own, of so many bytes."""
+        mount_small(folder, size)
+
+    def make_large(self, folder: str) -> None:
+        unmount(folder)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,16 +259,42 @@ class NodeJob:
     def say(self, command: str, *args: Any) -> None:
         self.ranks.say((command, args, {}))
 
-    def hear_those_left(self, machine: int) -> list[Answer]:
-        """What the last command did on all machines but one that is lost, within the bound."""
-        return [answer for answer in self.ranks.hear(BOUND, but=self.ranks.on(machine)) if answer is not None]
+    def hear_those_left(self, *lost: int) -> list[Answer]:
+        """What the last command did on all machines but those that are lost, within the bound."""
+        gone = [rank for machine in lost for rank in self.ranks.on(machine)]
+        return [answer for answer in self.ranks.hear(BOUND, but=gone) if answer is not None]
+
+    def call_on(self, machine: int, command: str, *args: Any) -> None:
+        """On the ranks of one machine alone."""
+        ranks = self.ranks.on(machine)
+        self.ranks.say((command, args, {}), ranks)
+        answers = self.ranks.hear(BOUND, but={*range(len(self.ranks.machine_of))} - {*ranks})
+        for rank in ranks:
+            assert not answers[rank].error, f"rank {rank}: {answers[rank].trace}"
 
     def halt(self, machine: int, step: str, where: str) -> None:
         """The machine's ranks halt at a step from now on."""
-        self.ranks.say(("halt", (step, where, str(self._sign)), {}), self.ranks.on(machine))
-        self.ranks.hear(BOUND, but=set(range(len(self.ranks.machine_of))) - set(self.ranks.on(machine)))
+        self.call_on(machine, "halt", step, where, str(self._sign))
+
+    def hold(self, machine: int, step: str, where: str) -> None:
+        """The machine's ranks halt at a step until `go_on`."""
+        self.call_on(machine, "hold", step, where, str(self._sign), str(self._sign.with_suffix(".over")))
+
+    def go_on(self) -> None:
+        self._sign.with_suffix(".over").touch()
+
+    def end(self, machines: Iterable[int], silently: bool) -> None:
+        """The machines lose power, or all their ranks get SIGKILL."""
+        for machine in machines:
+            (self.ranks.lose if silently else self.ranks.kill)(machine)
+
+    def told(self, but: Iterable[int] = ()) -> str:
+        """What all machines that are not lost have logged since the last call."""
+        self.say("told")
+        return "\n".join(text for answer in self.hear_those_left(*but) for text in answer.value)
 
     def wait_until_halted(self) -> None:
+        """Also by `hold`."""
         deadline = time.monotonic() + BOUND
         while not self._sign.exists():
             assert time.monotonic() < deadline, "no rank has come to the step"
@@ -194,28 +305,71 @@ class NodeJob:
         return self.durable.parent / f"halted in {self.name}"
 
 
-def start_again(job: NodeJob, checker: NodeJob, name: str, empty: Iterable[int] = ()) -> NodeJob:
-    """The job of `checker` with what `job` has left, by another name; machines of `empty` were replaced."""
+@contextlib.contextmanager
+def started(directory: Path, count: int, ranks: int = 1, **options: Any) -> Iterator[NodeJob]:
+    """A job on machines of its own."""
+    with Machines(count, ranks=ranks, **options) as machines, machines.start(obey) as processes:
+        yield NodeJob(machines, processes, "job", directory / "job")
+
+
+def start_again(
+    job: NodeJob,
+    checker: NodeJob,
+    empty: Iterable[int] = (),
+    places: Mapping[int, int] | None = None,
+    durable: bool = True,
+) -> NodeJob:
+    """The job of `checker` with what `job` has left, by another name; machines of `empty` were replaced.
+
+    Args:
+        places: {machine of the checker: the machine of the job that it was}. None: all as they were.
+        durable: whether the durable place is still there.
+    """
+    name = f"again{next(_numbers)}"
     again = NodeJob(checker.machines, checker.ranks, name, checker.durable.with_name(name))
-    if job.durable.exists():
+    if durable and job.durable.exists():
         shutil.copytree(job.durable, again.durable)
-    for machine in range(job.machines.count):
-        if machine not in empty and job.folder(machine).exists():
-            shutil.copytree(job.folder(machine), again.folder(machine))
+    for machine, was in (places or {machine: machine for machine in range(job.machines.count)}).items():
+        if was not in empty and job.folder(was).exists():
+            shutil.copytree(job.folder(was), again.folder(machine))
     return again
 
 
-def check_restart(again: NodeJob, kind: str, attempt: int = 2, **options: Any) -> tuple[int, int]:
-    """A job restores, and all that it claims is there; it saves on, and that is durable. Returns step and attempt."""
+def restart(
+    job: NodeJob,
+    checker: NodeJob,
+    kind: str,
+    steps: Iterable[int],
+    empty: Iterable[int] = (),
+    places: Mapping[int, int] | None = None,
+    durable: bool = True,
+    **options: Any,
+) -> str:
+    """The job starts again as by `start_again`, and finds one of these steps, of the first attempt. Returns what was
+    logged until it was restored."""
+    again = start_again(job, checker, empty, places, durable)
+    step, attempt, told = check_restart(again, kind, **options)
+    assert attempt == 1 and step in steps, f"found step {step} with {empty} empty, expected one of {steps}:\n{told}"
+    return told
+
+
+def check_restart(again: NodeJob, kind: str, attempt: int = 2, **options: Any) -> tuple[int, int, str]:
+    """A job restores, and all that it claims is there; it saves on, and that is durable. Returns step and attempt, and
+    what was logged until then."""
     options = {"max_to_keep": 4, "timeout": 20, **options}
+    again.told()
     again.open(kind, attempt, **options)
     latest = again.call("latest")
     found = again.call("restore")
+    told = again.told()
     step, of_attempt, _ = found[0]
+    assert f"loading {again.own}/step-{step}: " in told or f"loading {again.durable}/step-{step}: " in told, told
     assert {(each[0], each[1]) for each in found} == {(step, of_attempt)}, found
-    assert {each[0] for each in latest} == {step}, latest
+    passed_over = set(map(int, re.findall(r"step (\d+)[^\n]* is passed over", told)))
+    (newest,) = {each[0] for each in latest}
+    assert newest == step or newest in passed_over, told  # `latest` reads no data
     for claimed, place in latest[0][1].items():
-        if place == "remote":
+        if place == "remote" and claimed not in passed_over:
             assert vescale_ckpt.verify(again.durable / f"step-{claimed}").ok
     again.call("save", step + 1)
     again.call("close")
@@ -223,7 +377,7 @@ def check_restart(again: NodeJob, kind: str, attempt: int = 2, **options: Any) -
     again.open(kind, attempt, **options)
     assert {each[:2] for each in again.call("restore")} == {(step + 1, attempt)}
     again.call("close")
-    return step, of_attempt
+    return step, of_attempt, told
 
 
 def check_durable(durable: Path, step: int, attempt: int) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.machines import Machines, why_not
-from harness.node_jobs import NodeJob, check_restart, obey, start_again
+from harness.machines import why_not
+from harness.node_jobs import NEVER, NodeJob, restart, start_again, started
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SAVE = [
@@ -21,32 +20,13 @@ SAVE = [
 COPY = ["send copies", "read a file to send", "write a file that comes", "check a file that came"]
 DRAIN = ["copy a file to the durable place", "commit in the durable place", "clean up the durable place"]
 RESTORE = ["tell the steps of a machine", "install metadata", "bring files", "read a checkpoint"]
-NEVER = 1000  # an interval
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
     """Two machines for jobs that start again: processes that no test ends."""
-    with Machines(2, ranks=1) as machines, machines.start(obey) as ranks:
-        yield NodeJob(machines, ranks, "none", tmp_path_factory.mktemp("checkers") / "none")
-
-
-@contextmanager
-def _job(tmp_path: Path, ranks: int = 1, **options: Any) -> Iterator[NodeJob]:
-    with Machines(2, ranks=ranks, **options) as machines, machines.start(obey) as started:
-        yield NodeJob(machines, started, "job", tmp_path / "job")
-
-
-def _end(job: NodeJob, machine: int, silently: bool) -> None:
-    (job.ranks.lose if silently else job.ranks.kill)(machine)
-
-
-def _restart(job: NodeJob, checkers: NodeJob, kind: str, empty: list[int], steps: set[int], **options: Any) -> None:
-    """The job starts again, with these machines empty, and finds one of these steps."""
-    again = start_again(job, checkers, f"again{next(_numbers)}", empty)
-    step, attempt = check_restart(again, kind, **options)
-    assert attempt == 1 and step in steps, f"found step {step} with {empty} empty, expected one of {steps}"
+    with started(tmp_path_factory.mktemp("checkers"), 2) as job:
+        yield job
 
 
 def _cases(steps: list[str], quick: int, kinds: tuple[str, str] = ("shards", "hsdp")) -> Any:
@@ -65,7 +45,7 @@ def _cases(steps: list[str], quick: int, kinds: tuple[str, str] = ("shards", "hs
 def test_a_machine_is_lost_in_a_save(
     kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
 ) -> None:
-    with _job(tmp_path) as job:
+    with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2, async_checkpoint=silently)
         for number in (1, 2):
             job.call("save", number)
@@ -73,7 +53,7 @@ def test_a_machine_is_lost_in_a_save(
         job.halt(machine, step, where)
         job.say("save", 3)
         job.wait_until_halted()
-        _end(job, machine, silently)
+        job.end([machine], silently)
         (answer,) = job.hear_those_left(machine)
         if step == "clean up on a machine":  # the step is there; the next save cannot be
             assert not answer.error, answer
@@ -83,8 +63,8 @@ def test_a_machine_is_lost_in_a_save(
         else:
             assert answer.error, answer
         steps = {True: {3}, False: {2}, None: {2, 3}}[answer.committed]
-        _restart(job, checkers, kind, [], steps)
-        _restart(job, checkers, kind, [machine], steps if kind == "hsdp" else {2})
+        restart(job, checkers, kind, steps)
+        restart(job, checkers, kind, steps if kind == "hsdp" else {2}, empty=[machine])
 
 
 @_cases(COPY, quick=11, kinds=("shards", "shards"))
@@ -92,7 +72,7 @@ def test_a_machine_is_lost_while_it_copies(
     kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
 ) -> None:
     """The copies of the step before are complete."""
-    with _job(tmp_path) as job:
+    with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=1, copies=1, durable_interval_steps=NEVER)
         for number in (1, 2):
             job.call("save", number)
@@ -100,20 +80,20 @@ def test_a_machine_is_lost_while_it_copies(
         job.halt(machine, step, where)
         job.call("save", 3)
         job.wait_until_halted()
-        _end(job, machine, silently)
+        job.end([machine], silently)
         for command in (("save", 4), ("close",)):
             job.say(*command)
             (answer,) = job.hear_those_left(machine)
             assert command == ("close",) or answer.error, answer
-        _restart(job, checkers, kind, [], {3}, copies=1)
-        _restart(job, checkers, kind, [machine], {2, 3}, copies=1)
+        restart(job, checkers, kind, {3}, copies=1)
+        restart(job, checkers, kind, {2, 3}, empty=[machine], copies=1)
 
 
 @_cases(DRAIN, quick=5)
 def test_a_machine_is_lost_while_it_drains(
     kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
 ) -> None:
-    with _job(tmp_path) as job:
+    with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2)
         job.call("limit", "seconds until machines copy files of others", 1)
         for number in (1, 2):
@@ -122,7 +102,7 @@ def test_a_machine_is_lost_while_it_drains(
         job.halt(machine, step, where)
         job.call("save", 3)
         job.wait_until_halted()
-        _end(job, machine, silently)
+        job.end([machine], silently)
         for command in (("save", 4), ("close",)):
             job.say(*command)
             (answer,) = job.hear_those_left(machine)
@@ -130,9 +110,9 @@ def test_a_machine_is_lost_while_it_drains(
         # Of the second machine the only file has come; what the first one does behind the commit is no matter.
         is_durable = step == DRAIN[2] or (step, where) == (DRAIN[1], "behind") or (machine, where) == (1, "behind")
         assert job.durable.joinpath("step-3", ".metadata").exists() == is_durable
-        _restart(job, checkers, kind, [], {3})
-        _restart(job, checkers, kind, [machine], {3} if is_durable or kind == "hsdp" else {2})
-        _restart(job, checkers, kind, [0, 1], {3} if is_durable else {2})
+        restart(job, checkers, kind, {3})
+        restart(job, checkers, kind, {3} if is_durable or kind == "hsdp" else {2}, empty=[machine])
+        restart(job, checkers, kind, {3} if is_durable else {2}, empty=[0, 1])
 
 
 @_cases(RESTORE, quick=10)
@@ -140,22 +120,22 @@ def test_a_machine_is_lost_in_a_restore(
     kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
 ) -> None:
     """Of two machines the second was replaced by an empty one before."""
-    before = start_again(checkers, checkers, f"before{next(_numbers)}")
+    before = start_again(checkers, checkers, empty=[0, 1])
     before.open(kind, copies=1, timeout=20, durable_interval_steps=NEVER)
     for number in (1, 2):
         before.call("save", number)
         before.call("settle")
-    with _job(tmp_path) as job:
+    with started(tmp_path, 2) as job:
         shutil.copytree(before.folder(0), job.folder(0))
         before.call("close")
         job.open(kind, copies=1)
         job.halt(machine, step, where)
         job.say("restore")
         job.wait_until_halted()
-        _end(job, machine, silently)
+        job.end([machine], silently)
         (answer,) = job.hear_those_left(machine)
         assert answer.error or (step, where) == (RESTORE[3], "behind"), answer
         job.say("close")
         job.hear_those_left(machine)
-        _restart(job, checkers, kind, [], {2}, copies=1)
-        _restart(job, checkers, kind, [1], {2}, copies=1)
+        restart(job, checkers, kind, {2}, copies=1)
+        restart(job, checkers, kind, {2}, empty=[1], copies=1)

@@ -1,0 +1,182 @@
+"""Folders of machines that are damaged, spoiled or old: what saves do, and what a restart finds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.machines import why_not
+from harness.node_jobs import NEVER, NodeJob, check_restart, start_again, started
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
+    """Two machines: processes that no test ends."""
+    with started(tmp_path_factory.mktemp("two"), 2) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def saved(two: NodeJob) -> NodeJob:
+    """Step 2 was saved last, in a second attempt that went on from step 1; step 3 of the first one is abandoned. Both
+    machines have all, the durable place has steps 1 and 2."""
+    job = start_again(two, two, empty=[0, 1])
+    for attempt, steps in ((1, (1, 2, 3)), (2, (2,))):
+        job.open("shards", attempt, copies=1)
+        if attempt == 2:
+            job.call("restore", 1)
+            job.call("settle")
+        for step in steps:
+            job.call("save", step, metrics={"loss": attempt / 8})
+            job.call("settle")
+        job.call("close")
+    shutil.rmtree(job.durable / "step-3")
+    return job
+
+
+def flip(path: Path, number: int) -> None:
+    """Flips one bit: in the middle of the file, or at another place for each number."""
+    content = bytearray(path.read_bytes() or b"\0")
+    at = len(content) // 2 if number == 0 else random.Random(number).randrange(len(content))
+    content[at] ^= 1 << number % 8
+    path.write_bytes(content)
+
+
+def files_of(kind: str, folder: Path, machine: int) -> list[Path]:
+    """Files of a kind in the folder of a machine's step."""
+    if kind in ("own data", "data of the other"):
+        return [*folder.glob(f"__{machine if kind == 'own data' else 1 - machine}_*.distcp")]
+    return [folder / kind]
+
+
+KINDS = ["own data", "data of the other", ".metadata", ".metadata.index", ".order", ".node", "metrics.json"]
+SAYS = {"own data": "does not count", ".metadata": "metadata", ".order": "is damaged"}
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=SLOW) for number in (1, 2))])
+@pytest.mark.parametrize(
+    ("kind", "machine"),
+    [
+        pytest.param(kind, machine, marks=[] if (kind, machine) == ("own data", 1) else [SLOW])
+        for kind in KINDS
+        for machine in (0, 1)
+    ],
+)
+def test_a_bit_is_flipped_on_one_machine(kind: str, machine: int, number: int, saved: NodeJob, two: NodeJob) -> None:
+    again = start_again(saved, two, durable=False)
+    for path in files_of(kind, again.folder(machine) / "step-2", machine):
+        flip(path, number)
+    step, attempt, told = check_restart(again, "shards", 3, copies=1)
+    assert (step, attempt) == (2, 2), told
+    assert number > 0 or SAYS.get(kind, "") in told, told
+    again.open("shards", 3, copies=1)
+    assert all(found in ({}, {"loss": 0.25}) for found in again.call("metrics", 2))
+    again.call("close")
+
+
+@SLOW
+@pytest.mark.parametrize("is_durable", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_is_flipped_on_all_machines(kind: str, is_durable: bool, saved: NodeJob, two: NodeJob) -> None:
+    again = start_again(saved, two, durable=is_durable)
+    for machine in (0, 1):
+        for path in files_of(kind, again.folder(machine) / "step-2", machine):
+            flip(path, 0)
+    step, attempt, told = check_restart(again, "shards", 3, copies=1)
+    if kind == ".order" and not is_durable:
+        assert (step, attempt) in ((2, 2), (3, 1)), told  # nobody knows any more what was saved last
+        assert "nobody knows when its checkpoint was saved" in told
+    elif kind == ".metadata" and not is_durable:
+        assert (step, attempt) == (1, 1) and "step 2" in told, told
+    else:
+        assert (step, attempt) == (2, 2), told
+
+
+@SLOW
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_copy_is_damaged_and_the_machine_is_lost(machine: int, saved: NodeJob, two: NodeJob) -> None:
+    again = start_again(saved, two, empty=[1 - machine], durable=False)
+    for path in files_of("data of the other", again.folder(machine) / "step-2", machine):
+        flip(path, 0)
+    step, attempt, told = check_restart(again, "shards", 3, copies=1)
+    assert (step, attempt) == (1, 1) and "no node has a sound copy" in told, told
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["data", ".metadata", ".metadata.index", ".order", "metrics.json"])
+def test_a_bit_is_flipped_in_the_durable_place(kind: str, saved: NodeJob, two: NodeJob) -> None:
+    again = start_again(saved, two, empty=[0, 1])
+    folder = again.durable / "step-2"
+    flip(next(folder.glob("*.distcp")) if kind == "data" else folder / kind, 0)
+    step, attempt, told = check_restart(again, "shards", 3, copies=1)
+    assert (step, attempt) == ((1, 1) if kind in ("data", ".metadata") else (2, 2)), told
+
+
+# --- A folder is spoiled
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "machine"),
+    [
+        pytest.param(how, where, machine, marks=[] if (how, where, machine) == ("read-only", "", 1) else [SLOW])
+        for how in ("removed", "emptied", "read-only", "full", "no space")
+        for where in ("", "before write tensors", "behind write tensors", "before check a file that came")
+        for machine in (0, 1)
+        if how != "no space" or where in ("", "before write tensors")
+    ],
+)
+def test_a_folder_is_spoiled_in_a_job(how: str, where: str, machine: int, two: NodeJob) -> None:
+    job = start_again(two, two, empty=[0, 1])
+    folder = str(job.own)
+    for one in (0, 1):
+        job.folder(one).mkdir()
+    if how == "full":
+        job.call_on(machine, "make_small", folder, 1 << 20)
+    job.open("shards", copies=1, durable_interval_steps=NEVER, async_checkpoint=False)
+    for step in (1, 2):
+        job.call("save", step)
+        job.call("settle")
+    job.told()
+    if where:
+        moment, _, step = where.partition(" ")
+        job.call_on(machine, "spoil_at", step, moment, how, folder)
+    else:
+        job.call_on(machine, "spoil", how, folder)
+    last, failures = 2, 0
+    for step in range(3, 7):
+        if step == 5 or (how == "no space" and step == 4):
+            job.call_on(machine, "mend", how if step == 4 or how != "no space" else "", folder)
+        answers = job.ask("save", step)
+        assert len({bool(answer.error) for answer in answers}) == 1, answers
+        failures += bool(answers[0].error)
+        last = last if answers[0].error else step
+        job.call("settle")
+        # A machine may have committed before the other one failed: the step counts if all its files are there.
+        found = job.ask("restore")
+        if any(each.error for each in found):  # nothing older takes the place of a step that a machine cannot store
+            assert how in ("read-only", "full") and step < 5, found
+            assert all("Read-only" in each.error or "no room" in each.error for each in found), found
+        else:
+            assert {each.value[0] for each in found} <= ({last, step} if answers[0].error else {last}), found
+        job.call("settle")
+    told = job.told()
+    assert last == 6 and failures <= 1
+    assert job.call("losses_survived")[0][6] == 1
+    job.call("close")
+    if how in ("read-only", "full", "no space"):
+        assert {"read-only": "ead-only", "full": "left", "no space": "space"}[how] in told, told
+    if how == "full":
+        job.call_on(machine, "make_large", folder)  # a restart without it
+    else:
+        found = check_restart(start_again(job, two, empty=[machine], durable=False), "shards", copies=1)
+        assert found[:2] == (6, 1), found
+    found = check_restart(
+        start_again(job, two, empty=[1 - machine] if how != "full" else [machine]), "shards", copies=1
+    )
+    assert found[:2] == (6, 1), found
