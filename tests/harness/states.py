@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from vescale_ckpt._engine.rows import DTYPE_CODES
 from vescale_ckpt._engine.torch_private import StridedShard
+from vescale_ckpt.simulate.models import Entry
+from vescale_ckpt.simulate.parallelism import Parallelism
 
 __all__ = ["StridedShard"]  # of this torch, whatever its name
 State = dict[str, Any]
@@ -44,6 +47,17 @@ def sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | 
     """What all ranks hold of a tensor that each of them gives whole: on one line of ranks, or a mesh of this shape."""
     device_mesh = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
     return distribute_tensor(full, device_mesh, placements, src_data_rank=None)
+
+
+def real_state(entries: Sequence[Entry], parallelism: Parallelism) -> State:
+    """What a rank of a real job holds of what a simulation lists."""
+    made: State = {}
+    for entry in entries:
+        full = torch.arange(math.prod(entry.shape), dtype=torch.float32).view(entry.shape).to(entry.dtype)
+        if (placed := parallelism.mesh_and_placements(entry)) is not None:
+            full = sharded(full, *placed[1], mesh=placed[0])
+        made[entry.name] = full
+    return made
 
 
 def at_address(tensor: torch.Tensor, within_page: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vescale_ckpt.manager.node_copies import copies_of_each
+from vescale_ckpt._ranks.file_places import copies_of_each
 
 NODES = [0, 2, 4, 6]  # the lowest of two ranks each
 RACKS = ["a", "a", "a", "a", "b", "b", "b", "b"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import steps
 from harness.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from harness.states import real_state
 
 import vescale_ckpt
 from vescale_ckpt.cli import main
@@ -32,24 +30,12 @@ STORED = sum(4 * torch.Size(entry.shape).numel() for entry in TENSORS)
 
 def _real(directory: Path, saved: Parallelism, loads: Parallelism, node_size: int, broadcast: Broadcast) -> int:
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // node_size)
-
-    def state(parallelism: Parallelism) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for entry in TENSORS:
-            full = torch.arange(torch.Size(entry.shape).numel(), dtype=torch.float32).view(entry.shape)
-            placed = parallelism.mesh_and_placements(entry)
-            if placed is not None:
-                mesh = init_device_mesh("cpu", placed[0])
-                full = distribute_tensor(full, mesh, placed[1], src_data_rank=None)
-            made[entry.name] = full
-        return made
-
-    vescale_ckpt.save(directory, state(saved), timeout=60)
-    wanted = state(loads)
+    vescale_ckpt.save(directory, real_state(TENSORS, saved), timeout=60)
+    wanted = real_state(TENSORS, loads)
     for value in wanted.values():
         value.zero_()
     stats = vescale_ckpt.load(directory, wanted, broadcast_checkpoint=broadcast, timeout=60).stats
-    for name, value in state(loads).items():
+    for name, value in real_state(TENSORS, loads).items():
         assert torch.equal(*(v.to_local() if hasattr(v, "to_local") else v for v in (wanted[name], value)))
     return stats.read_bytes
 

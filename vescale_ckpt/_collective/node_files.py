@@ -19,14 +19,14 @@ from .._checkpoint.check_records import check_file
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._ranks.exchange import Exchange
+from .._ranks.file_places import Places, messages_to_send
 from .._ranks.node import node_of_this_process
 from .._ranks.send_files import Check, FileMessage, send_files
 from ..errors import CheckpointError, CorruptCheckpointError, LoadFailedError
 
 logger = logging.getLogger(__name__)
 
-Places = dict[str, dict[int, int]]  # {file: {rank whose node has it, or DURABLE: bytes}}
-DURABLE = -1
+DURABLE = -1  #: a rank in `Places`: the durable place
 
 
 class DurableFiles(Protocol):
@@ -134,18 +134,18 @@ class NodeFiles:
         return failed
 
     def _plan(self, gathered: list[bytes] | None, checkpoint: LoadableCheckpoint) -> bytes | None:
-        """Chooses who sends what to whom; each of those that have a file sends about as many bytes. One node takes a
-        file from the durable place, and the others get it from this one the next time."""
+        """Chooses who sends what to whom. One node takes a file from the durable place, and the others get it from
+        this one the next time."""
         if gathered is None:
             return None
         lacking = zip(self.leaders, map(json.loads, gathered), strict=True)
         wanted = {(name, leader) for leader, names in lacking for name in names}
-        sent: dict[int, int] = {}
-        messages: list[FileMessage] = []
+        sources: Places = {}
+        now = set()
         for name, target in sorted(wanted):
             places = {rank: size for rank, size in self.places.get(name, {}).items() if rank != DURABLE}
             if not places and self._durable is not None and name not in self._not_durable:
-                if messages and (messages[-1].name, messages[-1].source) == (name, DURABLE):
+                if name in sources:
                     continue
                 if (size := self._durable.size_of(name)) is not None:
                     places = {DURABLE: size}
@@ -153,10 +153,9 @@ class NodeFiles:
                 raise CorruptCheckpointError(
                     f"{checkpoint.path}: no node has a sound copy of {name}", key=None, file=name
                 )
-            source = min(places, key=lambda rank: (sent.get(rank, 0), rank))
-            sent[source] = sent.get(source, 0) + places[source]
-            messages.append(FileMessage(name, places[source], source, target))
-        return json.dumps(messages).encode()
+            sources[name] = places
+            now.add((name, target))
+        return json.dumps([*messages_to_send(sources, now)]).encode()
 
     def _note(
         self,

@@ -306,29 +306,36 @@ COMMANDS = (
                 choices=("auto", "always", "never"),
             ),
             value(
-                "--storage",
-                "with --load: GB a second that the storage gives to all ranks together",
-                type=float,
-                metavar="GB/S",
+                "--copies", "simulate a folder of each node, with copies on N others (0: none)", type=int, metavar="N"
             ),
-            value("--link", "with --load: GB a second of each node's link, each way", type=float, metavar="GB/S"),
+            value(
+                "--domain-nodes", "with --copies: nodes of a rack (default: no racks are known)", type=int, metavar="N"
+            ),
+            value("--storage", "GB a second that the storage gives to all ranks together", type=float, metavar="GB/S"),
+            value("--link", "GB a second of each node's link, each way", type=float, metavar="GB/S"),
+            value("--disk", "with --copies: GB a second that a node reads from its folder", type=float, metavar="GB/S"),
             _JSON,
         ),
         "Plans from shapes alone: how many bytes each rank would write, and what planning costs. With --load: how many "
-        "it would read, and what the links of nodes carry. Dimension 0 is cut by "
+        "it would read, and what the links of nodes carry. With --copies: what nodes write into folders of their own, "
+        "and send to others, which losses they survive, and how long a restore takes after the loss of one, with "
+        "these folders and without. --storage and --link take one of the two. Dimension 0 is cut by "
         "--fsdp, the dimension of a layer's role (known by the usual names) by --tp, stacked experts by --ep; what is "
         "left of --ranks are replicas.\n\nModels: llama-1b, llama-8b, llama-70b, llama-405b, mixtral-8x7b.",
         (
             "vescale-ckpt plan llama-70b --fsdp 64",
             "vescale-ckpt plan checkpoints/step-1000 --ranks 512 --json",
             "vescale-ckpt plan llama-8b --ranks 1024 --fsdp 64 --load --storage 20 --link 12",
+            "vescale-ckpt plan llama-405b --ranks 8192 --copies 1 --domain-nodes 16 --storage 100 --link 12 --disk 6",
         ),
         json=(
             "`ranks`, `items`, `pieces`, `bytes_least`, `bytes_most`, `bytes_mean`, `imbalance`, "
             "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
             "`metadata_bytes`, `index_bytes`. With --load: `ranks`, `saved_ranks`, `broadcast`, `read_by_rank`, "
             "`read`, `read_alone`, `nodes`, `node_read_most`, `node_received_most`, `node_sent_most`, `table_bytes`, "
-            "`gathered_bytes`, `planning_parts`, `planning_seconds`, `planning_memory`, `seconds`"
+            "`gathered_bytes`, `planning_parts`, `planning_seconds`, `planning_memory`, `seconds`. With --copies: "
+            "`ranks`, `nodes`, `stored`, `written_most`, `sent_most`, `received_most`, `held_most`, "
+            "`losses_survived`, `domain_survived`, `pairs_survived`, `restore_seconds`, `durable_restore_seconds`"
         ),
     ),
     Command(

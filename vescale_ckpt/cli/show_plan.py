@@ -14,6 +14,7 @@ from ..settings import Broadcast
 from ..simulate import models
 from ..simulate.loading import simulate_load
 from ..simulate.models import MODELS, Entry
+from ..simulate.nodes import simulate_nodes
 from ..simulate.parallelism import Parallelism
 from ..simulate.simulation import Simulation, simulate
 from . import output
@@ -23,20 +24,27 @@ from .output import FINE
 def run(options: Namespace) -> int:
     """Simulates, prints the figures and returns the exit status. Raises `ValueError`, and `CheckpointError` for a
     checkpoint that cannot be read."""
-    for name in ("ranks", "fsdp", "tp", "ep", "replicas", "node_size", "saved_ranks"):
+    for name in ("ranks", "fsdp", "tp", "ep", "replicas", "node_size", "saved_ranks", "domain_nodes"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {number} is less than 1")
-    for name in ("storage", "link"):
+    for name in ("storage", "link", "disk"):
         if (rate := getattr(options, name)) is not None and not 0 < rate < math.inf:
             raise ValueError(f"--{name}: {rate} is no bandwidth")
-    if not options.load and (options.saved_ranks or options.storage or options.link or options.broadcast != "auto"):
-        raise ValueError("--saved-ranks, --broadcast, --storage and --link take --load")
+    if options.copies is not None and (options.load or options.copies < 0):
+        raise ValueError(f"--copies: {options.copies} is less than 0, or takes no --load")
+    if not options.load and (options.saved_ranks or options.broadcast != "auto"):
+        raise ValueError("--saved-ranks and --broadcast take --load")
+    more = options.domain_nodes or options.disk or (not options.load and (options.storage or options.link))
+    if options.copies is None and more:
+        raise ValueError("--storage and --link take --load or --copies, --domain-nodes and --disk take --copies")
     parallelism = _parallelism(options)
     entries = _entries(options.model, models.dtype_named(options.dtype))
     if options.optimizer == "adam":
         entries = models.with_adam(entries)
     if options.load:
         return _load(options, entries, parallelism)
+    if options.copies is not None:
+        return _nodes(options, entries, parallelism)
     found = simulate(entries, parallelism, options.placement, options.node_size)
     if options.json:
         output.print_json("plan/1", {**dataclasses.asdict(found), "imbalance": found.imbalance})
@@ -71,6 +79,24 @@ def _load(options: Namespace, entries: list[Entry], parallelism: Parallelism) ->
     if found.seconds is not None:
         facts.append(("storage and links", f"{found.seconds:.3f} s at least"))
     output.print_facts(facts)
+    return FINE
+
+
+def _nodes(options: Namespace, entries: list[Entry], parallelism: Parallelism) -> int:
+    rates = ((rate or math.inf) * 1e9 for rate in (options.storage, options.link, options.disk))
+    found = simulate_nodes(entries, parallelism, options.copies, options.node_size, options.domain_nodes, *rates)
+    if options.json:
+        output.print_json("plan/1", dataclasses.asdict(found))
+        return FINE
+    rack = "any one rack, " if options.domain_nodes and found.domain_survived else ""
+    seconds = {"restore from the nodes": found.restore_seconds, "restore without them": found.durable_restore_seconds}
+    output.print_facts([
+        ("ranks", f"{found.ranks:,} on {found.nodes:,} nodes"),
+        ("a node, at most", f"writes {size(found.written_most)} of {size(found.stored)}, has {size(found.held_most)}"),
+        ("a link, at most", f"sends {size(found.sent_most)}, receives {size(found.received_most)}"),
+        ("may be lost", f"any {found.losses_survived} nodes, {rack}{found.pairs_survived:.4%} of the pairs of nodes"),
+        *((name, f"{value:.3f} s at least") for name, value in seconds.items() if value is not None),
+    ])  # fmt: skip
     return FINE
 
 

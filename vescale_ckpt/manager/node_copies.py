@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -17,10 +16,11 @@ from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import path_of
-from .._collective.node_files import NodeFiles, Places
+from .._collective.node_files import NodeFiles
 from .._engine.live_objects import LiveObjects
 from .._observe.amounts import size
 from .._ranks.exchange import Exchange
+from .._ranks.file_places import Places, copies_of_each
 from .._storage.open_storage import storage_at
 from .node_tier import part_in
 
@@ -126,37 +126,6 @@ class NodeCopies:
         files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)
         if own:
             logger.debug("%s of other nodes are in %s", size(sum(places[name][exchange.rank] for name in own)), path)
-
-
-def copies_of_each(places: Places, leaders: Sequence[int], domains: Sequence[str], copies: int) -> dict[int, set[str]]:
-    """{leader: the files that it gets}, so that `copies` nodes beside one have each file.
-
-    The nodes form a ring in which failure domains alternate. A file goes to the nodes behind the first one that has it,
-    those of other failure domains first. `domains`: of each rank; empty: it is not known, and each node is one.
-    """
-    of_domains: dict[str, list[int]] = {}
-    for leader in sorted(leaders):
-        of_domains.setdefault(domains[leader] or f"node {leader}", []).append(leader)
-    domain_of = {leader: domain for domain, of_domain in of_domains.items() for leader in of_domain}
-    ring = [leader for round_ in zip_longest(*of_domains.values()) for leader in round_ if leader is not None]
-    position = {leader: at for at, leader in enumerate(ring)}
-    names: dict[frozenset[int], list[str]] = {}  # files that lie on the same nodes go to the same
-    for name, ranks in places.items():
-        names.setdefault(frozenset(ranks), []).append(name)
-    wanted: dict[int, set[str]] = {}
-    for holders, of_holders in names.items():
-        have, held_by = set(holders), {domain_of[leader] for leader in holders}
-        first = position[min(holders)]
-        while len(have) < min(copies + 1, len(ring)):
-            behind = (ring[(first + step) % len(ring)] for step in range(1, len(ring)))
-            left = (leader for leader in behind if leader not in have)
-            if len(held_by) < len(of_domains):
-                left = (leader for leader in left if domain_of[leader] not in held_by)
-            chosen = next(left)
-            wanted.setdefault(chosen, set()).update(of_holders)
-            have.add(chosen)
-            held_by.add(domain_of[chosen])
-    return wanted
 
 
 _running: LiveObjects[NodeCopies] = LiveObjects()
