@@ -91,7 +91,8 @@ class Worker:
         """Waits for copies and uploads."""
         manager = self._managers[name]
         manager.wait()
-        for worker in (manager._node_uploads, manager._copies):
+        work = manager._node_work
+        for worker in () if work is None else (work.uploads, work.copies):
             assert worker is None or worker.wait(BOUND)
 
     def settle_copies(self) -> None:

@@ -355,7 +355,7 @@ def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
         with steps.failing("write tensors", ValueError("none")), pytest.raises(CheckpointError):
             manager.save(5, _state("shards", 5))
         manager.save(6, _state("shards", 6))
-        assert manager._node_uploads is None or manager._node_uploads.wait(60)
+        assert manager._uploads is None or manager._uploads.wait(60)
         manager.save(7, _state("shards", 7))
         manager.save(8, _state("shards", 8))
     return dict(manager.tiers())

@@ -26,26 +26,21 @@ from .._checkpoint.native.step_order import Branch, SavedOrder, all_steps, compl
 from .._checkpoint.newest import newest_sound
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
-from .._collective.node_files import leaders_of
-from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
-from .._ranks.node import node_of_this_process
 from .._ranks.rendezvous import GRACE
-from .._ranks.shared_directory import NO_NUMBER, MarkerFile, SeparateDirectoriesError
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
 from ..settings import checked_count, checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
-from .clean_up import clean_up, clean_up_part
-from .node_copies import NodeCopies
-from .node_health import NodeHealth, cannot_be_stored
+from .clean_up import clean_up
+from .node_health import cannot_be_stored
 from .node_tier import NodeTier
-from .node_uploads import NodeUploads
+from .node_work import NodeWork, find_nodes
 from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
@@ -157,8 +152,8 @@ class CheckpointManager:
                 "upload_bytes_per_second, durable_interval_steps, copies, copy_bytes_per_second and local_max_bytes "
                 "are for a manager with local="
             )
-        self._local_max_bytes = checked_count("local_max_bytes", local_max_bytes)
-        self._durable_interval_steps = checked_count("durable_interval_steps", durable_interval_steps)
+        checked_count("local_max_bytes", local_max_bytes)
+        checked_count("durable_interval_steps", durable_interval_steps)
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
@@ -181,35 +176,31 @@ class CheckpointManager:
         self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
         self._found_damage = False  # whether damage was found since the last save that wrote everything
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
-        self._nodes = None if self._tier is None else self._find_nodes(self._tier)  # None: all ranks see one folder
+        # None: all ranks see one folder
+        self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
         if self._nodes is not None and self.delta:
             raise ValueError("delta: with a local= folder of each node, saves write everything")
         self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
         self._uploads: Uploads | None = None
-        self._node_uploads: NodeUploads | None = None  # the same, with a folder of each node
-        self._saved_last: int | None = None  # the step of the last save, if it went to the folders of all nodes
-        self._is_copy_due = False  # whether nodes copy the next step that is saved while they are idle
-        self._nodes_are_idle = True  # whether no node copies to the durable place
-        self._health: NodeHealth | None = None  # of this node's folder
-        self._nodes_can_save = True  # whether all nodes can save to their folders
-        self._copies: NodeCopies | None = None  # sends steps to other nodes
-        self._copies_are_idle = True  # whether no rank does
-        if copies:
-            self._copies = self._send_copies(copies, copy_bytes_per_second)
+        self._node_work: NodeWork | None = None
+        if self._nodes is not None:
+            assert self.remote is not None
+            self._node_work = NodeWork(
+                self._nodes, self._exchange().rank, self.remote, self.retention,
+                process_group=process_group, timeout=timeout, local_max_bytes=local_max_bytes,
+                upload_bytes_per_second=upload_bytes_per_second, durable_interval_steps=durable_interval_steps,
+                copies=copies, copy_bytes_per_second=copy_bytes_per_second,
+            )  # fmt: skip
+            self._uploads = self._node_work.uploads
+        elif copies:
+            logger.warning("copies=%d: all ranks see one folder %s, which gets no copies", copies, self.directory)
         if self._is_coordinator():
             self._branches.look()
-        if self.remote is not None and self._writes_notes():
-            places = self.directory, self.remote, self.retention, upload_bytes_per_second
-            if self._nodes is None:
-                self._uploads = Uploads(*places, self._durable_interval_steps)
-                self._uploads.begin()  # continues the uploads of an earlier process
-            else:
-                patience = settings.timeout(self.timeout)
-                rank = self._exchange().rank
-                self._uploads = self._node_uploads = NodeUploads(
-                    *places, self._nodes.leaders, rank, patience, self._clean_up_part
-                )
-                self._health = NodeHealth(self.directory, self._nodes.ranks_of(rank))
+        if self.remote is not None and self._nodes is None and self._is_coordinator():
+            self._uploads = Uploads(
+                self.directory, self.remote, self.retention, upload_bytes_per_second, durable_interval_steps
+            )
+            self._uploads.begin()  # continues the uploads of an earlier process
         self._closed = False
 
     # --- Saving
@@ -321,24 +312,17 @@ class CheckpointManager:
     ) -> SaveHandle:
         began = time.monotonic()
         running = self._running = self._save_after(self._running, step)
-        self._is_copy_due = self._nodes_can_save and (self._is_copy_due or self._is_due(step))
-        if self._is_copy_due and self._nodes_are_idle:
-            # All nodes copy the same step to the durable place. What is saved meanwhile stays on the nodes.
-            self._is_copy_due = False
-            if self._node_uploads is not None:
-                self._node_uploads.reserve()
-                running.on_end.append(self._node_uploads.begin_step)
-        if self._copies is not None and self._copies_are_idle and self._nodes_can_save:
-            self._copies.reserve()
-            running.on_end.append(self._copies.begin_step)
+        if self._node_work is not None:
+            self._node_work.begin(running)
         self._prepare(running, numbers)
         handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         return handle
 
     def _save_after(self, before: RunningSave | None, step: int) -> RunningSave:
-        if self._nodes_can_save or self.remote is None:
-            return RunningSave(self.directory, step, self._writes_notes(), before, self._nodes is not None)
+        if self._node_work is None or self._node_work.can_save:
+            return RunningSave(self.directory, step, self._writes_notes(), before, self._node_work is not None)
+        assert self.remote is not None
         return RunningSave(self.remote, step, self._is_coordinator(), before, on_nodes=False)
 
     @contextmanager
@@ -372,19 +356,11 @@ class CheckpointManager:
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
-        idle = [int(worker is None or worker.is_idle()) for worker in (self._node_uploads, self._copies)]
-        none_owed = int(self._node_uploads is None or not self._node_uploads.is_owed)
-        if why_not := "" if self._health is None else self._health.why_not():
-            logger.warning(
-                "step %d goes to %s: this node cannot save to %s: %s", step, self.remote, self.directory, why_not
-            )
-        votes = (*ours, int(not self._found_damage), none_owed, *idle, int(not why_not))
-        answers = exchange.agree(votes, "beginning to save")
-        *agreed, undamaged, none_owed, nodes_are_idle, copies_are_idle, nodes_can_save = answers
-        self._nodes_can_save = bool(nodes_can_save)
-        self._is_copy_due |= not none_owed
-        self._nodes_are_idle, self._copies_are_idle = bool(nodes_are_idle), bool(copies_are_idle)
-        least, not_most, low, not_high, missing_on = agreed
+        votes = [] if self._node_work is None else self._node_work.votes(step)
+        answers = exchange.agree((*ours, int(not self._found_damage), *votes), "beginning to save")
+        least, not_most, low, not_high, missing_on, undamaged, *votes = answers
+        if self._node_work is not None:
+            self._node_work.decide(votes)
         self._found_damage = not undamaged
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
@@ -421,10 +397,10 @@ class CheckpointManager:
         phase = f"preparing {running.path}"
 
         def prepare() -> None:
-            if self._node_uploads is not None:  # it may copy an earlier save of this step
+            if self._node_work is not None and self._node_work.uploads is not None:
                 if running.before is not None:
                     running.before.wait_until_ended()
-                self._node_uploads.give_way()
+                self._node_work.uploads.give_way()  # it may copy an earlier save of this step
             if running.is_coordinator:
                 branch, abandoned[:] = self._branches.branch_of(running.step)
                 running.prepare(numbers, branch)
@@ -478,7 +454,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         running.has_begun = True
-        nodes = self._nodes if running.on_nodes else None
+        nodes, node_work = (self._nodes, self._node_work) if running.on_nodes else (None, None)
         save = api.save if nodes is None else nodes.save
         others = {"base": self._base(running), "frozen": frozen} if nodes is None else {}
         try:
@@ -493,8 +469,8 @@ class CheckpointManager:
                 **others,
             )
         except BaseException as error:
-            if nodes is not None and self._health is not None:
-                self._health.note(error)
+            if node_work is not None:
+                node_work.ended(error)
             running.end(None)
             raise
 
@@ -503,14 +479,15 @@ class CheckpointManager:
         was_full = self._found_damage
 
         def committed() -> None:
-            self._saved_last = running.step if running.on_nodes else None
+            if self._node_work is not None:
+                self._node_work.saved_last = running.step if running.on_nodes else None
             self._damaged -= {running.path}
             self._spared -= {running.path}
             if was_full:
                 self._found_damage = False
-            if nodes is not None:
+            if node_work is not None:
                 if running.is_coordinator:
-                    self._clean_up_part(running.step)
+                    node_work.clean_up(running.step)
             elif running.is_coordinator:
                 self._branches.note_saved(running.path, running.step)
                 self._clean_up(running)
@@ -521,17 +498,13 @@ class CheckpointManager:
             error = handle.wait()
             if error is None:
                 self._durations.append(time.monotonic() - running.began)
-            if nodes is not None and self._health is not None:
-                self._health.note(error)
+            if node_work is not None:
+                node_work.ended(error)
             self.failed_saves += self.on_error == "warn" and not isinstance(error, SaveCancelledError | None)
             running.end(committed if error is None else None)
 
         handle.add_done_callback(ended)
         return handle
-
-    def _clean_up_part(self, saved: int) -> None:
-        copied = None if self._copies is None else self._copies.complete
-        clean_up_part(self.directory, self.retention, saved, copied, self._local_max_bytes)
 
     def _clean_up(self, saved: RunningSave) -> None:
         paths = {step: path_of(saved.root, step) for step in complete_steps(saved.root)}
@@ -584,10 +557,8 @@ class CheckpointManager:
         self._closed = True
         try:
             self.wait()
-            if self._node_uploads is not None and self._saved_last is not None:
-                self._node_uploads.end_with(self._saved_last)  # it may be on the nodes alone
-            if self._copies is not None and not self._copies.end_with(self._saved_last):
-                logger.warning("the last step in %s has fewer copies on other nodes than wanted", self.directory)
+            if self._node_work is not None:
+                self._node_work.end()
             if self._uploads is not None:
                 self._finish_uploads(self._uploads)
         finally:
@@ -783,11 +754,8 @@ class CheckpointManager:
                 level = logging.WARNING if exchange.is_coordinator else logging.DEBUG
                 logger.log(level, "the checkpoint of step %d in %s is passed over: %s", step.number, step.path, error)
                 continue
-            if self._node_uploads is not None and step.files is not None and self._is_due(step.number):
-                # The job before may have been stopped before the step was durable.
-                self._node_uploads.begin_step(step.number, step.files.first_with(exchange.rank))
-            if self._copies is not None and step.files is not None:
-                self._copies.begin_step(step.number)  # a new machine gets its copies back
+            assert self._node_work is not None
+            self._node_work.restored(step)
             return step.number
         if failure is not None:
             raise failure
@@ -795,10 +763,6 @@ class CheckpointManager:
         raise CheckpointError(
             f"{self.directory} of all nodes and {self.remote} hold {which} that is whole", path=self.directory
         )
-
-    def _is_due(self, step: int) -> bool:
-        """Whether a step is copied to the durable place."""
-        return self._durable_interval_steps is None or step % self._durable_interval_steps == 0
 
     def _note_restored(self, step: int) -> None:
         def go_on() -> int:
@@ -854,59 +818,6 @@ class CheckpointManager:
         return None if found is None else (found[0], found[1])  # it came as a list
 
     # --- Between ranks
-
-    def _find_nodes(self, durable: RemoteTier) -> NodeTier | None:
-        """Returns the tier on the nodes if each node has a folder of its own, and None if all ranks see one. Raises on
-        all ranks if only some of them see one."""
-        exchange, phase = self._exchange(), f"looking who shares {self.directory}"
-        node = node_of_this_process()
-        least, not_most = exchange.agree((node, ~node), phase)
-        if least == ~not_most:
-            return None
-        leaders, marker = leaders_of(exchange, phase), MarkerFile(self.directory)
-        leads, failure = leaders[exchange.rank] == exchange.rank, None
-        try:
-            if leads:
-                try:
-                    storage_at(self.directory).make()
-                    marker.make()
-                except (CheckpointError, _C.EngineError, OSError) as error:  # saves tell of it, if the node is alone
-                    failure = error
-            made = leads and failure is None
-            (first,) = exchange.agree((exchange.rank if made else exchange.size,), phase)
-            if first == exchange.size:
-                exchange.fail_together(failure, phase)
-            (number,) = exchange.agree((marker.number if exchange.rank == first else NO_NUMBER,), phase)
-
-            def look() -> int:
-                if not made or exchange.rank == first:
-                    return 0
-                with suppress(SeparateDirectoriesError):
-                    marker.look(number, exchange.rank)
-                    return 1
-                return 0
-
-            (seeing,) = exchange.agree((), phase, [exchange.together(look, phase)])
-        finally:
-            marker.remove()
-        others = len(set(leaders)) - 1
-        if seeing not in (0, others):
-            raise CheckpointError(
-                f"local: {seeing + 1} of {others + 1} nodes see one folder {self.directory}: expected one that all "
-                "nodes share, or one of each",
-                path=self.directory,
-            )
-        return None if seeing else NodeTier(self.directory, leaders, durable)
-
-    def _send_copies(self, copies: int, bytes_per_second: int) -> NodeCopies | None:
-        if self._nodes is None:
-            logger.warning("copies=%d: all ranks see one folder %s, which gets no copies", copies, self.directory)
-            return None
-        if copies >= (count := len(set(self._nodes.leaders))):
-            raise ValueError(f"copies: expected at most {count - 1} on {count} nodes, got {copies}")
-        return NodeCopies(
-            self.directory, self._nodes.leaders, copies, self.process_group, self.timeout, bytes_per_second
-        )
 
     def _writes_notes(self) -> bool:
         """Whether this rank writes what stands beside the checkpoints in its folder, and cleans up there."""
