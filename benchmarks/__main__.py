@@ -12,6 +12,7 @@ BENCHMARKS = {
     "delta": "saves of a LoRA training that write only what changed",
     "export": "exports by several ranks",
     "convert": "a DCP checkpoint becomes safetensors",
+    "nodes": "a folder of each machine: saves, copies on other machines, a lost machine",
     "object_store": "saves to and loads from an S3 server",
     "planning": "who writes and reads what",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import steps as harness_steps
+from harness.machines import why_not
 from harness.object_server import ObjectServer
 from harness.ranks import in_fork
 from harness.steps import CEILING, STOCK
@@ -98,6 +99,20 @@ def test_export(tmp_path: Path) -> None:
 def test_convert(tmp_path: Path) -> None:
     rows = run("convert", tmp_path, "--gib=0.004")
     assert steps(rows) == {name: {"convert"} for name in (CEILING, "convert", STOCK)}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_nodes(tmp_path: Path) -> None:
+    rows = run("nodes", tmp_path, "--nodes=3", "--mib=1", "--links=1000")
+    assert steps(rows) == {
+        CEILING: {"restore"},
+        "local": {"stall", "durable"},
+        "copies": {"stall", "copied", "restore"},
+        "copies, sending": {"stall", "durable"},
+    }
+    assert rows["restore", "copies"]["of_ceiling"] > 0 and rows["stall", "copies"]["of_baseline"] > 0
+    received, sent = (float(part.split()[0]) for part in rows["copied", "copies"]["path"].split(", "))
+    assert 1 <= received < 1.5 and 1 <= sent < 1.5, "each file once, and messages"
 
 
 def test_object_store(tmp_path: Path, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

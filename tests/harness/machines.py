@@ -71,9 +71,16 @@ class Traffic:
 class Machines:
     """`count` machines of `ranks` ranks each, numbered from 0, and a router. `megabits`: of each link, each way, a
     second (None: as fast as it goes). `store_apart`: the store is with a process of its own on machine 0, as launchers
-    have it."""
+    have it. `below`: where their folders are; None: where temporary files are."""
 
-    def __init__(self, count: int = 2, ranks: int = 2, megabits: int | None = None, store_apart: bool = False) -> None:
+    def __init__(
+        self,
+        count: int = 2,
+        ranks: int = 2,
+        megabits: int | None = None,
+        store_apart: bool = False,
+        below: Path | None = None,
+    ) -> None:
         self.count = count
         self.ranks = ranks
         self.store_apart = store_apart
@@ -81,7 +88,7 @@ class Machines:
         name = f"vckpt{os.getpid()}n{next(_numbers)}"
         self._router = f"{name}r"
         self._names = [f"{name}m{machine}" for machine in range(count)]
-        self._directory = Path(tempfile.mkdtemp(prefix="machines_"))
+        self._directory = Path(tempfile.mkdtemp(prefix="machines_", dir=below))
         self.own = self._directory / "own"  #: where the ranks of each machine see its folder
         self.own.mkdir()
 
