@@ -239,7 +239,7 @@ class Save:
             self.stage(None)  # until it is sent a tensor must be in host memory
         layout.join_ranks(self.steps, self._is_in_one_table())
         messages = self.steps.gather(self._write, "write")
-        with self.exchange.commit_in_doubt(lambda: self._committed):
+        with self.exchange.commit_in_doubt(lambda: self._committed, self._by_node):
             with phase("commit"):
                 self._commit_all(messages)
             self._raise_or_sum_up()

@@ -214,20 +214,18 @@ class Exchange:
             self._links.may_commit(self.timeout)
 
     @contextmanager
-    def commit_in_doubt(self, committed: Callable[[], bool]) -> Iterator[None]:
+    def commit_in_doubt(self, committed: Callable[[], bool], by_others: bool = False) -> Iterator[None]:
         """A context for the steps after `may_commit`. A CheckpointTimeoutError within it says whether the commit was
-        made. `committed`: whether this rank has made the commit."""
+        made. `committed`: whether this rank has made the commit. `by_others`: whether one of each node makes it."""
         links = self._links
         since = 0 if links is None else links.calls
         try:
             yield
         except CheckpointTimeoutError as error:
-            if links is None or links.failure is None:
-                raise  # all ranks have this error of another rank
-            failure = links.failure
+            failure = None if links is None else links.failure  # None: all ranks have this error of another rank
             if committed():
                 text, known = "this rank had committed: the new checkpoint is there", True
-            elif failure.commit >= since or not failure.commit_is_known:
+            elif by_others if failure is None else failure.commit >= since or not failure.commit_is_known:
                 text, known = "a commit may have begun: whether the new checkpoint is there is not known", None
             else:
                 raise
