@@ -84,8 +84,8 @@ class MissingKeysError(CheckpointError):
             if keys
         ]
         parts.extend(map(str, mismatched))
-        parts.extend(_names_for_numbers(missing, unexpected))
-        parts.extend([hint] if hint else [])
+        advice = _names_for_numbers(missing, unexpected) or _other_optimizers(missing, unexpected)
+        parts.extend(advice or ([hint] if hint else []))
         super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
 
@@ -176,7 +176,20 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
         f"the checkpoint has {prefix}* by names of parameters, not by numbers: load the optimizer together with the "
         "module that owns them"
         for prefix in sorted(numbered)
-        if any(re.fullmatch(re.escape(prefix) + r".+\.[^.]+\.[^.]+", key) for key in unexpected)
+        if any(re.fullmatch(re.escape(prefix) + r"(?!\d+\.[^.]+$).+\.[^.]+", key) for key in unexpected)
+    ]
+
+
+def _other_optimizers(missing: list[str], unexpected: list[str]) -> list[str]:
+    """Returns advice for optimizers of another kind than that of the checkpoint: they have other options and state."""
+    options: dict[str, dict[str, None]] = {}  # of each optimizer, in order
+    for match in map(re.compile(r"(.*?)\bparam_groups\.\d+\.(\w+)").fullmatch, missing):
+        if match and any(key.startswith(f"{match[1]}state.") for key in unexpected):
+            options.setdefault(match[1], {})[match[2]] = None
+    return [
+        f"the checkpoint has another kind of optimizer, without {some([*names])}: load into one of its kind, or "
+        f"leave it out (keys='!{prefix.removesuffix('.') or 'state'}')"
+        for prefix, names in options.items()
     ]
 
 

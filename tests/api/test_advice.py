@@ -1,164 +1,104 @@
-"""Mistakes that are made easily: done all the same, or answered by what to do."""
+"""Errors of common mistakes say what the caller gave, and what mends it."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from harness.states import assert_same
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+import torch.distributed as dist
+from torch.optim import SGD, AdamW
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, MissingKeysError, UntrustedCheckpointError, load, save
-
-MODEL = torch.nn.Linear(3, 2)
-OPTIMIZER = torch.optim.SGD(MODEL.parameters())
+from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, MissingKeysError
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "save": save,
-    "load": load,
-    "prepare": lambda path, state: vescale_ckpt.prepare(state),
-}
+def _trained(kind: Callable[..., torch.optim.Optimizer] = AdamW, **options: Any) -> dict[str, Any]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), **options)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("state", "advice"),
-    [
-        (MODEL, '"model": model'),
-        (OPTIMIZER, '"optimizer": optimizer'),
-        ([torch.ones(1)], '{"name": value}'),
-        (3, "int"),
-    ],
-    ids=["module", "optimizer", "list", "number"],
-)
-def test_a_state_that_is_no_mapping(tmp_path: Path, function: str, state: Any, advice: str) -> None:
-    with pytest.raises(TypeError, match="expected a mapping of names to values") as raised:
-        FUNCTIONS[function](tmp_path / "x", state)
-    assert advice in str(raised.value)
-    assert not (tmp_path / "x").exists()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    vescale_ckpt.save(path, _trained())
+    return path
 
 
-def test_the_advice_for_a_bare_module_helps(tmp_path: Path) -> None:
-    save(tmp_path, MODEL.state_dict())
-    model = torch.nn.Linear(3, 2)
-    load(tmp_path, {"model": model}, rename={"model": ""})
-    assert_same(model.state_dict(), MODEL.state_dict())
+def test_an_optimizer_without_its_module(saved: Path) -> None:
+    with pytest.raises(MissingKeysError, match="load the optimizer together with the module that owns them") as error:
+        vescale_ckpt.load(saved, {"optimizer": _trained()["optimizer"]})
+    assert "rename" not in str(error.value)
 
 
-def test_planners_of_stock(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"dcp\.save"):
-        save(tmp_path, {"a": 1}, planner=DefaultSavePlanner())  # type: ignore[arg-type]
-    save(tmp_path, {"a": torch.ones(1)})
-    state = {"a": torch.zeros(1)}
-    load(tmp_path, state, planner=DefaultLoadPlanner())
-    assert state["a"] == 1
-    with pytest.raises(TypeError, match="a planner of loads"):
-        load(tmp_path, state, planner=DefaultSavePlanner())  # type: ignore[call-overload]
+def test_another_kind_of_optimizer(saved: Path) -> None:
+    state = _trained(SGD, lr=0.1, momentum=0.9)
+    with pytest.raises(
+        MissingKeysError, match="another kind of optimizer, without momentum, dampening, nesterov"
+    ) as error:
+        vescale_ckpt.load(saved, state)
+    assert "keys='!optimizer'" in str(error.value)
+    vescale_ckpt.load(saved, state, keys="!optimizer")
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted", "rename"),
-    [("model", "net", {"net": "model"}), ("model", "", {"": "model"}), ("", "model", {"model": ""}),
-     ("model.module", "model", {"model": "model.module"}), ("model", "model._orig_mod", {"model._orig_mod": "model"})],
-)  # fmt: skip
-def test_renamed_keys(tmp_path: Path, saved: str, wanted: str, rename: dict[str, str]) -> None:
-    def under(prefix: str) -> dict[str, Any]:
-        return {f"{prefix}.{key}".removeprefix("."): torch.ones(2) for key in ("a.weight", "a.bias", "b.weight")}
-
-    save(tmp_path, {**under(saved), "step": 3})
-    state = under(wanted)
-    with pytest.raises(MissingKeysError) as raised:
-        load(tmp_path, state)
-    assert f"rename={rename} " in str(raised.value)
-    load(tmp_path, state, rename=rename)
+@pytest.mark.parametrize(("given", "meant"), [("modell", "model"), ("model.wieght", "model.weight")])
+def test_keys_that_are_misspelled(saved: Path, given: str, meant: str) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: vescale_ckpt.load(saved, _trained(), keys=given),
+        lambda: vescale_ckpt.load(saved, keys=given),
+        lambda: vescale_ckpt.inspect(saved, given),
+    ]
+    for call in calls:
+        with pytest.raises(MissingKeysError, match=f"was it '{meant}' for '{given}'"):
+            call()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", "bfloat16"), ("FP16", "float16"), ("f32", "float32"),
-                                             ("torch.float64", "float64")])  # fmt: skip
-def test_short_names_of_dtypes(tmp_path: Path, name: str, dtype: str) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    vescale_ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", format="torch", dtype=name)
-    assert torch.load(tmp_path / "b.pt")["a"].dtype is getattr(torch, dtype)
+def test_arguments_of_the_manager(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match=r"metrics\['loss'\]: expected a number, got 'low'"):
+        manager.save(1, _trained(), metrics={"loss": "low"})
+    for step in (1.0, "1", True, None):
+        with pytest.raises(TypeError, match="step: expected a whole number, got"):
+            manager.save(step, _trained())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"save_on_signal: expected a signal, as signal\.SIGTERM, got 'SIGTERM'"):
+        CheckpointManager(tmp_path, save_on_signal="SIGTERM")  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("dtype", ["bfloat", 16])
-def test_names_that_are_no_dtypes(tmp_path: Path, dtype: Any) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises((ValueError, TypeError)):
-        vescale_ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", format="torch", dtype=dtype)
+def test_places_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=r"cannot be made: .*/file is no folder"):
+            vescale_ckpt.save(path, _trained())
+    with pytest.raises(CheckpointError, match="the folder /proc/checkpoint cannot be made"):
+        vescale_ckpt.save("/proc/checkpoint", _trained())
 
 
-class Container(torch.optim.Optimizer):
-    """As torchtitan's: an optimizer to those who drive it, with a state of its own form."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-        self.values = torch.zeros(2)
-
-    def step(self, closure: Any = None) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state.weight.moment": self.values}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = state_dict["state.weight.moment"].clone()
+def test_a_path_that_a_shell_would_expand() -> None:
+    for call in (vescale_ckpt.save, vescale_ckpt.load):
+        with pytest.raises(ValueError, match="expanduser"):
+            call("~/checkpoint", _trained())
 
 
-def test_an_optimizer_with_a_state_of_its_own_form(tmp_path: Path) -> None:
-    container = Container(MODEL.parameters())
-    container.values = torch.ones(2)
-    save(tmp_path, {"model": MODEL, "optimizer": container})
-    fresh = Container(MODEL.parameters())
-    load(tmp_path, {"model": MODEL, "optimizer": fresh})
-    assert torch.equal(fresh.values, torch.ones(2))
+def test_metadata_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x13no pickle" * 30)
+    with pytest.raises(CorruptCheckpointError, match="it does not begin as a pickle"):
+        vescale_ckpt.load(tmp_path, _trained())
 
 
-@pytest.mark.parametrize(
-    ("state", "target"),
-    [
-        ({"": 5}, {"": 0}),
-        ({"": torch.ones(2)}, {"": torch.zeros(2)}),
-        ({"": {"a": 1}}, {"": {"a": 0}}),
-        ({"a": {"": torch.ones(2)}}, {"a": {"": torch.zeros(2)}}),
-    ],
-    ids=["object", "tensor", "mapping", "below"],
-)
-def test_the_empty_name(tmp_path: Path, state: dict[str, Any], target: dict[str, Any]) -> None:
-    save(tmp_path, state)
-    assert_same(load(tmp_path), state)
-    load(tmp_path, target)
-    assert_same(target, state)
+def test_a_gate_of_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vescale_ckpt.save(tmp_path / "one", state := _trained(), async_checkpoint=True, gate=state["optimizer"]).result()
+    assert "gate:" not in caplog.text
+    vescale_ckpt.save(tmp_path / "two", state, async_checkpoint=True, gate=_trained()["optimizer"]).result()
+    assert "no tensor of the state belongs to the optimizers" in caplog.text
 
 
-@pytest.mark.parametrize("format", ["dcp", "safetensors"])
-def test_a_module_under_the_empty_name(tmp_path: Path, format: str) -> None:
-    save(tmp_path, {"": MODEL}, format=format)
-    model = torch.nn.Linear(3, 2)
-    load(tmp_path, {"": model})
-    assert_same(model.state_dict(), MODEL.state_dict())
-
-
-class Own:
-    pass
-
-
-def test_objects_that_take_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, {"plain": numpy.arange(3), "some": {"own": Own()}})
-    assert "some.own" in caplog.text and "plain" not in caplog.text
-    with pytest.raises(UntrustedCheckpointError, match=r"some\.own"):
-        load(tmp_path)
-    assert type(load(tmp_path, weights_only=False)["some"]["own"]) is Own
-    state = {"plain": None, "some": {"own": None}}
-    load(tmp_path, state, weights_only=False)
-    assert type(state["some"]["own"]) is Own  # type: ignore[index]
-
-
-def test_objects_that_do_not_pickle(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"some\.generator: a generator cannot be saved"):
-        save(tmp_path, {"some": {"generator": (number for number in range(3))}})
+def test_a_rank_outside_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="this rank is not in it"):
+        vescale_ckpt.save(tmp_path, _trained(), process_group=dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place
-from .._state.key_selection import Rename, Selection, rename_function, rename_keys, suggest_rename
+from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, suggest_rename
 from .._state.load_targets import allocate_targets, find_shared
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.structure import Path, structure_of
@@ -61,6 +61,7 @@ class _Fit:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
+    advice: str = ""  #: about missing keys
 
     def error(self) -> CheckpointError | None:
         """The error that a strict load raises, or None."""
@@ -73,9 +74,9 @@ class _Fit:
 
     def _hint(self) -> str:
         rename, found = suggest_rename(self.missing, self.unexpected)
-        return (
-            f"{found} of the missing keys are stored under another name: rename={rename} finds them" if rename else ""
-        )
+        if rename:
+            return f"{found} of the missing keys are stored under another name: rename={rename} finds them"
+        return self.advice
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -96,6 +97,7 @@ class _Fit:
             [key for key in fits[0].unexpected if key in common],
             list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
             [key for key in dict.fromkeys(surplus) if key in common],
+            next((fit.advice for fit in fits if fit.advice), ""),
         )
 
 
@@ -433,7 +435,8 @@ class _TargetState:
         ]
         closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
+        nowhere = selection.without_match(stored)
+        return planner, _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
 
     def hand_over(self, planner: FillPlanner) -> None:
         loaded = set(planner.state_dict)
@@ -472,7 +475,9 @@ def _plan_all(
     planner = FillPlanner(allow_cast=False)
     planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()
-    return planner, _Fit([*missing, *selection.without_match(metadata.state_dict_metadata)], [], mismatched)
+    stored_keys = metadata.state_dict_metadata
+    nowhere = selection.without_match(stored_keys)
+    return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, stored_keys))
 
 
 def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata, root: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from .._checkpoint.checkpoint import Checkpoint, Read
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.structure import Path
-from ..errors import CheckpointError, MissingKeysError
+from ..errors import CheckpointError
 
 #: The same as for `load`, or pairs of a regular expression and its replacement.
 RenameRules = Rename | Sequence[tuple[str, str]]
@@ -81,9 +81,7 @@ def plan(
     themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
     stored = [*source.tensors, *source.objects]
-    missing = selection.without_match(stored)
-    if missing:
-        raise MissingKeysError(missing)
+    selection.check(stored)
     names = rename_keys([key for key in stored if key in selection], renaming_by_rules(rename))
     outputs = [
         Output(names[key], info.shape, info.dtype, info.dtype, (key,))

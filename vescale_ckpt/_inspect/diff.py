@@ -20,7 +20,6 @@ from .._checkpoint.checkpoint import Checkpoint, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Selection, suggest_rename
 from .._storage.open_storage import checkpoint_path
-from ..errors import MissingKeysError
 from .boxes import as_numbers, values
 
 
@@ -92,8 +91,7 @@ def _diff(
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
     every = dict.fromkeys((*a.tensors, *a.objects, *b.tensors, *b.objects))
-    if missing := selection.without_match(list(every)):
-        raise MissingKeysError(missing)
+    selection.check(every)
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     result = Diff()
     common = []

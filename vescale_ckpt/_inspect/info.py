@@ -12,7 +12,6 @@ from .._checkpoint.open_checkpoint import open_parts
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of
 from .._storage.paths import data_path
-from ..errors import MissingKeysError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
 
@@ -42,8 +41,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     for part in others:
         with closing(part):
             _add(part, info)
-    if missing := selection.without_match([*info.tensors, *info.objects, *info.aliases]):
-        raise MissingKeysError(missing)
+    selection.check([*info.tensors, *info.objects, *info.aliases])
     for found in (info.tensors, info.objects, info.aliases):
         for key in [key for key in found if key not in selection]:
             del found[key]

@@ -13,7 +13,6 @@ import torch
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path
-from ..errors import MissingKeysError
 from .boxes import as_numbers, values
 
 
@@ -56,8 +55,7 @@ def stats(
     """
     with closing(open_checkpoint(checkpoint_path(path))) as source:
         selection = Selection(keys)
-        if missing := selection.without_match([*source.tensors, *source.objects]):
-            raise MissingKeysError(missing)
+        selection.check([*source.tensors, *source.objects])
         found: dict[str, _Sums] = {}
         for key, (piece,) in values([source], [key for key in source.tensors if key in selection], progress):
             info = source.tensors[key]

@@ -20,7 +20,9 @@ _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # `new_group` returns this on ra
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the group; for None the default group. None if torch.distributed is not initialised."""
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        if process_group == _NO_MEMBER:
+            raise ValueError("process_group: this rank is not in it: only its ranks save and load with it")
         hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
         raise ValueError(f"process_group: expected a group or None, got {type(process_group).__name__}{hint}")
     if not (dist.is_available() and dist.is_initialized()):

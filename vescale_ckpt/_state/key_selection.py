@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import translate
+from itertools import islice
+
+from ..errors import MissingKeysError
 
 Rename = Mapping[str, str] | Callable[[str], str]
+_MOST_COMPARED = 10_000  # names that are compared with one that is missing: each takes some microseconds
 
 
 class Selection:
@@ -51,6 +56,21 @@ class Selection:
             return []
         present = {key for key in keys if key in self}
         return [name for name in self.names if name not in present and not _selects_any(Selection(name), present)]
+
+    def check(self, keys: Collection[str]) -> None:
+        """Raises `MissingKeysError` for names and patterns that select none of `keys`, except those with `!`."""
+        if missing := self.without_match(keys):
+            raise MissingKeysError(missing, hint=close_names(missing, keys))
+
+
+def close_names(names: Iterable[str], keys: Iterable[str]) -> str:
+    """Advice for names that select none of `keys`: what is spelled almost like each."""
+    found = []
+    for name in names:
+        depth = name.count(".") + 1
+        alike = dict.fromkeys(".".join(key.split(".")[:depth]) for key in keys)
+        found += [f"{close!r} for {name!r}" for close in get_close_matches(name, islice(alike, _MOST_COMPARED), 1)]
+    return f"was it {', '.join(found[:3])}?" if found else ""
 
 
 def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:

@@ -27,6 +27,7 @@ _LEASE_ATTEMPTS = 3  # a clean-up of another process may remove the marker file 
 _MOST_NAMES = 10_000  # this many directories are remembered as durable
 _SET_ASIDE = ".deleting"
 # These errors mean that there is no such file, or nothing that could be a file of a checkpoint.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ANSWERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 
 Found = TypeVar("Found")
@@ -113,7 +114,16 @@ class FileSystem(Storage):
         while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
             made.append(above)
         with named_system_errors(self.path):
-            os.makedirs(self.path, exist_ok=True)
+            try:
+                os.makedirs(self.path, exist_ok=True)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                above = next((level for level in (*made, above) if os.path.lexists(level)), above)
+                why = error.strerror if os.path.isdir(above) else f"{above} is no folder"
+                raise CheckpointError(
+                    f"the folder {self.path} cannot be made: {why}", path=self.path, errno=error.errno
+                ) from error
             for level in reversed(made):
                 _sync_name(level)
 

@@ -33,6 +33,10 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         raise ValueError("expected a path, got an empty text (the working directory is '.')")
     if "\0" in text:
         raise ValueError(f"{text!r} is no path")
+    if text.startswith("~"):
+        raise ValueError(
+            f"{text!r}: a shell expands ~, and Python does not: give os.path.expanduser({text!r}), or ./~..."
+        )
     paths.check_no_secret(text)
     if paths.is_url(text):
         from . import object_clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,8 @@ from .._plan.save_plan import PackedItems
 from .._state.tensor_table import PLAIN_TYPES
 from .._state.watch import Watch, storages_of
 from ..errors import CheckpointError, CheckpointTimeoutError
+
+logger = logging.getLogger(__name__)
 
 # What each optimizer waits for before its next step. Hooks stay: a hook must not be removed while hooks run.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
@@ -82,6 +85,8 @@ class GatedCopy:
         storages = _places(description.tensors)
         counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
         guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
+        if own and guarded and not any(guarded):
+            logger.warning("gate: no tensor of the state belongs to the optimizers: all is copied before save returns")
         local_plan = words(items.local_plan)
         rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:

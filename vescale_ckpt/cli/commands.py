@@ -83,7 +83,8 @@ COMMANDS = (
         "check every byte of a checkpoint against its checksums",
         "verify_compare:verify",
         (_PATH, flag("--quick", "check metadata and the lengths of files only"), _JSON),
-        "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read.",
+        "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read; 3 if all is "
+        "readable, and has no checksums.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
         json=(
             "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged`, `unreadable` and "

@@ -11,7 +11,8 @@ from typing import Any
 
 from .._observe.bar import Bar
 
-FINE, FOUND, UNUSABLE = 0, 1, 2  #: exit statuses: all well; damage or a difference; usage, or nothing that can be read
+#: Exit statuses: all well; damage or a difference; usage, or nothing that can be read; nothing that can be verified.
+FINE, FOUND, UNUSABLE, UNVERIFIED = 0, 1, 2, 3
 
 
 def figure(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -13,13 +14,19 @@ from ..manager.retention import Retention
 from . import output
 from .output import FINE
 
+_OPTIONS = {"max_to_keep": "--keep", "keep_period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
+_OPTION = re.compile(r"^\w+|\bbest(?==)")  # the arguments that an error of `Retention` names
+
 
 def prune(options: Namespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
     root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
-    retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
+    try:
+        retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
+    except ValueError as error:
+        raise ValueError(_OPTION.sub(lambda match: _OPTIONS[match[0]], str(error))) from None
     found = prune_steps(root, retention, dry_run=options.dry_run)
     if options.json:
         content = {"removed": found.removed, "kept": found.kept, "dry_run": options.dry_run}

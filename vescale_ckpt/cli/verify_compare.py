@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._observe.amounts import size
 from . import draw, output
-from .output import FINE, FOUND, UNUSABLE, clean, figure
+from .output import FINE, FOUND, UNUSABLE, UNVERIFIED, clean, figure
 
 if TYPE_CHECKING:
     from .._inspect.stats import TensorStats
@@ -24,6 +24,9 @@ def verify(options: Namespace) -> int:
     with output.progress("verifying") as progress:
         report = verify_checkpoint(options.path, options.quick, progress, must_exist=True)
     status = FINE if report.ok else FOUND if report.damaged else UNUSABLE
+    unverified = report.unverified_bytes
+    if report.ok and unverified == report.bytes > 0:
+        status = UNVERIFIED
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
         return status
@@ -36,12 +39,15 @@ def verify(options: Namespace) -> int:
             print(f"{kind}: {clean(text)}")
     for text in report.unchecked:
         print(f"not checked: {clean(text)}")
-    checked = "structure" if report.quick else size(report.bytes)
+    checked = f"{'structure' if report.quick else size(report.bytes)} checked"
     problems = len(report.damaged)
     verdict = f"{problems:,} problem{'s' * (problems != 1)}" if problems else "not known: something could not be read"
     if report.ok:
         verdict = "complete, data not checked" if report.quick else "sound"
-    print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked} checked")
+        if unverified:
+            verdict = "readable, not verified" if status == UNVERIFIED else "sound as far as there are checksums"
+            checked = f"{size(report.bytes - unverified)} checked, {size(unverified)} read without checksums"
+    print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked}")
     return status
 
 

@@ -40,6 +40,8 @@ def hook(module: str, name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         package = module.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise CheckpointError(f"{package} is not installed, which vescale_ckpt.integrations needs here") from error
         raise CheckpointError(
             f"{package} {_installed(package) or '(of unknown version)'} has no {module}.{name}, "
             f"which vescale_ckpt.integrations needs: {error}"

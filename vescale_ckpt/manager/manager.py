@@ -865,8 +865,8 @@ def _complete_steps(root: str) -> list[int]:
 
 
 def _checked_step(step: int) -> int:
-    if isinstance(step, bool):
-        raise TypeError(f"step: expected a number, got {step}")
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step: expected a whole number, got {step!r:.100}")
     step = operator.index(step)
     if step < 0:
         raise ValueError(f"step: expected a number from 0 on, got {step}")

@@ -70,7 +70,10 @@ class SignalFlag:
         self.has_deadline = deadline_seconds is not None
         self._seconds = math.inf if deadline_seconds is None else deadline_seconds
         self._until: float | None = None  # of `time.monotonic`; None: there was no signal
-        self._number = signal.Signals(number)
+        try:
+            self._number = signal.Signals(number)
+        except ValueError:
+            raise ValueError(f"save_on_signal: expected a signal, as signal.SIGTERM, got {number!r}") from None
         self._handler = self._set_raised  # one bound method, which `release` compares
         self._before: Any = signal.signal(self._number, self._handler)
 

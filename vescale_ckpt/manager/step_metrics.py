@@ -55,7 +55,13 @@ def _as_json(value: float) -> float | str | None:
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as floats. Tensors and arrays of one element are converted. Raises TypeError or ValueError for a
     value that is no number."""
-    return {str(name): float(value) for name, value in metrics.items()}
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"metrics[{name!r}]: expected a number, got {value!r:.100}") from error
+    return numbers
 
 
 def read(directory: str) -> dict[str, float]:

@@ -154,6 +154,10 @@ def check(data: bytes, path: str) -> None:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
     if wrong.startswith("it ends"):
         raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
+    if wrong and not data.startswith(pickle.PROTO):
+        raise CorruptCheckpointError(
+            f"{path} is damaged, or no metadata: it does not begin as a pickle", key=None, file=path
+        )
     if wrong:
         raise UntrustedCheckpointError(f"{path} is no sound metadata: {wrong}", path=path)
 
