@@ -198,8 +198,11 @@ class Worker:
             os.remove(Path(folder, "filler"))
 
     def make_small(self, folder: str, size: int) -> None:
-        """Gives this machine's folder a file system of its own, of so many bytes."""
+        """Gives this machine's folder a file system of its own, of so many bytes, with what it has."""
+        away = shutil.copytree(folder, f"{folder}.away")
         mount_small(folder, size)
+        shutil.copytree(away, folder, dirs_exist_ok=True)
+        shutil.rmtree(away)
 
     def make_large(self, folder: str) -> None:
         unmount(folder)

@@ -180,3 +180,95 @@ def test_a_folder_is_spoiled_in_a_job(how: str, where: str, machine: int, two: N
         start_again(job, two, empty=[1 - machine] if how != "full" else [machine]), "shards", copies=1
     )
     assert found[:2] == (6, 1), found
+
+
+@SLOW
+@pytest.mark.parametrize("is_durable", [False, True])
+@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("how", ["read-only", "full", "removed", "emptied"])
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_folder_is_spoiled_before_a_restart(
+    machine: int, how: str, lacks: bool, is_durable: bool, saved: NodeJob, two: NodeJob
+) -> None:
+    """`lacks`: whether the machine has nothing that it could read. Then another machine has all, and it stores none."""
+    again = start_again(saved, two, empty=[machine] if lacks else [], durable=is_durable)
+    folder = str(again.own)
+    again.folder(machine).mkdir(exist_ok=True)
+    if how == "full":
+        again.call_on(machine, "make_small", folder, 1 << 20)
+    again.call_on(machine, "spoil", how, folder)
+    is_in_the_way = lacks and how in ("read-only", "full")
+    if is_in_the_way and not is_durable:
+        again.open("shards", 3, copies=1)
+        answers = again.ask("restore")
+        assert all("Read-only" in answer.error or "no room" in answer.error for answer in answers), answers
+        again.call("close")
+        again.call_on(machine, "mend", how, folder)
+    step, attempt, told = check_restart(again, "shards", 3, copies=1)
+    assert (step, attempt) == (2, 2), told
+    assert not is_in_the_way or not is_durable or f"loading {again.durable}/step-2" in told, told
+    if not is_in_the_way or is_durable:
+        again.call_on(machine, "mend", how, folder)
+    if how == "full":
+        again.call_on(machine, "make_large", folder)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="StorageFullError says that nothing was committed where one machine cannot store its metadata; another one "
+    "that has all files (replicas) has committed, and a restart finds the step",
+)
+@SLOW
+def test_an_error_in_a_commit_of_one_machine_tells_what_is_there(two: NodeJob) -> None:
+    job = start_again(two, two, empty=[0, 1])
+    for machine in (0, 1):
+        job.folder(machine).mkdir()
+    job.call_on(1, "make_small", str(job.own), 1 << 20)
+    try:
+        job.open("replicas", durable_interval_steps=NEVER, async_checkpoint=False)
+        job.call("save", 1)
+        job.call_on(1, "spoil_at", "commit on a machine", "before", "full", str(job.own))
+        answers = job.ask("save", 2)
+        assert all(answer.error for answer in answers), answers
+        job.call_on(1, "mend", "full", str(job.own))
+        (found,) = {found for found, *_ in job.call("restore")}
+        job.call("close")
+        assert found == 1 or not any("nothing was committed" in answer.error for answer in answers)
+    finally:
+        job.call_on(1, "make_large", str(job.own))
+
+
+# --- A machine comes back
+
+
+@SLOW
+@pytest.mark.parametrize("kept_by", ["copies", "durable place", ""])
+@pytest.mark.parametrize("old", ["an older attempt of the step", "older steps", "abandoned steps"])
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_comes_back_with(old: str, machine: int, kept_by: str, two: NodeJob) -> None:
+    job = start_again(two, two, empty=[0, 1])
+    aside = job.durable.with_name(f"{job.name} aside")
+    options = {"copies": int(kept_by == "copies"), "durable_interval_steps": NEVER}
+    job.open("shards", 1, **options)
+    for step in (1, 2, 3) if old == "abandoned steps" else (1, 2):
+        if old != "older steps" or step == 1:
+            job.call("save", step)
+            job.call("settle")
+    shutil.copytree(job.folder(machine), aside)
+    job.call("close")
+    job.open("shards", 2, **options)
+    assert {found[0] for found in job.call("restore", 1)} == {1}
+    job.call("settle")
+    job.call("save", 2)
+    job.call("settle")
+    job.call("close")
+    shutil.rmtree(job.folder(machine))
+    shutil.copytree(aside, job.folder(machine))
+    if kept_by != "durable place":
+        shutil.rmtree(job.durable)
+    step, attempt, told = check_restart(job, "shards", 3, copies=options["copies"])
+    assert (step, attempt) == ((2, 2) if kept_by else (1, 1)), told
+    if kept_by == "copies":
+        assert "this node has the metadata of step 2 again" in told, told
+    else:
+        assert "no node that lives has" in told, told
