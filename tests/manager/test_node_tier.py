@@ -419,7 +419,7 @@ def a_machine_that_cannot_store_what_it_lacks(job: Job) -> None:
     local.write_text("no folder")
     assert job.restore("hsdp")[0] == 2  # the durable copy
     shutil.rmtree(job.durable / "step-2")
-    with pytest.raises(AssertionError, match="Not a directory"):
+    with pytest.raises(AssertionError, match="is no folder"):
         job.restore("hsdp")
     os.remove(local)
     assert job.restore("hsdp") == (2, "")

@@ -31,6 +31,7 @@ from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolve_group
 from .._ranks.rendezvous import GRACE
+from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
@@ -42,9 +43,9 @@ from .node_health import cannot_be_stored
 from .node_tier import NodeTier
 from .node_work import NodeWork, find_nodes
 from .remote_tier import RemoteTier
-from .retention import BestMode, Retention
+from .retention import BestMode, Candidate, Retention
 from .running_save import RunningSave
-from .schedule import NO_SIGNAL, Schedule, SignalFlag
+from .schedule import NO_SIGNAL, Decision, Schedule, SignalFlag
 from .uploads import Tier, Uploads
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class CheckpointManager:
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
+        self._decided: tuple[int, Decision] | None = None  # what `should_save` has said of a step, until `save`
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
         self.process_group = process_group
@@ -205,6 +207,19 @@ class CheckpointManager:
 
     # --- Saving
 
+    def should_save(self, step: int) -> bool:
+        """Whether `save` of this step, without `force`, will save: metrics are then worth their reduction over ranks.
+
+        All ranks call it together, and get the same. It is decided once: `save` of the same step does what was said.
+        Raises what `save` raises before it begins.
+        """
+        step = self._checked(step)
+        with self._tolerating(step, CheckpointTimeoutError):
+            decision = self.schedule.decide(step, False, self._open_signal, self._exchange)
+            self._decided = step, decision
+            return decision.due
+        return False
+
     def save(
         self,
         step: int,
@@ -229,15 +244,16 @@ class CheckpointManager:
         `best` names is missing, and CheckpointError on all ranks if ranks give different metrics. In both cases a save
         that a signal asked for is made without metrics.
         """
-        if self._closed:
-            raise ValueError("the manager is closed")
-        step = _checked_step(step)
-        check_alone_on_purpose()
+        step = self._checked(step)
         numbers, wrong = _numbers(metrics)
-        flag = None if self.preempted else self._signal
+        flag = self._open_signal
         options = {"gate": gate, "extra_files": extra_files, "frozen": frozen}
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
-            decision = self.schedule.decide(step, force, flag, self._exchange)
+            decided, self._decided = self._decided, None
+            if decided is not None and decided[0] == step and (decided[1].due or not force):
+                decision = decided[1]
+            else:
+                decision = self.schedule.decide(step, force, flag, self._exchange)
             if not decision.due:
                 if wrong is not None:
                     raise wrong
@@ -254,6 +270,17 @@ class CheckpointManager:
                     self.preempted = True
                 return handle
         return None
+
+    def _checked(self, step: int) -> int:
+        if self._closed:
+            raise ValueError("the manager is closed")
+        check_alone_on_purpose()
+        return _checked_step(step)
+
+    @property
+    def _open_signal(self) -> SignalFlag | None:
+        """The signal that still asks for a last save."""
+        return None if self.preempted else self._signal
 
     def _save_in_time(
         self, flag: SignalFlag, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, **options: Any
@@ -625,6 +652,23 @@ class CheckpointManager:
             return {}
         return self._nodes.losses_survived(self._exchange(), "counting the copies of each step")
 
+    @property
+    def saving(self) -> int | None:
+        """The step whose save is running on this rank; None if none is. `steps` does not have it yet."""
+        running = self._running
+        return None if running is None or running.ends_within(0) else running.step
+
+    def best_step(self) -> int | None:
+        """Returns the complete step with the best value of the metric `best`, the later one of equals; None if no step
+        has that metric. All ranks call it together; it reads metrics alone. Raises ValueError without `best`."""
+        name = self.retention.best
+        if name is None:
+            raise ValueError("best_step: the manager has no best=, the name of a metric")
+        return self._from_coordinator(
+            lambda: self.retention.best_of(Candidate(step, self.metrics(step).get(name)) for step in self.steps()),
+            "looking for the best checkpoint",
+        )
+
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; an empty dict if there were none."""
         return step_metrics.read(self._path_of(step))
@@ -655,6 +699,9 @@ class CheckpointManager:
         state: dict[str, Any],
         step: int | None = None,
         *,
+        strict: bool = True,
+        keys: str | Iterable[str] | None = None,
+        rename: Rename | None = None,
         prepare: bool = True,
         weights_only: bool = True,
         extra_files: dict[str, bytes] | None = None,
@@ -668,6 +715,8 @@ class CheckpointManager:
         sound. With `local`, it warns and takes the newest local step instead. It waits for a running save; `wait` or
         the next save raises the error of that save. If `restore` raises, `state` may hold parts of several checkpoints.
 
+        `strict`, `keys` and `rename` are those of `vescale_ckpt.load`.
+
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
         trust as you trust code. `extra_files` is a dict to fill, as with `vescale_ckpt.load`.
@@ -678,9 +727,9 @@ class CheckpointManager:
         """
         if self._running is not None:
             self._running.wait_until_ended()
-        options: dict[str, Any] = {} if weights_only else {"weights_only": False}
-        if extra_files is not None:
-            options["extra_files"] = extra_files
+        options = {
+            "strict": strict, "keys": keys, "rename": rename, "weights_only": weights_only, "extra_files": extra_files
+        }  # fmt: skip
         if self._nodes is not None:
             step = self._load_from_nodes(self._nodes, state, None if step is None else _checked_step(step), options)
         elif step is None:

@@ -34,7 +34,7 @@ from .._ranks.exchange import Exchange
 from .._ranks.file_places import Places
 from .._ranks.groups import PerGroup
 from .._ranks.message import pack, unpack
-from .._state.key_selection import Selection
+from .._state.key_selection import Rename, Selection
 from .._storage.open_storage import storage_at
 from .._write.node_layout import NodeLayout
 from .._write.optimizer_gate import Gate, as_gate
@@ -318,8 +318,11 @@ class NodeTier:
         *,
         process_group: dist.ProcessGroup | None,
         timeout: float | None,
-        weights_only: bool = True,
-        extra_files: dict[str, bytes] | None = None,
+        strict: bool,
+        keys: str | Iterable[str] | None,
+        rename: Rename | None,
+        weights_only: bool,
+        extra_files: dict[str, bytes] | None,
     ) -> LoadReport:
         """Loads a step from the nodes, and brings the files that a node lacks. Another copy takes the place of what is
         damaged. The other arguments are those of `vescale_ckpt.load`."""
@@ -330,9 +333,9 @@ class NodeTier:
             reader = StorageReader(step.path, weights_only=weights_only)
             try:
                 with start_load(
-                    reader, Selection(None), True, "auto", process_group, timeout, extra_files, step.files
+                    reader, Selection(keys), strict, "auto", process_group, timeout, extra_files, step.files
                 ) as loading:
-                    return loading.into(state, None, False)
+                    return loading.into(state, rename, False)
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise
