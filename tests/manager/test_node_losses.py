@@ -181,6 +181,24 @@ def test_machines_in_another_order(kind: str, four: NodeJob) -> None:
     restart(job, four, kind, {2}, places={0: 3, 1: 0, 3: 1}, copies=1)
 
 
+@SLOW
+def test_restores_one_after_another_get_their_copies(two: NodeJob) -> None:
+    job = new_job(two)
+    shutil.rmtree(job.folder(0))
+    job.open("shards", copies=1, durable_interval_steps=NEVER)
+    job.told()
+    job.hold(1, "send copies", "before")
+    for step in (2, 1):
+        assert {found[0] for found in job.call("restore", step)} == {step}
+    job.wait_until_halted()
+    job.go_on()
+    job.call("settle")
+    job.call_on(1, "mend", "", "")
+    assert "fewer copies" not in job.told()
+    assert job.call("losses_survived")[0] == {1: 1, 2: 1}
+    job.call("close")
+
+
 # --- The durable place
 
 

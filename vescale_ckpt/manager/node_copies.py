@@ -69,7 +69,8 @@ class NodeCopies:
         """Sends a step in the background, as all ranks do. None: the save has failed for which this was reserved."""
         if step is not None:
             self._last = step
-            self._thread = threading.Thread(target=self._run, args=(step,), name="vescale_ckpt copies", daemon=True)
+            arguments = step, self._thread
+            self._thread = threading.Thread(target=self._run, args=arguments, name="vescale_ckpt copies", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is ending
@@ -90,7 +91,9 @@ class NodeCopies:
             thread.join(timeout)
         return thread is None or not thread.is_alive()
 
-    def _run(self, step: int) -> None:
+    def _run(self, step: int, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # a restore begins a step while another one is sent
         path, began = path_of(self._root, step), time.monotonic()
         try:
             # Clean-ups leave the step while it is sent.
