@@ -518,3 +518,42 @@ def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(line) <= columns for line in lines) and sum(name in line for line in lines) == 2
         together = any(name in line and "7" * 20 in line for line in lines)
         assert together == (columns == 160)
+
+
+# --- Managers' directories
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    with vescale_ckpt.CheckpointManager(tmp_path / "steps", async_checkpoint=False) as manager:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            manager.save(step, STATE, metrics={"loss": loss} if step != 3 else None)
+    return tmp_path / "steps"
+
+
+def test_list_shows_all_steps_of_a_manager(steps: Path, tmp_path: Path, capsys: Any) -> None:
+    status, found = run_json(capsys, "list", steps)
+    assert status == 0 and [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert [step["metrics"] for step in found["steps"]] == [{"loss": 0.5}, {"loss": 0.25}, {}]
+    assert [step["last"] for step in found["steps"]] == [False, False, True]
+    assert {step["state"] for step in found["steps"]} == {"complete"}
+    assert all(step["bytes"] > 54 and step["saved"][:2] == "20" for step in found["steps"])
+    next((steps / "step-2").glob("*.distcp")).unlink()
+    status, out, _ = run(capsys, "list", steps)
+    lines = out.splitlines()
+    assert status == 1 and lines[0].split() == ["step", "saved", "size", "loss", "state"]
+    assert "0.25  damaged" in lines[2] and lines[3].endswith("complete, saved last") and "step 2: data file" in lines[4]
+    (tmp_path / "none").mkdir()
+    assert run(capsys, "list", tmp_path / "none")[0] == 2
+    status, out, _ = run(capsys, "list", steps, tmp_path / "none")
+    assert out.splitlines()[0].split()[-1] == "in" and str(steps) in out.splitlines()[1]
+
+
+def test_latest_finds_the_best_one_that_is_sound(steps: Path, capsys: Any) -> None:
+    best = ("latest", steps, "--best", "loss", "--best-mode")
+    assert run_json(capsys, *best, "min")[1]["step"] == 2 and run_json(capsys, *best, "max")[1]["step"] == 1
+    next((steps / "step-2").glob("*.distcp")).unlink()
+    status, found = run_json(capsys, *best, "min")
+    assert (status, found["step"], list(found["passed_over"])) == (0, 1, ["2"])
+    assert run_json(capsys, "latest", steps, "--best", "acc", "--best-mode", "max")[1]["path"] is None
+    assert "--best-mode is missing: for --best='loss'" in run(capsys, "latest", steps, "--best", "loss")[2]

@@ -14,11 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 def newest_sound(
-    roots: Sequence[str], *, quick: bool, on_damage: Callable[[int, str], None], but: Container[str] = ()
+    roots: Sequence[str],
+    *,
+    quick: bool,
+    on_damage: Callable[[int, str], None],
+    but: Container[str] = (),
+    arrange: Callable[[list[int]], list[int]] | None = None,
 ) -> tuple[int, str] | None:
     """Returns the step that was saved last of those that `verify` finds sound, and the path of its checkpoint in the
     first of `roots` with a sound one. None if there is none. Ignores paths in `but`. Calls `on_damage` with each newer
-    step that is damaged, and the reason.
+    step that is damaged, and the reason. `arrange`: gets the steps, the newest first, and returns them in the order in
+    which they are tried.
 
     If an object store cannot be read, no older checkpoint is taken instead: raises OSError or `CheckpointError`. If an
     earlier root has a sound checkpoint, warns and leaves out the root that cannot be read."""
@@ -35,7 +41,8 @@ def newest_sound(
         here[root] = set(there)
         order.branches = {**there, **order.branches}
     unknown: CheckpointError | None = None
-    for step in order.newest_first():
+    newest_first = order.newest_first()
+    for step in newest_first if arrange is None else arrange(newest_first):
         for root, steps in list(here.items()):
             path = path_of(root, step)
             if step not in steps or path in but:

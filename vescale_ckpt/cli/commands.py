@@ -52,6 +52,8 @@ _DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATT
 _OVERWRITE = flag("--overwrite", "replace what is there")
 _PLOT = value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
+_BEST = value("--best", "the metric that ranks checkpoints", metavar="METRIC")
+_BEST_MODE = value("--best-mode", "whether a better metric is greater or less", choices=("max", "min"))
 
 COMMANDS = (
     Command(
@@ -140,12 +142,34 @@ COMMANDS = (
         json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is expected), `unexpected`"),
     ),
     Command(
+        "list",
+        "list the checkpoints of a manager: when they were saved, how large, their metrics, whether they are complete",
+        "list_steps:run",
+        (
+            value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),
+            _JSON,
+        ),
+        "Checks names and lengths, and reads no tensor. Exit status 1 if one is damaged, 2 if there is none.",
+        ("vescale-ckpt list checkpoints", "vescale-ckpt list /nvme/run s3://bucket/run"),
+        json=(
+            "`steps`, each with `step`, `saved` (when it was committed; null: not known), `bytes` (of data files), "
+            "`metrics`, `state` (complete; damaged; or not all is here: of one machine, or unreadable now), `reason`, "
+            "`last` (whether it was saved last), `directory`"
+        ),
+    ),
+    Command(
         "latest",
         "print the path of the newest sound checkpoint of a manager",
         "verify_compare:latest",
-        (_DIRECTORY, flag("--full", "verify every byte, not only lengths"), _JSON),
-        "Exit status 1 if all are damaged, 2 if there is none.",
-        ("vescale-ckpt latest checkpoints",),
+        (
+            _DIRECTORY,
+            flag("--full", "verify every byte, not only lengths"),
+            _BEST,
+            _BEST_MODE,
+            _JSON,
+        ),
+        "With --best: of the sound one with the best metric. Exit status 1 if all are damaged, 2 if there is none.",
+        ("vescale-ckpt latest checkpoints", "vescale-ckpt latest checkpoints --best loss --best-mode min"),
         json=("`step`, `path` (null if there is none), `passed_over` (by step: why)"),
     ),
     Command(
@@ -156,8 +180,8 @@ COMMANDS = (
             _DIRECTORY,
             value("--keep", "how many stay: those saved last, or with --best the best ones", type=int, metavar="N"),
             value("--keep-period", "steps that are multiples of it stay for good", type=int, metavar="N"),
-            value("--best", "the metric that ranks checkpoints", metavar="METRIC"),
-            value("--best-mode", "whether a better metric is greater or less", choices=("max", "min")),
+            _BEST,
+            _BEST_MODE,
             flag("--dry-run", "remove nothing, print what would be removed"),
             _JSON,
         ),

@@ -23,11 +23,7 @@ def prune(options: Namespace) -> int:
     root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
-    try:
-        retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
-    except ValueError as error:
-        raise ValueError(_OPTION.sub(lambda match: _OPTIONS[match[0]], str(error))) from None
-    found = prune_steps(root, retention, dry_run=options.dry_run)
+    found = prune_steps(root, retention_of(options), dry_run=options.dry_run)
     if options.json:
         content = {"removed": found.removed, "kept": found.kept, "dry_run": options.dry_run}
         output.print_json("prune/1", content)
@@ -39,6 +35,15 @@ def prune(options: Namespace) -> int:
         print(f"kept {path_of(root, step)}: it is in use")
     print(f"{verb} {len(found.removed):,}, {len(found.kept):,} stay")
     return FINE
+
+
+def retention_of(options: Namespace) -> Retention:
+    """The rule that the options state, as far as the command has them. Raises ValueError in the options' names."""
+    try:
+        keep, period = getattr(options, "keep", None), getattr(options, "keep_period", None)
+        return Retention(keep, period, options.best, options.best_mode)
+    except ValueError as error:
+        raise ValueError(_OPTION.sub(lambda match: _OPTIONS[match[0]], str(error))) from None
 
 
 def repair(options: Namespace) -> int:

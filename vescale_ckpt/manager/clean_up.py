@@ -58,7 +58,7 @@ def clean_up_part(
         kept = {saved, copied, *(checkpoint.step for checkpoint in checkpoints[-1:])}
         surplus = {*retention.surplus(checkpoints)} - kept
         if most_bytes is not None:
-            sizes = {one.step: _data_bytes(path_of(root, one.step)) for one in checkpoints if one.step not in surplus}
+            sizes = {one.step: data_bytes(path_of(root, one.step)) for one in checkpoints if one.step not in surplus}
             left = sum(sizes.values()) + sizes.get(saved, 0)
             for step in sizes:
                 if left > most_bytes and step not in kept:
@@ -148,7 +148,8 @@ def _candidates(root: str, retention: Retention) -> list[Candidate]:
     return [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
 
 
-def _data_bytes(path: str) -> int:
+def data_bytes(path: str) -> int:
+    """The bytes of the data files in a checkpoint's directory."""
     storage = storage_at(path)
     return sum(size_in(path, name) or 0 for name in storage.names() if is_data_file(name))
 

@@ -664,10 +664,11 @@ class CheckpointManager:
         name = self.retention.best
         if name is None:
             raise ValueError("best_step: the manager has no best=, the name of a metric")
-        return self._from_coordinator(
-            lambda: self.retention.best_of(Candidate(step, self.metrics(step).get(name)) for step in self.steps()),
-            "looking for the best checkpoint",
-        )
+
+        def best_first() -> list[int]:
+            return self.retention.best_first(Candidate(step, self.metrics(step).get(name)) for step in self.steps())
+
+        return next(iter(self._from_coordinator(best_first, "looking for the best checkpoint")), None)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; an empty dict if there were none."""

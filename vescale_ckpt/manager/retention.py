@@ -64,10 +64,10 @@ class Retention:
             if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
         )
 
-    def best_of(self, checkpoints: Iterable[Candidate]) -> int | None:
-        """The step with the best metric; None if none has it."""
-        found = max(checkpoints, key=self._rank, default=None)
-        return found.step if found is not None and self._rank(found)[0] else None
+    def best_first(self, checkpoints: Iterable[Candidate]) -> list[int]:
+        """The steps that have the metric, the best one first."""
+        ranked = sorted(checkpoints, key=self._rank, reverse=True)
+        return [checkpoint.step for checkpoint in ranked if self._rank(checkpoint)[0]]
 
     def _rank(self, checkpoint: Candidate) -> tuple[bool, float, int]:
         """Returns a rank that is greater for a better checkpoint. Of equal metrics the newer one wins. A checkpoint
