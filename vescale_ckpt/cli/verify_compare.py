@@ -183,28 +183,15 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 
 def latest(options: Namespace) -> int:
-    from .._checkpoint.native.step_order import path_of
-    from .._checkpoint.newest import newest_sound
     from .._storage.open_storage import checkpoint_path, is_folder
-    from ..manager.retention import Candidate
-    from ..manager.step_metrics import read as metrics_of
+    from ..manager.listing import newest_or_best
     from .prune_repair import retention_of
 
     root = checkpoint_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}
-    rule = retention_of(options)
-
-    def best_first(steps: list[int]) -> list[int]:
-        return rule.best_first(Candidate(step, metrics_of(path_of(root, step)).get(options.best)) for step in steps)
-
-    found = newest_sound(
-        [root],
-        quick=not options.full,
-        on_damage=passed_over.__setitem__,
-        arrange=None if options.best is None else best_first,
-    )
+    found = newest_or_best(root, retention_of(options), quick=not options.full, on_damage=passed_over.__setitem__)
     step, path = (None, None) if found is None else found
     if options.json:
         output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})

@@ -1,0 +1,58 @@
+"""Lists the checkpoints below a manager's directory, and finds the best one, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from .._checkpoint.native.step_order import SavedOrder, path_of
+from .._checkpoint.newest import newest_sound
+from .._checkpoint.open_checkpoint import committed_at
+from .._checkpoint.verify import verify
+from . import step_metrics
+from .clean_up import data_bytes
+from .retention import Candidate, Retention
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """A checkpoint below a manager's directory, by names and lengths alone."""
+
+    step: int
+    saved: str | None  #: the time of its commit, as ISO 8601 has it; None if it is not known
+    bytes: int  #: of its data files
+    metrics: dict[str, float]
+    state: str  #: "complete", "damaged", or "not all is here"
+    reason: str  #: why it is not complete; empty if it is
+    last: bool  #: whether it was saved last
+    directory: str
+
+
+def listed_steps(root: str) -> list[ListedStep]:
+    """The complete and damaged checkpoints below `root`, in ascending order."""
+    order = SavedOrder(root)
+    return [_listed(root, step, step == order.last) for step in sorted(order.branches)]
+
+
+def _listed(root: str, step: int, is_last: bool) -> ListedStep:
+    path = path_of(root, step)
+    report, time = verify(path, quick=True), committed_at(path)
+    saved = None if time is None else datetime.fromtimestamp(time / 1e9).astimezone().isoformat(" ", "seconds")
+    state = "complete" if report.ok else "damaged" if report.damaged else "not all is here"
+    return ListedStep(
+        step, saved, data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
+    )  # fmt: skip
+
+
+def newest_or_best(
+    root: str, rule: Retention, *, quick: bool, on_damage: Callable[[int, str], None]
+) -> tuple[int, str] | None:
+    """That of `newest_sound`; if the rule names a metric, of the steps that have it, the best one first."""
+
+    def best_first(steps: list[int]) -> list[int]:
+        metrics = ((step, step_metrics.read(path_of(root, step))) for step in steps)
+        return rule.best_first(Candidate(step, found.get(rule.best or "")) for step, found in metrics)
+
+    arrange = None if rule.best is None else best_first
+    return newest_sound([root], quick=quick, on_damage=on_damage, arrange=arrange)
