@@ -181,6 +181,26 @@ def test_diff_tells_keys_kinds_and_values(checkpoint: Path, tmp_path: Path, caps
     assert status == 0 and "values of 2 tensors compared" in out
 
 
+def test_diff_compares_an_export_with_its_source(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    model = tmp_path / "model.safetensors"
+    assert (
+        run(capsys, "convert", checkpoint, model, "--format", "safetensors", "--keys", "model", "--rename", "model=")[0]
+        == 0
+    )
+    compared = ("diff", checkpoint, model, "--bits", "--keys", "model", "--rename", "model=")
+    status, found = run_json(capsys, *compared)
+    assert status == 0 and found["equal"] and found["compared"] == 2
+    assert run_json(capsys, "diff", checkpoint, model, "--keys", "model")[0] == 1  # under their own names
+    vescale_ckpt.safetensors.save_file({"a.weight": torch.arange(12.0).view(3, 4) + 1, "more": torch.ones(1)}, model)
+    status, found = run_json(capsys, *compared)
+    assert status == 1 and found["only_a"] == ["a.bias"] and found["only_b"] == ["more"]
+    assert [value["key"] for value in found["values"]] == ["a.weight"]
+    assert "'model'" in run(capsys, "diff", checkpoint, model, "--keys", "modell", "--rename", "model=")[2]
+    assert "no =" in run(capsys, "diff", checkpoint, model, "--rename", "model")[2]
+    objects = vescale_ckpt._inspect.diff.diff(checkpoint, checkpoint, with_values=True, rename=lambda key: f"new.{key}")
+    assert not objects.equal and "new.step" in objects.only_a and "step" in objects.only_b
+
+
 def test_diff_of_special_values(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     a = torch.tensor([0.0, nan, inf, 1.0, nan, -0.0])

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint, TensorInfo
+from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._state.key_selection import Selection, suggest_rename
+from .._state.key_selection import Rename, Selection, rename_function, rename_keys, suggest_rename
 from .._storage.open_storage import checkpoint_path
 from .boxes import as_numbers, values
 
@@ -65,6 +66,7 @@ def diff(
     with_values: bool = False,
     bits: bool = False,
     keys: str | Iterable[str] | None = None,
+    rename: Rename | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
     """Compares two checkpoints, whose formats may differ. Memory is bounded; data is verified while it is read.
@@ -74,12 +76,45 @@ def diff(
             are, and the values of numbers, arrays and tensors in containers; other objects say it themselves.
         bits: compares bits in place of values, except those of tensors that differ in dtype.
         keys: which keys: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
+        rename: from keys of `a` to those of `b`: a function, or a mapping of keys or of prefixes up to a dot, as for
+            conversions. Then `keys` are those of `a`, and all of `b` is compared with them.
         progress: called with the bytes compared so far and in total.
 
-    Raises `MissingKeysError` for `keys` that match nothing in both, and the errors of reading.
+    Raises `MissingKeysError` for `keys` that match nothing in both, ValueError if two keys get one name, and the errors
+    of reading.
     """
     with closing(open_checkpoint(checkpoint_path(a))) as first, closing(open_checkpoint(checkpoint_path(b))) as second:
-        return _diff(first, second, with_values or bits, bits, Selection(keys), progress)
+        selection = Selection(keys)
+        if rename is None:
+            return _diff(first, second, with_values or bits, bits, selection, progress)
+        stored = [*first.tensors, *first.objects]
+        selection.check(stored)
+        names = rename_keys(selection.of(stored), rename_function(rename))
+        return _diff(_Renamed(first, names), second, with_values or bits, bits, Selection(None), progress)
+
+
+class _Renamed(Checkpoint):
+    """The checkpoint `of`, of which only the keys in `names` are seen, under their new names."""
+
+    def __init__(self, of: Checkpoint, names: Mapping[str, str]) -> None:
+        self._of = of
+        self._key_of = {name: key for key, name in names.items()}
+        self.format, self.path, self.root = of.format, of.path, of.root
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: self._of.tensors[key] for name, key in self._key_of.items() if key in self._of.tensors}
+
+    @cached_property
+    def objects(self) -> Mapping[str, Chunk]:
+        return {name: self._of.objects[key] for name, key in self._key_of.items() if key in self._of.objects}
+
+    def load_objects(self, keys: Iterable[str]) -> dict[str, Any]:
+        names = {self._key_of[name]: name for name in keys}
+        return {names[key]: value for key, value in self._of.load_objects(list(names)).items()}
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._of.read([replace(read, key=self._key_of[read.key]) for read in reads])
 
 
 def _diff(

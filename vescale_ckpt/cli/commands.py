@@ -50,6 +50,7 @@ _KEYS = value(
 _PATH = value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
 _DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", action="append")
 _OVERWRITE = flag("--overwrite", "replace what is there")
+_RENAME = value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append")
 _PLOT = value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 _BEST = value("--best", "the metric that ranks checkpoints", metavar="METRIC")
@@ -103,13 +104,15 @@ COMMANDS = (
             flag("--values", "compare values too, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
             flag("--bits", "compare values bit by bit, as --values otherwise"),
             _KEYS,
+            _RENAME,
             _JSON,
         ),
         "Compares keys, shapes and dtypes. Exit status 1 if they differ. With --values equal numbers are equal; the "
-        "parts of a complex number count separately, and objects must be of one type. With --bits nothing may differ.",
+        "parts of a complex number count separately, and objects must be of one type. With --bits nothing may differ. "
+        "With --rename, --keys are keys of A, and all of B is compared with them.",
         (
             "vescale-ckpt diff step-1000 step-2000",
-            "vescale-ckpt diff --values step-1000 exported.safetensors --keys model",
+            "vescale-ckpt diff --values step-1000 exported.safetensors --keys model --rename model=",
         ),
         json=(
             "`equal`, `only_a`, `only_b`, `kinds` (by key: the kind in A and in B), `objects`, `values` (of "
@@ -241,7 +244,7 @@ COMMANDS = (
                 choices=("dcp", "safetensors", "torch", "npz", "npy"),
             ),
             _KEYS,
-            value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append"),
+            _RENAME,
             value(
                 "--rename-pattern",
                 "a regular expression and what takes its place, applied in order",

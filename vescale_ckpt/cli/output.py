@@ -1,4 +1,4 @@
-"""Prints what commands found: tables, progress and JSON."""
+"""Prints what commands found: tables, progress and JSON; reads options that are pairs."""
 
 from __future__ import annotations
 
@@ -83,3 +83,14 @@ def progress(label: str) -> Iterator[Any]:
         yield bar.show
     finally:
         bar.end()
+
+
+def pairs(option: str, texts: list[str] | None) -> list[tuple[str, str]]:
+    """The pairs of an option that is given as OLD=NEW. Raises ValueError for one without `=`."""
+    found = []
+    for text in texts or ():
+        old, sign, new = text.partition("=")
+        if not sign:
+            raise ValueError(f"{option}: {text!r} has no =")
+        found.append((old, new))
+    return found

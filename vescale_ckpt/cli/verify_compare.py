@@ -72,8 +72,9 @@ def diff(options: Namespace) -> int:
 
     with output.progress("comparing") as progress:
         found = diff(
-            options.a, options.b, with_values=options.values, bits=options.bits, keys=options.keys, progress=progress
-        )
+            options.a, options.b, with_values=options.values, bits=options.bits, keys=options.keys,
+            rename=dict(output.pairs("--rename", options.rename)) or None, progress=progress,
+        )  # fmt: skip
     if options.json:
         content = asdict(found) | {"equal": found.equal}
         output.print_json("diff/1", content)

@@ -28,8 +28,12 @@ def convert(options: Namespace) -> int:
         raise ValueError(f"{options.dst}: expected --format, as the name says none")
     if options.rename and options.rename_pattern:
         raise ValueError("--rename and --rename-pattern exclude each other")
-    rename = dict(_pairs("--rename", options.rename)) or _pairs("--rename-pattern", options.rename_pattern) or None
-    stack = dict(_pairs("--stack", options.stack)) or None
+    rename = (
+        dict(output.pairs("--rename", options.rename))
+        or output.pairs("--rename-pattern", options.rename_pattern)
+        or None
+    )
+    stack = dict(output.pairs("--stack", options.stack)) or None
     return _convert(options, format, options.keys, rename, stack, options.on_objects, "convert")
 
 
@@ -94,16 +98,6 @@ def _convert(
             f"{report.files:,} file{'s' if report.files != 1 else ''}, {report.seconds:.2f} s"
         )
     return FINE
-
-
-def _pairs(option: str, texts: list[str] | None) -> list[tuple[str, str]]:
-    pairs = []
-    for text in texts or ():
-        old, sign, new = text.partition("=")
-        if not sign:
-            raise ValueError(f"{option}: {text!r} has no =")
-        pairs.append((old, new))
-    return pairs
 
 
 def _dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
