@@ -13,6 +13,7 @@ BENCHMARKS = {
     "export": "exports by several ranks",
     "convert": "a DCP checkpoint becomes safetensors",
     "nodes": "a folder of each machine: saves, copies on other machines, a lost machine",
+    "peers": "a copy on another rank beside torchft's, and saves of two ranks beside DCP's",
     "object_store": "saves to and loads from an S3 server",
     "planning": "who writes and reads what",
 }

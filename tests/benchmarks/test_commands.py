@@ -115,6 +115,17 @@ def test_nodes(tmp_path: Path) -> None:
     assert 1 <= received < 1.5 and 1 <= sent < 1.5, "each file once, and messages"
 
 
+def test_peers(tmp_path: Path) -> None:
+    rows = run("peers", tmp_path, "--mib=1")
+    assert steps(rows) | {"torchft": {"copy"}} == {
+        CEILING: {"copy"},
+        "vescale": {"copy", "save"},
+        STOCK: {"save"},
+        "torchft": {"copy"},
+    }
+    assert rows["copy", "vescale"]["of_ceiling"] > 0 and rows["save", STOCK]["of_baseline"] > 0
+
+
 def test_object_store(tmp_path: Path, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in object_server.environment(object_server.endpoint).items():
         monkeypatch.setenv(name, value)
