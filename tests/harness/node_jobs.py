@@ -96,8 +96,10 @@ class Worker:
             assert worker is None or worker.wait(BOUND)
 
     def settle_copies(self) -> None:
-        copies = self._managers[""]._copies
-        assert copies is not None and copies.wait(BOUND)
+        """Waits for copies, and not for uploads."""
+        self._managers[""].wait()
+        work = self._managers[""]._node_work
+        assert work is not None and work.copies is not None and work.copies.wait(BOUND)
 
     def close(self, name: str = "") -> list[str]:
         """Returns what was warned of."""

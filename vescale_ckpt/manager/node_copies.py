@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -70,11 +71,10 @@ class NodeCopies:
         if step is not None:
             self._last = step
             arguments = step, self._thread
-            self._thread = threading.Thread(target=self._run, args=arguments, name="vescale_ckpt copies", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter is ending
-                self._thread = None
+            thread = threading.Thread(target=self._run, args=arguments, name="vescale_ckpt copies", daemon=True)
+            with suppress(RuntimeError):  # the interpreter is ending
+                thread.start()
+                self._thread = thread  # `wait` joins it, which has to be started
         self._is_reserved = False
 
     def end_with(self, step: int | None) -> bool:
