@@ -38,7 +38,7 @@ from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
-from vescale_ckpt.manager import manager, node_uploads
+from vescale_ckpt.manager import node_uploads, node_work
 from vescale_ckpt.manager.node_copies import NodeCopies
 from vescale_ckpt.manager.node_tier import NodeTier
 from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
@@ -104,7 +104,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "open a store": (object_clients, "_open"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),
-    "clean up on a machine": (manager, "clean_up_part"),
+    "clean up on a machine": (node_work, "clean_up_part"),
     "send copies": (NodeCopies, "_send"),
     "read a file to send": (send_files._OutgoingFile, "read"),
     "write a file that comes": (send_files._IncomingFile, "write"),
