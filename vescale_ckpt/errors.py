@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+_NOTHING = "; nothing was committed"
+
 
 class CheckpointError(RuntimeError):
     """The base of all errors of this package. Names and numbers in the text of an error are its attributes, too."""
@@ -96,7 +98,8 @@ class UntrustedCheckpointError(CheckpointError):
 
 class StorageFullError(CheckpointError):
     """There is no room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files. The text
-    says which. Nothing was committed; the old checkpoint still exists."""
+    says which. Nothing was committed, and the old checkpoint still exists; unless machines have folders of their own,
+    and one has no room for its metadata: then others may have committed, and the text says so."""
 
     path: str
     needed: int  #: bytes
@@ -105,12 +108,17 @@ class StorageFullError(CheckpointError):
     def __init__(self, path: str, needed: int, free: int, cause: str = "", what: str = "") -> None:
         super().__init__(
             (what or f"no room in {path}: {needed:,} bytes needed, {free:,} free")
-            + "; nothing was committed"
+            + _NOTHING
             + (f" ({cause})" if cause else ""),
             path=path,
             needed=needed,
             free=free,
         )
+
+    def in_doubt(self) -> CheckpointError:
+        """The same error where others commit, too."""
+        text = self.message.replace(_NOTHING, "; other machines may have committed")
+        return _rebuild(type(self), {**self.__dict__, "message": text})
 
 
 class CheckpointTimeoutError(CheckpointError):

@@ -213,11 +213,6 @@ def test_a_folder_is_spoiled_before_a_restart(
         again.call_on(machine, "make_large", folder)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="StorageFullError says that nothing was committed where one machine cannot store its metadata; another one "
-    "that has all files (replicas) has committed, and a restart finds the step",
-)
 @SLOW
 def test_an_error_in_a_commit_of_one_machine_tells_what_is_there(two: NodeJob) -> None:
     job = start_again(two, two, empty=[0, 1])

@@ -34,7 +34,7 @@ from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
-from ..errors import CheckpointError, SaveCancelledError
+from ..errors import CheckpointError, SaveCancelledError, StorageFullError
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 
@@ -283,7 +283,12 @@ class Save:
         if self._fate is not None and self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
             self._check_not_given_up()
         self.exchange.may_commit()
-        step(*arguments)
+        try:
+            step(*arguments)
+        except StorageFullError as error:
+            if self._by_node:
+                raise error.in_doubt() from error
+            raise
         self._committed = True
 
     def _raise_or_sum_up(self) -> None:
