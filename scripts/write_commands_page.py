@@ -16,8 +16,8 @@ HEAD = """# Commands
 <!-- Written by scripts/write_commands_page.py from vescale_ckpt/cli/commands.py. -->
 
 `vescale-ckpt` (or `python -m vescale_ckpt`) looks into checkpoints, checks, converts and tidies them. It needs no GPU
-and no ranks. `pip install "vescale_ckpt[cli]"` adds completion for shells: `vescale-ckpt --install-completion` prints
-the line for your `~/.bashrc` or `~/.zshrc`.
+and no ranks. The extra `cli` ([install](install.md)) adds completion for shells: `vescale-ckpt --install-completion`
+prints the line for your `~/.bashrc` or `~/.zshrc`.
 
 Exit status: **0** fine; **1** damage, or a difference; **2** wrong usage, or nothing that can be read; **3** nothing
 that can be verified. Every command takes `--json` and then prints one document. Its field `schema` names the command

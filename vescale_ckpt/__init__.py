@@ -67,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES, "__version__"})
+    return sorted({*__all__, *_MODULES, "__doc__", "__file__", "__name__", "__path__", "__version__"})

@@ -67,7 +67,7 @@ SETTINGS = {
         Setting(
             "threads",
             4,
-            "worker threads a save or load, in each process; twice as many where a load is many short reads",
+            "worker threads of each save or load; a load of many small pieces takes twice as many",
             least=1,
             most=256,
         ),
