@@ -98,8 +98,9 @@ class NodeFiles:
             if exchange.agree([], phase, [len(lacking)]) == [0]:
                 return
             gathered = exchange.gather(json.dumps(lacking).encode(), phase)
-            planned = exchange.together(partial(self._plan, gathered, checkpoint), phase, LoadFailedError)
-            messages = [FileMessage(*message) for message in json.loads(exchange.broadcast(planned, phase))]
+            plan = partial(self._plan, gathered, checkpoint)
+            planned, is_all = exchange.from_coordinator(plan, phase, LoadFailedError)
+            messages = [FileMessage(*message) for message in planned]
 
             def check(path: str, name: str) -> None:
                 check_file(checkpoint, name, path)
@@ -111,7 +112,8 @@ class NodeFiles:
             failed |= self._fetch(
                 exchange, phase, [message for message in messages if message.source == DURABLE], check
             )
-            self._note(exchange, phase, messages, failed)
+            if self._note(exchange, phase, messages, failed) and is_all:
+                return
 
     def _fetch(
         self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], check: Check
@@ -133,11 +135,10 @@ class NodeFiles:
             exchange.together(fetch, phase)
         return failed
 
-    def _plan(self, gathered: list[bytes] | None, checkpoint: LoadableCheckpoint) -> bytes | None:
-        """Chooses who sends what to whom. One node takes a file from the durable place, and the others get it from
-        this one the next time."""
-        if gathered is None:
-            return None
+    def _plan(self, gathered: list[bytes] | None, checkpoint: LoadableCheckpoint) -> tuple[list[FileMessage], bool]:
+        """Chooses who sends what to whom, and tells whether that is all. One node takes a file from the durable place,
+        and the others get it from this one the next time."""
+        assert gathered is not None
         lacking = zip(self.leaders, map(json.loads, gathered), strict=True)
         wanted = {(name, leader) for leader, names in lacking for name in names}
         sources: Places = {}
@@ -155,7 +156,7 @@ class NodeFiles:
                 )
             sources[name] = places
             now.add((name, target))
-        return json.dumps([*messages_to_send(sources, now)]).encode()
+        return [*messages_to_send(sources, now)], now == wanted
 
     def _note(
         self,
@@ -163,12 +164,15 @@ class NodeFiles:
         phase: str,
         messages: Sequence[FileMessage],
         failed: dict[str, CheckpointError | OSError],
-    ) -> None:
-        """Notes on all ranks which files have arrived. Raises if one could not be stored where it was needed."""
+    ) -> bool:
+        """Notes on all ranks which files have arrived, and tells whether all have. Raises if one could not be stored
+        where it was needed."""
         own_fault = next((error for error in failed.values() if not _is_of_the_copy(error)), None)
-        exchange.fail_together(own_fault, phase, LoadFailedError)
-        told = json.dumps({name: str(error) for name, error in failed.items()}).encode()
-        lost = [*map(json.loads, exchange.share(told, phase))]
+        (failures,) = exchange.fail_together(own_fault, phase, LoadFailedError, sums=[len(failed)])
+        lost: list[dict[str, str]] = [{}] * exchange.size
+        if failures:
+            told = json.dumps({name: str(error) for name, error in failed.items()}).encode()
+            lost = [*map(json.loads, exchange.share(told, phase))]
         for message in messages:
             if (reason := lost[message.target].get(message.name)) is None:
                 self.places[message.name][message.target] = message.bytes
@@ -179,6 +183,7 @@ class NodeFiles:
             if is_new and exchange.is_coordinator:
                 where = "in the durable place" if message.source == DURABLE else f"with rank {message.source}"
                 logger.warning("the copy of %s %s does not count: %s", message.name, where, reason)
+        return not failures
 
     def check_own(self, exchange: Exchange, phase: str, path: str) -> bool:
         """Reads all files of the checkpoint that lie on this rank's node, after a load found damage. Damaged ones do

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import pickle
 import threading
@@ -306,6 +307,29 @@ class Exchange:
             error = raised
         self.fail_together(error, phase, kind)
         return results[0]
+
+    def from_coordinator(
+        self, find: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
+    ) -> _Result:
+        """Calls `find` on the coordinator alone. Returns its result, which JSON can hold, on all ranks, or raises its
+        error on all of them: one of this package with its class, any other as a `kind`."""
+        answer, failure = None, None
+        if self.is_coordinator:
+            try:
+                answer = pack(b"", json.dumps(find()).encode())
+            except Exception as error:
+                answer, failure = pack(_report(error), b""), error
+        report, found = unpack(self.broadcast(answer, phase))
+        if not report:
+            result: _Result = json.loads(found)
+            return result
+        if failure is not None:
+            _raise_alone(failure, phase, kind)
+        text, pickled = pickle.loads(report)
+        cause = pickle.loads(pickled) if pickled else text
+        if isinstance(cause, CheckpointError):
+            raise cause
+        raise kind(0, cause, f"{phase}: rank 0: {text}", {0: text})
 
     def fail_together(
         self,

@@ -892,21 +892,17 @@ class CheckpointManager:
     def _from_coordinator(self, find: Callable[[], _Found], phase: str) -> _Found:
         """Calls `find` on the coordinator. Returns its result, which JSON can hold, on every rank, or raises its error
         there."""
-        exchange = self._exchange()
-        answer: dict[str, Any] | None = None
-        if exchange.is_coordinator:
+
+        def named() -> _Found:
             try:
-                answer = {"found": find()}
+                return find()
             except Exception as error:
                 is_named = isinstance(error, (CheckpointError, OSError))
                 text = str(error) if is_named else f"{type(error).__name__}: {error}"
-                number = getattr(error, "errno", None)
-                answer = {"error": f"{phase} in {self.directory}: {text}", "errno": number}
-        received = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
-        if "error" in received:
-            raise CheckpointError(received["error"], path=self.directory, errno=received["errno"])
-        found: _Found = received["found"]
-        return found
+                text, number = f"{phase} in {self.directory}: {text}", getattr(error, "errno", None)
+                raise CheckpointError(text, path=self.directory, errno=number) from error
+
+        return self._exchange().from_coordinator(named, phase)
 
 
 def _complete_steps(root: str) -> list[int]:

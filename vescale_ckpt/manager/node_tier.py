@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -95,14 +95,14 @@ class NodeTier:
         parts = self._parts(exchange, phase)
         candidates = iter(()) if parts is None else self._candidates(parts, only)
         while True:
-            found = self._from_coordinator(exchange, phase, lambda: next(candidates, None))
+            found = exchange.from_coordinator(lambda: next(candidates, None), phase)
             if found is None:
                 return
             step, sources = found
             whole = self._on_nodes(exchange, phase, parts, step, sources) if sources else None
             if whole is not None:
                 yield whole
-            if not sources and self._from_coordinator(exchange, phase, partial(self._is_durable, step, bool(parts))):
+            if not sources and exchange.from_coordinator(partial(self._is_durable, step, bool(parts)), phase):
                 yield WholeStep(step, path_of(self._durable.url, step))
 
     def losses_survived(self, exchange: Exchange, phase: str) -> dict[int, int]:
@@ -184,7 +184,7 @@ class NodeTier:
         else:
             return None
         durable = DurableStep(self._durable, step)
-        places = self._from_coordinator(exchange, phase, lambda: self._places(parts, step, contents, durable))
+        places = exchange.from_coordinator(lambda: self._places(parts, step, contents, durable), phase)
         if places is None:
             return None
         by_rank = {name: {int(rank): size for rank, size in of_file.items()} for name, of_file in places.items()}
@@ -274,7 +274,7 @@ class NodeTier:
     def is_sound(self, step: WholeStep, exchange: Exchange, phase: str) -> bool:
         """Whether each file has a sound copy. Reads all data, each node its own."""
         if step.files is None:
-            return self._from_coordinator(exchange, phase, lambda: verify(step.path).ok)
+            return exchange.from_coordinator(lambda: verify(step.path).ok, phase)
         exchange.together(partial(self._install, step, exchange.rank), phase)
         step.files.check_own(exchange, phase, step.path)
         return step.files.bring_lost(exchange, phase, step.path)
@@ -339,13 +339,6 @@ class NodeTier:
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise
-
-    @staticmethod
-    def _from_coordinator(exchange: Exchange, phase: str, find: Callable[[], _Found]) -> _Found:
-        """What `find` returns on the coordinator, which JSON can hold, or raises on all ranks if it raises there."""
-        found = exchange.together(lambda: find() if exchange.is_coordinator else None, phase)
-        answer: _Found = json.loads(exchange.broadcast(json.dumps(found).encode(), phase))
-        return answer
 
 
 def part_in(path: str) -> Part:
