@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from vescale_ckpt._bench.page_cache import drop_file
-from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
 from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
 from vescale_ckpt._storage import locks
 
@@ -41,7 +41,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def metadata_from(content: bytes) -> Metadata:
-    return metadata_file.loads(content, "what was made")
+    return metadata_pickle.loads(content, "what was made")
 
 
 def rewrite_metadata(directory: Path, metadata: Metadata) -> None:

@@ -43,7 +43,7 @@ _PAUSE_BEFORE_DESTROY = 0.5
 _PRELOADED = [
     *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"),
     "torch._dynamo",  # the first optimizer of a process imports it
-    *("vescale_ckpt.api", "vescale_ckpt.manager", "vescale_ckpt.safetensors"),
+    *("vescale_ckpt.api", "vescale_ckpt.manager.manager", "vescale_ckpt.safetensors"),
 ]
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_pickle
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
@@ -62,21 +62,21 @@ def example() -> Metadata:
 
 def test_round_trip() -> None:
     metadata = example()
-    loaded = metadata_file.loads(metadata_file.dumps(metadata), "path")
+    loaded = metadata_pickle.loads(metadata_pickle.dumps(metadata), "path")
     assert loaded == metadata
     assert type(loaded.state_dict_metadata["scalar"].properties) is TensorProperties  # type: ignore[union-attr]
     assert [index.index for index in loaded.storage_data] == [index.index for index in metadata.storage_data]
 
 
 def test_torch_unpickles_what_we_write() -> None:
-    assert pickle.loads(metadata_file.dumps(example())) == example()
+    assert pickle.loads(metadata_pickle.dumps(example())) == example()
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_we_read_what_torch_pickles(protocol: int) -> None:
     metadata = example()
     metadata.storage_data[MetadataIndex("object")] = _StorageInfo("__0_0.distcp", 0, 7, ["stream.zstd/1"])
-    assert metadata_file.loads(pickle.dumps(metadata, protocol=protocol), "path") == metadata
+    assert metadata_pickle.loads(pickle.dumps(metadata, protocol=protocol), "path") == metadata
 
 
 class ByName(pickle.Pickler):
@@ -91,25 +91,25 @@ def test_we_read_what_early_versions_of_python_3_11_pickle(protocol: int) -> Non
     file = io.BytesIO()
     ByName(file, protocol).dump(example())
     assert b"getattr" in file.getvalue()
-    assert metadata_file.loads(file.getvalue(), "path") == example()
+    assert metadata_pickle.loads(file.getvalue(), "path") == example()
 
 
 def test_what_we_write_is_the_same_under_every_python() -> None:
-    assert b"getattr" not in metadata_file.dumps(example())
+    assert b"getattr" not in metadata_pickle.dumps(example())
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_memory_format_of_stock_is_read_as_contiguous(memory_format: torch.memory_format) -> None:
     metadata = example()
     metadata.state_dict_metadata["scalar"].properties.memory_format = memory_format  # type: ignore[union-attr]
-    loaded = metadata_file.loads(pickle.dumps(metadata), "path")
+    loaded = metadata_pickle.loads(pickle.dumps(metadata), "path")
     assert loaded.state_dict_metadata["scalar"].properties.memory_format is torch.contiguous_format  # type: ignore[union-attr]
 
 
 def test_properties_keep_their_five_fields() -> None:
     properties = TensorProperties(torch.float64, torch.sparse_coo, True, torch.contiguous_format, True)
     metadata = Metadata({"a": TensorStorageMetadata(properties, torch.Size([0]), [])})
-    loaded = metadata_file.loads(metadata_file.dumps(metadata), "path").state_dict_metadata["a"]
+    loaded = metadata_pickle.loads(metadata_pickle.dumps(metadata), "path").state_dict_metadata["a"]
     assert isinstance(loaded, TensorStorageMetadata)
     assert dataclasses.asdict(loaded.properties) == dataclasses.asdict(properties)
 
@@ -135,13 +135,13 @@ def _with_fields(fields: Any) -> bytes:
 
 @pytest.mark.parametrize("more", [(False,), (None, 7), (torch.float32, "x", ())])
 def test_properties_of_a_newer_torch(more: tuple[Any, ...]) -> None:
-    assert metadata_file.loads(_with_fields(lambda fields: (*fields, *more)), "path") == example()
+    assert metadata_pickle.loads(_with_fields(lambda fields: (*fields, *more)), "path") == example()
 
 
 @pytest.mark.parametrize("fields", [lambda fields: fields[:4], lambda fields: (1,), list])
 def test_properties_that_are_malformed_are_refused(fields: Any) -> None:
     with pytest.raises((UntrustedCheckpointError, CorruptCheckpointError)):
-        metadata_file.loads(_with_fields(fields), "path")
+        metadata_pickle.loads(_with_fields(fields), "path")
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_foreign_names_are_refused_by_name(value: Any) -> None:
     metadata = example()
     metadata.planner_data = {"a": value}
     with pytest.raises(UntrustedCheckpointError, match=value.__name__):
-        metadata_file.loads(pickle.dumps(metadata), "path")
+        metadata_pickle.loads(pickle.dumps(metadata), "path")
 
 
 @pytest.mark.parametrize("value", [None, 1, {}, StorageMeta(), [example()]], ids=lambda value: type(value).__name__)
 def test_pickle_of_something_else_is_refused(value: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="the path"):
-        metadata_file.loads(pickle.dumps(value), "the path")
+        metadata_pickle.loads(pickle.dumps(value), "the path")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -165,16 +165,16 @@ def test_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     was_enabled = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        data = metadata_file.dumps(example())
+        data = metadata_pickle.dumps(example())
         assert gc.isenabled() is enabled
-        metadata_file.loads(data, "path")
+        metadata_pickle.loads(data, "path")
         assert gc.isenabled() is enabled
         with pytest.raises(CheckpointError):
-            metadata_file.loads(b"noise", "path")
+            metadata_pickle.loads(b"noise", "path")
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
 
 
 def test_equal_metadata_gives_equal_bytes() -> None:
-    assert metadata_file.dumps(example()) == metadata_file.dumps(example())
+    assert metadata_pickle.dumps(example()) == metadata_pickle.dumps(example())

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader
 from vescale_ckpt._checkpoint.loadable import crc_of
-from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_pickle
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._engine.rows import dtype_code, int_table
@@ -61,11 +61,11 @@ def bits_of(data: bytes, ranges: list[range] | None = None) -> Iterator[tuple[in
 
 def test_the_metadata(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
-    expected = metadata_file.loads(data, "here")
+    expected = metadata_pickle.loads(data, "here")
     crcs = [crc_of(info) for info in expected.storage_data.values()]
     for bit, damaged in bits_of(data):
         try:
-            found = metadata_file.loads(damaged, "the file")
+            found = metadata_pickle.loads(damaged, "the file")
         except CheckpointError as error:
             assert "the file" in str(error), f"bit {bit}: {error}"
         else:

@@ -11,7 +11,7 @@ import torch
 
 import vescale_ckpt
 from vescale_ckpt import Safetensors
-from vescale_ckpt._checkpoint.open_checkpoint import committed_at
+from vescale_ckpt._checkpoint.recognize import committed_at
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from vescale_ckpt import (
     StorageWriter,
     UntrustedCheckpointError,
 )
-from vescale_ckpt._checkpoint.native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_pickle
 from vescale_ckpt._engine.torch_private import MemoryFormatEncoding, StorageInfo
 
 MiB = 1 << 20
@@ -139,7 +139,7 @@ def test_nothing_in_metadata_runs(checkpoint: Path, mark: Path, name: str, proto
 )
 def test_only_the_names_that_metadata_is_made_of_may_be_imported(name: str) -> None:
     with pytest.raises(UntrustedCheckpointError):
-        metadata_file.loads(pickled_globals(name), ".metadata")
+        metadata_pickle.loads(pickled_globals(name), ".metadata")
 
 
 # BUILD with a state of two parts sets attributes, on classes too. What may stand between a class and its BUILD:
@@ -157,13 +157,13 @@ DETOURS = {
 @pytest.mark.parametrize("detour", DETOURS)
 def test_a_refused_load_leaves_no_trace_in_classes(detour: str) -> None:
     kinds: list[type] = [Metadata, MetadataIndex, StorageMeta, TensorProperties, ChunkStorageMetadata, StorageInfo]
-    for kind in [*kinds, MemoryFormatEncoding, metadata_file._LenientProperties]:
+    for kind in [*kinds, MemoryFormatEncoding, metadata_pickle._LenientProperties]:
         before = dict(vars(kind))
         module, name = kind.__module__.encode(), kind.__name__.encode()
         poison = b"\x80\x04c%s\n%s\n%sN}X\x06\x00\x00\x00__eq__ctorch\nSize\ns\x86b." % (module, name, DETOURS[detour])
         try:
             with pytest.raises(CheckpointError):
-                metadata_file.loads(poison, ".metadata")
+                metadata_pickle.loads(poison, ".metadata")
             assert dict(vars(kind)) == before, f"{name!r} was changed"
         finally:
             if vars(kind).get("__eq__") is not before.get("__eq__"):
@@ -181,7 +181,7 @@ def test_a_refused_load_leaves_no_trace_in_constants() -> None:
         for state in (b"}X\x07\x00\x00\x00_value_K\x07s", b"N}X\x07\x00\x00\x00_value_K\x07s\x86"):
             try:
                 with pytest.raises(CheckpointError):
-                    metadata_file.loads(b"\x80\x04" + made % (module, name) + state + b"b.", ".metadata")
+                    metadata_pickle.loads(b"\x80\x04" + made % (module, name) + state + b"b.", ".metadata")
                 assert vars(constant) == before, what
             finally:
                 vars(constant).update(before)
@@ -241,7 +241,7 @@ def test_metadata_takes_no_memory_that_it_has_no_bytes_for(name: str) -> None:
 
 def refused_metadata(data: bytes) -> bool:
     try:
-        metadata_file.loads(data, ".metadata")
+        metadata_pickle.loads(data, ".metadata")
     except CheckpointError:
         return True
     return False

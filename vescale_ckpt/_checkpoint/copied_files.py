@@ -6,14 +6,14 @@ import os
 from contextlib import closing
 from dataclasses import replace
 
-from .._engine.torch_private import DEFAULT_SUFFIX
 from .._storage.open_storage import is_file, is_folder, storage_at
 from .._storage.paths import data_path, in_sibling
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CorruptCheckpointError
-from .native import delta_table, metadata_file
+from .native import delta_table, metadata_file, metadata_pickle
 from .native.delta_table import DeltaTable
 from .native.file_names import (
+    DATA_SUFFIX,
     DELTA_NAME,
     INDEX_NAME,
     LEASE_MARKER,
@@ -90,7 +90,7 @@ def tells_its_save(name: str) -> bool:
 
 def holds_data(name: str) -> bool:
     """Whether a file of that name holds tensors and objects."""
-    return name.endswith((DEFAULT_SUFFIX, SUFFIX))
+    return name.endswith((DATA_SUFFIX, SUFFIX))
 
 
 def files_of_checkpoint(path: str) -> set[str]:
@@ -145,7 +145,7 @@ def _make_self_contained(source: str, of_checkpoint: set[str]) -> dict[str, byte
     metadata = metadata_file.read_metadata(source)
     for info in {id(info): info for info in metadata.storage_data.values()}.values():
         info.relative_path = name_in_copy(info.relative_path)
-    content = metadata_file.dumps(metadata)
+    content = metadata_pickle.dumps(metadata)
     try:
         table = delta_table.read(source)
     except CheckpointError:  # Neither the source nor the copy can be the base of a delta save.

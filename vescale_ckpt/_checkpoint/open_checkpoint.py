@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
-from typing import Literal
 
-from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.message import pack, unpack
-from .._storage.open_storage import is_file, is_folder, is_inconclusive, storage_at
+from .._storage.open_storage import is_folder, storage_at
 from ..errors import CheckpointError
-from .archive_entries import advice_for_file, kind_of_file, open_archive
+from .archive_entries import advice_for_file, open_archive
 from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
-from .native.file_names import INDEX_NAME, METADATA_NAME, is_metadata_file
-from .native.native_checkpoint import NativeCheckpoint, explained
-from .safetensors import model_names, safetensors_checkpoint
-from .safetensors.headers import SUFFIXES, HeaderTables
+from .native.explain_missing import explained
+from .native.file_names import INDEX_NAME
+from .native.native_checkpoint import NativeCheckpoint
+from .recognize import recognize
+from .safetensors import safetensors_checkpoint
+from .safetensors.headers import HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 from .torch_checkpoint import TorchCheckpoint
 
 _MOST_INDEX_BYTES = 16 << 20  # a larger index is not sent: each rank reads the few pages that it needs
-
-Kind = Literal["dcp", "safetensors", "npy", "archive", "pickle"]
-
-
-def recognize(path: str) -> Kind | None:
-    """Returns the kind of checkpoint at `path`, by names in a folder and the first bytes of a file. "archive": of
-    torch.save or numpy. "pickle": of torch.save before torch 1.6. None if there is no checkpoint.
-
-    Raises `CheckpointError` if an object store or a file cannot be read.
-    """
-    if metadata_file.has_metadata(path, None):  # checked first: many ranks call this, and listing a folder may be slow
-        return "dcp"
-    try:
-        names = storage_at(path).names()
-    except (NotADirectoryError, FileNotFoundError):
-        if not is_file(path):
-            return None
-        with named_system_errors(path):
-            kind = kind_of_file(path)
-        return "safetensors" if kind == "other" else kind
-    except OSError as error:
-        if storage_at(path).can_be_away and is_inconclusive(error.errno, path):
-            raise of_system(error, path) from error
-        return None
-    if any(map(is_metadata_file, names)):  # each rank has saved for itself
-        return "dcp"
-    if any(name.endswith(SUFFIXES) for name in names):
-        return "safetensors"
-    return "npy" if any(name.endswith(".npy") for name in names) else None
-
-
-def committed_at(path: str) -> int | None:
-    """Returns when the checkpoint or model in a folder was committed, in nanoseconds: the time of the file that a save
-    writes last. None if there is none, as after a save that died. Raises as `Storage.has` and `Storage.stat`."""
-    storage = storage_at(path)
-    found = (name for name in (METADATA_NAME, model_names.SINGLE_NAME, model_names.INDEX_NAME) if storage.has(name))
-    return next((storage.stat(name).modified_ns for name in found), None)
 
 
 def open_checkpoint(path: str) -> Checkpoint:

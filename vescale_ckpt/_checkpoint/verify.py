@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-
-import torch
+from typing import TYPE_CHECKING
 
 from .. import settings
 from .._engine.gc import gc_paused
@@ -13,12 +12,13 @@ from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
-from .check_records import Progress, add_error, as_damage, check_records
-from .checkpoint import Checkpoint, Read, cut
+from .damage import add_error, as_damage
 from .native.check_native import check_native
-from .open_checkpoint import open_checkpoint, recognize
-from .safetensors.headers import HeaderTables
-from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
+from .recognize import recognize
+
+if TYPE_CHECKING:
+    from .check_records import Progress
+    from .checkpoint import Checkpoint
 
 _READ_BYTES = 64 << 20  # one read takes at most so many bytes
 
@@ -82,6 +82,10 @@ def verify_checkpoint(
 
 
 def _check_safetensors(path: str, report: VerifyReport, progress: Progress | None) -> None:
+    from .check_records import check_records
+    from .safetensors.headers import HeaderTables
+    from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
+
     def add(error: CheckpointError) -> None:
         add_error(report, error, path)
 
@@ -99,6 +103,8 @@ def _check_safetensors(path: str, report: VerifyReport, progress: Progress | Non
 
 def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None) -> None:
     """Checks a file of torch.save or numpy, or a folder of .npy files."""
+    from .open_checkpoint import open_checkpoint
+
     try:
         checkpoint = open_checkpoint(path)
     except CorruptCheckpointError as error:
@@ -116,6 +122,10 @@ def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None
 
 
 def _read_all(checkpoint: Checkpoint, report: VerifyReport, progress: Progress | None) -> None:
+    import torch
+
+    from .checkpoint import Read, cut
+
     total = sum(info.bytes for info in checkpoint.tensors.values())
     for key, info in checkpoint.tensors.items():
         try:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from .. import settings
-from .._checkpoint.check_records import Progress, raise_damage
+from .._checkpoint.check_records import Progress
 from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
+from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.named_files import check_replaceable, named_files

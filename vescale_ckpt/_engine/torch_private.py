@@ -28,7 +28,6 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    DEFAULT_SUFFIX,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -43,7 +42,6 @@ from . import _C
 
 __all__ = [
     "CURRENT_DCP_VERSION",
-    "DEFAULT_SUFFIX",
     "AsyncProcessExecutor",
     "DTensorLayout",
     "MemoryFormatEncoding",

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._checkpoint.native import commit_metadata, extra_copies, metadata_file
+from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
 from .._checkpoint.native.delta_table import DeltaTable
 from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import data_name
@@ -364,7 +364,7 @@ class NativeLayout(Layout):
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
             metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=save_id)
-            self.commit(metadata_file.dumps(metadata))
+            self.commit(metadata_pickle.dumps(metadata))
             return
         assert isinstance(metadata, LazyMetadata)
         locations, names = zip(*map(_record_locations, results), strict=True)
@@ -407,8 +407,8 @@ def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]
 
 
 def _with_changes(content: bytes, changed: Metadata) -> bytes:
-    metadata = metadata_file.loads(content, "the metadata of this save")
+    metadata = metadata_pickle.loads(content, "the metadata of this save")
     metadata.state_dict_metadata = changed.state_dict_metadata
     metadata.planner_data = changed.planner_data
     metadata.storage_data = {**metadata.storage_data, **(changed.storage_data or {})}
-    return metadata_file.dumps(metadata)
+    return metadata_pickle.dumps(metadata)

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from .._checkpoint.native.step_order import path_of
 from .._storage.open_storage import checkpoint_path, is_folder
 from ..manager.clean_up import prune as prune_steps
-from ..manager.repair import repair as repair_directory
 from ..manager.retention import Retention
 from . import output
 from .output import FINE
@@ -49,6 +48,8 @@ def retention_of(options: Namespace) -> Retention:
 def repair(options: Namespace) -> int:
     """Removes orphans below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
     Writes copies of extra files that are missing."""
+    from ..manager.repair import repair as repair_directory  # it imports torch
+
     root = checkpoint_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .. import SaveHandle, inspect, settings, verify
-from .._checkpoint.open_checkpoint import committed_at
+from .._checkpoint.recognize import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.open_storage import storage_at

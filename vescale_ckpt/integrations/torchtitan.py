@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from .. import SaveHandle, settings
-from .._checkpoint.open_checkpoint import committed_at
+from .._checkpoint.recognize import committed_at
 from ..api import load, save
 from ..errors import CheckpointError, MissingKeysError
 from ._versions import check_version, hook

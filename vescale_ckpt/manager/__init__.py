@@ -1,3 +1,1 @@
-"""`CheckpointManager` decides for a training when to save, which checkpoints to keep, and which one to resume from."""
-
-from .manager import CheckpointManager as CheckpointManager
+"""Decides for a training when to save, which checkpoints to keep, and which one to resume from."""

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._checkpoint.newest import newest_sound
-from .._checkpoint.open_checkpoint import committed_at
+from .._checkpoint.recognize import committed_at
 from .._checkpoint.verify import verify
 from . import step_metrics
 from .clean_up import data_bytes

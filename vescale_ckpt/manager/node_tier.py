@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .._checkpoint.check_records import file_ends
-from .._checkpoint.native import metadata_file, step_order
+from .._checkpoint.native import metadata_check, metadata_file, metadata_pickle, step_order
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import FIRST, ORDER_NAME, Branch, SavedOrder, path_of
@@ -352,7 +352,7 @@ def part_in(path: str) -> Part:
 def read_small_files(path: str) -> dict[str, bytes]:
     """The files that each node has of a step, checked as far as they have checksums."""
     storage, metadata = storage_at(path), metadata_file.metadata_bytes(path, None)
-    metadata_file.check(metadata, path)
+    metadata_check.check(metadata, path)
     contents = {METADATA_NAME: metadata, INDEX_NAME: metadata_file.index_bytes(path)}
     for name in (ORDER_NAME, METRICS_NAME):
         contents[name] = storage.read(name) if storage.has(name) else None
@@ -364,4 +364,4 @@ def file_ends_of(path: str, contents: Mapping[str, bytes]) -> dict[str, int]:
     if INDEX_NAME in contents:
         index = _C.Index.from_bytes(contents[INDEX_NAME], path)
         return dict(zip(index.files, index.file_ends(), strict=True))
-    return file_ends(NativeCheckpoint.of(path, None, metadata_file.loads(contents[METADATA_NAME], path)))
+    return file_ends(NativeCheckpoint.of(path, None, metadata_pickle.loads(contents[METADATA_NAME], path)))

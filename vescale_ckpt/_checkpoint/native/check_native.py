@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Collection
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ..._engine import _C
 from ..._engine.engine_errors import of_system
@@ -13,10 +14,14 @@ from ..._storage.open_storage import is_inconclusive, stat_of, storage_at
 from ..._storage.paths import check_relative, data_path
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
-from ..check_records import Progress, add_error, check_records, file_ends
-from . import metadata_file
+from ..damage import add_error
+from . import metadata_check, metadata_file
+from .explain_missing import explained
 from .file_names import DELTA_NAME, NODE_MARKER, index_name, metadata_name
-from .native_checkpoint import NativeCheckpoint, explained
+
+if TYPE_CHECKING:
+    from ..check_records import Progress
+    from .native_checkpoint import NativeCheckpoint
 
 
 def check_native(directory: str, report: VerifyReport, progress: Progress | None) -> None:
@@ -46,7 +51,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     data = metadata_file.metadata_bytes(directory, rank)
     ends = None
     if index is not None:
-        metadata_file.check(data, path)  # the index matches the checksum at its end
+        metadata_check.check(data, path)  # the index matches the checksum at its end
         with suppress(_C.EngineError):  # a damaged index is harmless: the metadata has the same content
             names_and_ends = zip(index.files, index.file_ends(), strict=True)
             ends = {check_relative(name, directory): end for name, end in names_and_ends}
@@ -56,9 +61,13 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
         report.files += len(ends)
         _check_files(directory, ends, report)
         return
-    if not metadata_file.has_checksum(data):
+    from ..check_records import check_records, file_ends  # the answers above need no torch
+    from .metadata_pickle import loads
+    from .native_checkpoint import NativeCheckpoint
+
+    if not metadata_check.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: only its structure was checked")
-    checkpoint = NativeCheckpoint.of(directory, rank, metadata_file.loads(data, path))
+    checkpoint = NativeCheckpoint.of(directory, rank, loads(data, path))
     for fault in checkpoint.faults():
         add_error(report, fault, path)
     listed = file_ends(checkpoint)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..._storage.open_storage import storage_at
 from ...errors import CheckpointError
 from .file_names import DELTA_NAME, METADATA_NAME
-from .metadata_file import TRAILER_BYTES
+from .metadata_check import TRAILER_BYTES
 
 ID_BYTES = 16
 SEED_BYTES = 16

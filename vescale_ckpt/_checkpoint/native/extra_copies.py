@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping
 
 from ..._engine import _C
-from ..._engine.torch_private import DEFAULT_SUFFIX
 from ..._state import extra_files
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import final_name, temporary_ones
@@ -56,7 +55,7 @@ def _is_allowed(name: str) -> bool:
     return not (
         file_names.is_of_a_save(name)
         or file_names.is_metadata_file(name)
-        or name.endswith((DEFAULT_SUFFIX, ".safetensors", file_names.INDEX_NAME))
+        or name.endswith((file_names.DATA_SUFFIX, ".safetensors", file_names.INDEX_NAME))
         or final_name(name) is not None
     )
 

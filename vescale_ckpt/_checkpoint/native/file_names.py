@@ -6,18 +6,18 @@ import os
 import re
 
 from ..._engine import _C
-from ..._engine.torch_private import DEFAULT_SUFFIX
 from ..._storage.storage import MARKER_PREFIX
 
 METADATA_NAME = ".metadata"
+DATA_SUFFIX = ".distcp"  #: that of stock DCP
 INDEX_NAME = METADATA_NAME + ".index"
 DELTA_NAME = METADATA_NAME + ".delta"  #: later saves need this file to name records of the checkpoint
 LEASE_MARKER = ".referred"  #: an empty file; it shows that checkpoints beside the directory may name its data files
 NODE_MARKER = ".node"  #: in a folder that has one node's part of a checkpoint: other nodes may have the other files
 METRICS_NAME = "metrics.json"  #: a manager writes it
-_OF_DATA = r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX)
+_OF_DATA = r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DATA_SUFFIX)
 _OUR_DATA_FILE = re.compile(_OF_DATA)
-_PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
+_PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DATA_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 _TEMPORARY_DATA = re.compile(_OF_DATA + r"\.tmp\.\d+\.\d+")
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index|\.delta)?\.tmp.*")
@@ -46,12 +46,12 @@ def rank_of_metadata(name: str) -> int | None:
 def data_name(rank: int, token: str, part: int | None = None) -> str:
     """The name of a rank's data file. `part`: its number if the rank has several."""
     middle = "" if part is None else f"_{part}"
-    return f"__{rank}_{token}{middle}{DEFAULT_SUFFIX}"
+    return f"__{rank}_{token}{middle}{DATA_SUFFIX}"
 
 
 def first_part(name: str) -> str:
     """Returns the data file that a save locks: the first one if a rank has several, otherwise `name` itself."""
-    return _PART.sub(rf"_0{DEFAULT_SUFFIX}", name)
+    return _PART.sub(rf"_0{DATA_SUFFIX}", name)
 
 
 def is_data_file(name: str) -> bool:

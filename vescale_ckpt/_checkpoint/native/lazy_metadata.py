@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..._engine import _C
 from ..._engine.rows import LOCATION_ROW, PLAN_ROW
 from ..._plan.save_plan import GlobalSavePlan
-from . import metadata_file
+from . import metadata_pickle
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
@@ -78,7 +78,7 @@ def _without_locations(planned: GlobalSavePlan) -> Metadata:
     ranks = range(len(planned.inventories))
     nowhere = [bytes(len(planned.plan.local_plan(rank)) // PLAN_ROW * LOCATION_ROW) for rank in ranks]
     content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
-    metadata = metadata_file.loads(content, "the plan")
+    metadata = metadata_pickle.loads(content, "the plan")
     metadata.storage_data = metadata.storage_meta = metadata.version = None
     return metadata
 

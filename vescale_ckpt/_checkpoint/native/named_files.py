@@ -21,7 +21,6 @@ from ...errors import CheckpointError
 from . import file_names
 from .file_names import DELTA_NAME, LEASE_MARKER
 from .metadata_file import has_metadata
-from .native_checkpoint import NativeCheckpoint
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
@@ -29,16 +28,22 @@ def named_files(directory: str, rank: int | None) -> set[str]:
     if not has_metadata(directory, rank):
         return set()
     try:
-        return NativeCheckpoint.by_index(directory, rank).named_files()
+        return _named(directory, rank)
     except CheckpointError:
         return set()
+
+
+def _named(directory: str, rank: int | None) -> set[str]:
+    from .native_checkpoint import NativeCheckpoint  # it imports torch, and most checkpoints name no others' files
+
+    return NativeCheckpoint.by_index(directory, rank).named_files()
 
 
 def named_by_any(directory: str) -> set[str]:
     """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
     for name in filter(file_names.is_metadata_file, storage_at(directory).names()):
-        named |= NativeCheckpoint.by_index(directory, file_names.rank_of_metadata(name)).named_files()
+        named |= _named(directory, file_names.rank_of_metadata(name))
     return named
 
 
@@ -51,7 +56,7 @@ def named_beside(directory: str) -> set[str]:
     for folder in folders:
         path = os.path.join(above, folder)
         if folder != own and has_metadata(path, None):
-            found = map(in_sibling, NativeCheckpoint.by_index(path, None).named_files())
+            found = map(in_sibling, _named(path, None))
             named |= {file.file for file in found if file is not None and file.folder == own}
     if set(storage_at(above).folders()) != set(folders):
         raise CheckpointError(f"folders in {above} were renamed while they were looked at", path=above)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -24,13 +23,12 @@ from ..._storage.open_storage import is_inconclusive, read_twice, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from ..archive_entries import advice_for_directory
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
 from ..record_reader import ReadOptions, RecordReader
-from ..safetensors import model_names
 from ..seen_files import SeenFiles
-from . import metadata_file, step_order
+from . import metadata_check, metadata_file, metadata_pickle
+from .explain_missing import explained
 from .file_names import NODE_MARKER, index_name, is_data_file, metadata_name
 from .transformed_records import TransformedReads
 
@@ -76,7 +74,7 @@ class NativeCheckpoint(LoadableCheckpoint):
     def unpack(cls, path: str, index: bytes, metadata: bytes) -> NativeCheckpoint:
         """Makes the checkpoint from the index, or the whole metadata, that another rank has read."""
         if not index:
-            return cls.of(path, None, metadata_file.loads(metadata, os.path.join(path, metadata_name(None))))
+            return cls.of(path, None, metadata_pickle.loads(metadata, os.path.join(path, metadata_name(None))))
         file = os.path.join(path, index_name(None))
         with named_errors(str, file):  # raises only for damage on the way: the coordinator has checked the bytes
             return cls._of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
@@ -124,10 +122,10 @@ class NativeCheckpoint(LoadableCheckpoint):
 
     @cached_property
     def writer(self) -> str:
-        length = metadata_file.TRAILER_BYTES
+        length = metadata_check.TRAILER_BYTES
         with named_system_errors(self.path):
             _, end = storage_at(self.path).read_range(metadata_name(self.rank), -length, length)
-        if metadata_file.has_checksum(end):
+        if metadata_check.has_checksum(end):
             return "vescale_ckpt"
         version = getattr(self.metadata, "version", None)
         return f"torch.distributed.checkpoint {version}" if isinstance(version, str) else "torch.distributed.checkpoint"
@@ -286,35 +284,3 @@ class _Listing:
         name = check_relative(info.relative_path, key)
         transformed = bool(info.transform_descriptors)
         return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
-
-
-# --- Errors for directories without a checkpoint
-
-
-@contextmanager
-def explained(directory: str) -> Iterator[None]:
-    """A context. If an error says that the directory has no metadata, adds what the directory holds, if it is known."""
-    try:
-        yield
-    except CheckpointError as error:
-        if getattr(error, "errno", None) != errno.ENOENT or not error.message.endswith(metadata_file.NO_CHECKPOINT):
-            raise
-        if (why := _what_it_holds(directory)) is None:
-            raise
-        text = error.message.removesuffix(metadata_file.NO_CHECKPOINT) + why
-        raise CheckpointError(text, path=directory, errno=errno.ENOENT) from None
-
-
-def _what_it_holds(directory: str) -> str | None:
-    if model_names.holds_unfinished_export(directory):
-        return "it holds an export that did not finish"
-    if advice := advice_for_directory(directory):
-        return f"not a checkpoint; {advice}"
-    try:
-        last = step_order.SavedOrder(directory).last
-    except OSError:
-        return None
-    if last is None:
-        return None
-    path = step_order.path_of(directory, last)
-    return f"it holds the checkpoints of a CheckpointManager, of which {path} was saved last: give the path of one"

@@ -39,8 +39,8 @@ from . import header_texts, model_names
 logger = logging.getLogger(__name__)
 
 SUFFIX = model_names.SUFFIX
-INDEX_SUFFIX = ".safetensors.index.json"
-SUFFIXES = (SUFFIX, INDEX_SUFFIX)
+INDEX_SUFFIX = model_names.INDEX_SUFFIX
+SUFFIXES = model_names.SUFFIXES
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers

@@ -13,6 +13,8 @@ from ..._storage.pending import final_name
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 USUAL_DIGITS = 5
 
 _MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
