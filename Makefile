@@ -11,7 +11,7 @@ export VESCALE_CKPT_WERROR = 1
 # Tests start a thousand processes: each would compile the package's modules anew where this is set.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup system build test test-python test-slow test-cpp test-cpp-watched lint format sanitize fuzz demo bench soak matrix wheels clean
+.PHONY: setup system build test test-python test-slow test-arm test-cpp test-cpp-watched lint format sanitize fuzz demo bench soak matrix wheels clean
 
 setup: $(STAMP) build
 
@@ -47,10 +47,16 @@ test-python: build
 # faults of object stores and machines. Half an hour.
 test-slow: build
 	@$(MAKE) -s -C tests/cpp run SANITIZER=thread
+	@$(MAKE) -s test-arm
 	$(PY) -m pytest -n 2 --dist worksteal -m slow tests --ignore tests/integrations
 
 test-cpp: | system
 	@$(MAKE) -s -C tests/cpp run
+
+# The engine's tests on 64-bit Arm, emulated.
+test-arm:
+	@scripts/install_system_packages.sh arm
+	@$(MAKE) -s -C tests/cpp run-arm
 
 sanitize: | system
 	@$(MAKE) -s -C tests/cpp run SANITIZER=address

@@ -104,7 +104,7 @@ void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges) {
       end = std::max<uintptr_t>(end, next + ranges[i].size());
     }
     if (end - begin < kHugePage) continue;
-    const uint64_t page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uint64_t page = system::page_bytes();
     const uintptr_t first = align_down(begin, page);
     system::advise(reinterpret_cast<std::byte*>(first), align_up(end, page) - first, MADV_HUGEPAGE);
   }

@@ -36,6 +36,13 @@ std::atomic<bool> any_fault{false};  // the only thing looked at outside of test
 std::mutex fault_mutex;              // guards the two below
 std::array<Fault, kCalls> faults;
 std::array<uint64_t, kCalls> seen;
+std::atomic<uint64_t> pretended_page_bytes{0};
+
+// As the kernel would see it. What ends inside of a page ends with it.
+bool begins_inside_a_page(const std::byte* address) {
+  const uint64_t page = pretended_page_bytes.load(std::memory_order_relaxed);
+  return page != 0 && reinterpret_cast<uintptr_t>(address) % page != 0;
+}
 
 int64_t with_faults(Call call, int64_t result) {
   if (!any_fault.load(std::memory_order_relaxed)) return result;
@@ -195,7 +202,7 @@ std::optional<uint64_t> resident_bytes(int fd, uint64_t size) {
     uint64_t cached, dirty, writeback, evicted, recently_evicted;
   } answer{};
   constexpr long kCachestat = 451;  // since Linux 6.5, the same on every architecture
-  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const uint64_t page = page_bytes();
   if (::syscall(kCachestat, fd, &range, &answer, 0) == 0) return std::min(size, answer.cached * page);
   if (size == 0) return 0;
   void* map = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
@@ -207,6 +214,15 @@ std::optional<uint64_t> resident_bytes(int fd, uint64_t size) {
   if (result != 0) return std::nullopt;
   const auto cached = static_cast<uint64_t>(std::count_if(state.begin(), state.end(), [](char c) { return c & 1; }));
   return std::min(size, cached * page);
+}
+
+uint64_t page_bytes() {
+  const uint64_t pretended = pretended_page_bytes.load();
+  return pretended != 0 ? pretended : static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+void pretend_page_bytes(uint64_t bytes) {
+  pretended_page_bytes.store(bytes);
 }
 
 int64_t reserve_addresses(uint64_t bytes) {
@@ -228,15 +244,18 @@ void release_addresses(std::byte* address, uint64_t bytes) {
 }
 
 int make_writable(std::byte* address, uint64_t bytes) {
+  if (begins_inside_a_page(address)) return -EINVAL;
   return static_cast<int>(guarded(Call::protect, [&] { return ::mprotect(address, bytes, PROT_READ | PROT_WRITE); }));
 }
 
 int advise(std::byte* address, uint64_t bytes, int advice) {
+  if (begins_inside_a_page(address)) return -EINVAL;
   return static_cast<int>(guarded(Call::advise, [&] { return ::madvise(address, bytes, advice); }));
 }
 
 int populate(std::byte* address, uint64_t bytes) {
   constexpr int kPopulateWrite = 23;  // since Linux 5.14
+  if (begins_inside_a_page(address)) return -EINVAL;
   return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
 }
 

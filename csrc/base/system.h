@@ -70,7 +70,11 @@ DirectRules direct_rules(int fd);
 // Bytes of the file that are in the page cache; nullopt where the kernel does not tell.
 std::optional<uint64_t> resident_bytes(int fd, uint64_t size);
 
-// --- Memory. Reserves addresses without memory behind them; returns the first, or -errno.
+// --- Memory. The size of a page: 4 KiB, or 64 KiB on some systems for 64-bit Arm.
+uint64_t page_bytes();
+// For tests: from now on a page is as large as this, and memory calls refuse what begins inside of one; 0: as it is.
+void pretend_page_bytes(uint64_t bytes);
+// Reserves addresses without memory behind them; returns the first, or -errno.
 int64_t reserve_addresses(uint64_t bytes);
 // Maps a file, to read and write; returns the address, or -errno.
 int64_t map_shared(int fd, uint64_t bytes);

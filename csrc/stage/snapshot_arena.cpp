@@ -23,15 +23,11 @@ constexpr uint64_t kNoBudget = std::numeric_limits<uint64_t>::max();
 // So much is touched before it is offered to the registrar, while the next part is touched: enough for all threads.
 constexpr uint64_t kTouchStep = 4 * kPinPiece;
 
-uint64_t page_bytes() {
-  return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-}
-
 // Returns false if the system has no memory. Pages keep their content.
 bool take_pages(std::byte* address, uint64_t bytes) {
   const int result = system::populate(address, bytes);
   if (result != -EINVAL) return result == 0;
-  for (uint64_t at = 0; at < bytes; at += page_bytes()) {
+  for (uint64_t at = 0; at < bytes; at += system::page_bytes()) {
     volatile std::byte& first = address[at];
     first = first;
   }
@@ -61,7 +57,7 @@ std::byte* SnapshotArena::address(const Piece& piece) const {
 // Addresses cost nothing. They are several times the machine's memory, so that ranges in use cannot fragment them.
 bool SnapshotArena::reserve() {
   if (base_ != nullptr) return true;
-  const auto physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) * page_bytes();
+  const auto physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) * system::page_bytes();
   for (uint64_t bytes = align_up(4 * physical, kPinPiece); bytes >= kPinPiece;
        bytes = align_down(bytes / 2, kPinPiece)) {
     const int64_t result = system::reserve_addresses(bytes + kPinPiece);

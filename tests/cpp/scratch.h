@@ -67,4 +67,12 @@ class ArmedFault {
   ArmedFault& operator=(const ArmedFault&) = delete;
 };
 
+class LargePages {
+ public:
+  LargePages() { system::pretend_page_bytes(64 << 10); }
+  ~LargePages() { system::pretend_page_bytes(0); }
+  LargePages(const LargePages&) = delete;
+  LargePages& operator=(const LargePages&) = delete;
+};
+
 }  // namespace vescale_ckpt

@@ -40,9 +40,14 @@ std::vector<Implementation> implementations() {
   const auto always = [] { return true; };
   return {
       {"table", detail::crc32_table, detail::copy_crc32_table, always},
+#if defined(__x86_64__) || defined(__aarch64__)
+      {"folding", detail::crc32_folding, detail::copy_crc32_folding, detail::have_folding},
+#endif
 #if defined(__x86_64__)
-      {"pclmul", detail::crc32_pclmul, detail::copy_crc32_pclmul, detail::have_pclmul},
       {"avx512", detail::crc32_avx512, detail::copy_crc32_avx512, detail::have_avx512},
+#endif
+#if defined(__aarch64__)
+      {"instructions", detail::crc32_instructions, detail::copy_crc32_instructions, detail::have_instructions},
 #endif
       {"chosen", [](uint32_t crc, const unsigned char* data, size_t size) { return crc32(crc, data, size); },
        [](uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
@@ -148,7 +153,9 @@ TEST(Crc32Combine, IsAssociativeAtAnyLength) {
 TEST(Crc32Choice, TakesTheBestThereIs) {
   const std::string chosen = crc32_implementation();
 #if defined(__x86_64__)
-  EXPECT_EQ(chosen, detail::have_avx512() ? "avx512" : detail::have_pclmul() ? "pclmul" : "table");
+  EXPECT_EQ(chosen, detail::have_avx512() ? "avx512" : detail::have_folding() ? "pclmul" : "table");
+#elif defined(__aarch64__)
+  EXPECT_EQ(chosen, detail::have_folding() ? "pmull" : detail::have_instructions() ? "armv8" : "table");
 #else
   EXPECT_EQ(chosen, "table");
 #endif

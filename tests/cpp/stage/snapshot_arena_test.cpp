@@ -149,6 +149,19 @@ std::optional<std::pair<int, unsigned long>> policy_at(const void* address) {
   return std::pair(policy, nodes[0]);
 }
 
+TEST(SnapshotArena, WorksWithPagesOf64KiB) {
+  const LargePages pages;
+  SnapshotArena arena;
+  for (const uint64_t bytes : {kGranule, 3 * kGranule}) {
+    const SnapshotRange range = arena.acquire(bytes - 5, kAmple, kHelpers);
+    ASSERT_EQ(range.bytes(), bytes);
+    std::memset(range.data(), 1, range.bytes());
+  }
+  EXPECT_EQ(arena.memory().touched, 3 * kGranule);
+  arena.trim();
+  EXPECT_EQ(arena.memory().touched, 0u);
+}
+
 TEST(SnapshotArena, TakesMemoryOnANode) {
   for (const bool before : {false, true}) {  // before it has addresses
     SnapshotArena arena;
