@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import Mismatch
 
@@ -136,6 +136,16 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
+class SavedBy:
+    """When a checkpoint was saved, by how many ranks and with which versions."""
+
+    time: str  #: as ISO 8601 has it, in UTC
+    ranks: int
+    torch: str
+    vescale_ckpt: str
+
+
+@dataclass(frozen=True)
 class StoredChunk:
     """A chunk of a tensor and its place in a file."""
 
@@ -163,11 +173,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """A value that is no tensor. It was not unpickled."""
+    """A value that is no tensor."""
 
     file: str
     offset: int
     bytes: int
+    #: what it is, if that is a number, a text, None or a short list or mapping of these; else None
+    value: Any = None
 
 
 EXTRA_FILES = "__extra_files__."  #: keys of a save's `extra_files=` begin with this
@@ -186,6 +198,7 @@ class CheckpointInfo:
     aliases: dict[str, str]  #: {other name: name of a stored tensor}
     files: dict[str, int]  #: {data file: length, or -1 if it is missing}
     is_node_part: bool = False  #: whether it is in the folder of one machine: others may have what is missing
+    saved_by: SavedBy | None = None  #: None: not recorded, as by older versions and other software
 
     @property
     def bytes(self) -> int:

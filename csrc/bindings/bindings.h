@@ -90,6 +90,12 @@ inline std::span<const std::byte> view(const py::bytes& bytes) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
 
+inline py::tuple numbers(std::span<const int64_t> values) {
+  py::tuple result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) result[i] = py::int_(values[i]);
+  return result;
+}
+
 // An inventory: bytes, or the tuple of its parts. Valid while the Python objects live.
 state::InventoryParts inventory_view(const py::handle& inventory);
 

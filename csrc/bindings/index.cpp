@@ -129,6 +129,28 @@ std::vector<py::str> all_files(const metadata::Index& index) {
   return names;
 }
 
+// (offsets, sizes, file, offset, length, CRC-32) of each chunk; an object has one.
+py::list chunks(const metadata::Index& index, const metadata::Index::Key& key) {
+  const size_t ndim = key.shape.size();
+  py::list found;
+  for (uint64_t chunk = 0; chunk < key.chunks; ++chunk) {
+    const auto box = ndim == 0 ? std::span<const int64_t>{} : index.box(key, chunk);
+    const metadata::RecordLocation at = index.location(key, chunk);
+    found.append(
+        py::make_tuple(numbers(box.first(ndim)), numbers(box.last(ndim)), at.file, at.offset, at.length, at.crc));
+  }
+  return found;
+}
+
+py::list rows(const metadata::Index& index) {
+  py::list found;
+  for (uint64_t i = 0; i < index.size(); ++i) {
+    const metadata::Index::Key key = index.key(i);
+    found.append(py::make_tuple(decoded(key.name), decoded(key.dtype), numbers(key.shape), chunks(index, key)));
+  }
+  return found;
+}
+
 metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& targets, bool allow_cast) {
   const auto rows = view(targets);
   const py::gil_scoped_release release;
@@ -190,6 +212,7 @@ void bind_index(py::module_& module) {
            "reads all of it; raises if it is damaged")
       .def("__len__", &metadata::Index::size)
       .def("keys", &keys)
+      .def("rows", &rows, "(name, dtype or empty for an object, shape, chunks) of each key")
       .def_property_readonly("files", &all_files)
       .def("file_ends", &metadata::Index::file_ends, py::call_guard<py::gil_scoped_release>(),
            "of each file, where the last record that lies in it ends")

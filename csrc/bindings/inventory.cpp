@@ -10,12 +10,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-py::tuple numbers(std::span<const int64_t> values) {
-  py::tuple result(values.size());
-  for (size_t i = 0; i < values.size(); ++i) result[i] = py::int_(values[i]);
-  return result;
-}
-
 py::str name_of(const state::Item& item) {
   PyObject* name = PyUnicode_DecodeUTF8(item.name.data(), static_cast<Py_ssize_t>(item.name.size()), "surrogatepass");
   if (name == nullptr) throw py::error_already_set();

@@ -137,6 +137,21 @@ std::optional<Index::Key> Index::find(std::string_view name) const {
   return std::nullopt;
 }
 
+void Index::check_inside(const Key& key, const int64_t* box) const {
+  for (size_t dim = 0; dim < key.shape.size(); ++dim) {
+    const int64_t size = box[key.shape.size() + dim];
+    expect(box[dim] >= 0 && box[dim] <= key.shape[dim] && size >= 0 && size <= key.shape[dim] - box[dim],
+           "a chunk leaves its tensor");
+  }
+}
+
+std::span<const int64_t> Index::box(const Key& key, uint64_t chunk) const {
+  const uint64_t words = 2 * key.shape.size();
+  const int64_t* box = elements<int64_t>(IndexHeader::kDims, key.dims + key.shape.size() + chunk * words, words);
+  check_inside(key, box);
+  return {box, words};
+}
+
 void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                      const std::function<void(uint64_t, const int64_t*)>& found) const {
   const size_t ndim = key.shape.size();
@@ -148,11 +163,7 @@ void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<
             return elements<int64_t>(IndexHeader::kDims, boxes + first * 2 * ndim, count * 2 * ndim);
           },
           [&](uint64_t chunk, const int64_t* box) {
-            for (size_t dim = 0; dim < ndim; ++dim) {
-              expect(box[dim] >= 0 && box[dim] <= key.shape[dim] && box[ndim + dim] >= 0 &&
-                         box[ndim + dim] <= key.shape[dim] - box[dim],
-                     "a chunk leaves its tensor");
-            }
+            check_inside(key, box);
             found(chunk, box);
           });
 }

@@ -53,6 +53,8 @@ class Index {
   // Calls `found(chunk, box)` with each chunk of a tensor that overlaps. `box` is offset[ndim], size[ndim].
   void overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                 const std::function<void(uint64_t chunk, const int64_t* box)>& found) const;
+  // Returns offset[ndim], size[ndim] of a chunk of a tensor. Chunks are in the order of their offsets.
+  std::span<const int64_t> box(const Key& key, uint64_t chunk) const;
   RecordLocation location(const Key& key, uint64_t chunk) const;
 
   uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
@@ -66,6 +68,7 @@ class Index {
   void expect(bool true_of_sound_ones, const char* what) const {
     if (!true_of_sound_ones) corrupt(what);
   }
+  void check_inside(const Key& key, const int64_t* box) const;
   // Returns elements first .. first + count of a table, which must have them.
   template <typename Element>
   const Element* elements(IndexHeader::Section section, uint64_t first, uint64_t count) const;

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness.commands import difference
 from harness.files import lock, read_metadata
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import cli
+from vescale_ckpt._checkpoint.native.save_facts import unstamped
 from vescale_ckpt.cli import output
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
 
+FACTS = ("time", "ranks", "torch", "vescale_ckpt")
 STATE = {
     "model": {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.zeros(3, dtype=torch.bfloat16)},
     "step": 7,
@@ -144,6 +148,76 @@ def test_inspect_shows_a_tree_and_all_that_it_holds(checkpoint: Path, capsys: py
     assert out.split("rank")[-1].split()[3:7] == ["0", "1", "2", "1"] or "0" in out
 
 
+class RunsCode:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_inspect_shows_plain_values_and_runs_no_code(tmp_path: Path) -> None:
+    plain = {"step": 7, "lr": 0.5, "name": "run\n", "none": None, "betas": (0.5, 0.75)}
+    hidden = {"dtype": torch.float32, "long": list(range(17)), "text": "x" * 9000}
+    state = {"w": torch.zeros(2), "plain": plain, "hidden": hidden}
+    vescale_ckpt.save(tmp_path / "ours", state)
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    for name in ("ours", "stock"):
+        found = {key: value.value for key, value in vescale_ckpt.inspect(tmp_path / name).objects.items()}
+        assert all(found.get(f"plain.{key}") == value for key, value in plain.items() if key != "betas")
+        assert found["hidden.dtype"] is found["hidden.long"] is found["hidden.text"] is None
+    assert vescale_ckpt.inspect(tmp_path / "ours").objects["plain.betas"].value == (0.5, 0.75)
+    out = run_without_torch("inspect", tmp_path / "ours")
+    assert "lr  object = 0.5  " in out and "name  object = 'run\\n'" in out and "dtype  object  " in out
+    dcp.save({"bad": RunsCode(tmp_path / "touched")}, checkpoint_id=tmp_path / "bad")
+    assert vescale_ckpt.inspect(tmp_path / "bad").objects["bad"].value is None
+    assert not (tmp_path / "touched").exists()
+    next((tmp_path / "ours").glob("*.distcp")).unlink()
+    assert vescale_ckpt.inspect(tmp_path / "ours").objects["plain.step"].value is None
+
+
+def _save(path: str) -> None:
+    vescale_ckpt.save(path, {"w": torch.zeros(3)})
+
+
+def test_a_checkpoint_tells_when_and_by_what_it_was_saved(tmp_path: Path, capsys: Any) -> None:
+    begin = datetime.now(timezone.utc).replace(microsecond=0)
+    run_ranks(2, _save, str(tmp_path / "two"))
+    by = vescale_ckpt.inspect(tmp_path / "two").saved_by
+    assert by is not None and begin <= datetime.fromisoformat(by.time) <= datetime.now(timezone.utc)
+    assert (by.ranks, by.torch, by.vescale_ckpt) == (2, torch.__version__, vescale_ckpt.__version__)
+    assert f"{by.time}, by 2 ranks, with vescale_ckpt" in run(capsys, "inspect", tmp_path / "two")[1]
+    # Stock DCP loads it, and what stock DCP saves tells nothing.
+    state = {"w": torch.ones(3)}
+    dcp.load(state, checkpoint_id=tmp_path / "two")
+    assert not state["w"].any()
+    dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(tmp_path / "writer"))
+    assert run_json(capsys, "inspect", tmp_path / "writer")[1]["saved_by"]["ranks"] == 1
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    status, out, _ = run(capsys, "inspect", tmp_path / "stock")
+    assert status == 0 and re.search(r"saved +not recorded", out)
+
+
+@pytest.mark.parametrize("facts", ["", " {", " []", ' {"time": 1}', " " + json.dumps(dict.fromkeys(FACTS, ""))])
+def test_an_id_without_facts_is_an_id(facts: str) -> None:
+    assert unstamped(f"0123{facts}") == (f"0123{facts}", None)
+
+
+def test_the_index_lists_what_the_metadata_lists(tmp_path: Path) -> None:
+    shapes = ((), (0, 3), (2, 3), (5,))
+    vescale_ckpt.save(tmp_path / "c", {"objects": [1, "a"], **{str(shape): torch.zeros(shape) for shape in shapes}})
+    by_index = vescale_ckpt.inspect(tmp_path / "c")
+    (tmp_path / "c" / ".metadata.index").write_bytes(b"damaged")
+    assert vescale_ckpt.inspect(tmp_path / "c") == by_index
+    vescale_ckpt.save(tmp_path / "c", {"a": torch.zeros(3)})
+    metadata = tmp_path / "c" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b"vescale_ckpt", b"vescale_ckpx"))  # the index still matches
+    with pytest.raises(vescale_ckpt.CorruptCheckpointError):
+        vescale_ckpt.inspect(tmp_path / "c")
+
+
 def test_inspect_puts_layers_together_that_are_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {f"{number}": {"a": torch.zeros(2, 3), "b": torch.zeros(4)} for number in range(9)}
     layers["5"]["b"] = torch.zeros(5)
@@ -151,7 +225,8 @@ def test_inspect_puts_layers_together_that_are_alike(tmp_path: Path, capsys: pyt
     lines = run(capsys, "inspect", tmp_path / "c", "--depth", 3)[1].split("\n\n")[1].splitlines()
     assert lines[1] == "  0 to 4.  2 tensors, 40 B each, 5 times" and lines[2].startswith("    a  float32 [2, 3]")
     assert lines[4].startswith("  5.  2 tensors, 44 B") and lines[7].startswith("  6 to 8.")
-    assert sum("... 11 more" in line for line in lines) == 1
+    assert sum("… and 11 more (--all)" in line for line in lines) == 1
+    assert " more " not in run(capsys, "inspect", tmp_path / "c", "--all")[1]
 
 
 @pytest.mark.parametrize("format", ["stock", "safetensors", "torch", "npz", "npy"])
@@ -570,11 +645,12 @@ def test_list_shows_all_steps_of_a_manager(steps: Path, tmp_path: Path, capsys: 
     assert [step["metrics"] for step in found["steps"]] == [{"loss": 0.5}, {"loss": 0.25}, {}]
     assert [step["last"] for step in found["steps"]] == [False, False, True]
     assert {step["state"] for step in found["steps"]} == {"complete"}
+    assert all(step["saved_by"]["ranks"] == 1 for step in found["steps"])
     assert all(step["bytes"] > 54 and step["saved"][:2] == "20" for step in found["steps"])
     next((steps / "step-2").glob("*.distcp")).unlink()
     status, out, _ = run(capsys, "list", steps)
     lines = out.splitlines()
-    assert status == 1 and lines[0].split() == ["step", "saved", "size", "loss", "state"]
+    assert status == 1 and lines[0].split() == ["step", "saved", "ranks", "size", "loss", "state"]
     assert "0.25  damaged" in lines[2] and lines[3].endswith("complete, saved last") and "step 2: data file" in lines[4]
     (tmp_path / "none").mkdir()
     assert run(capsys, "list", tmp_path / "none")[0] == 2

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .._state.structure import Path, Structure
-from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError
+from ..reports import SavedBy
+
+if TYPE_CHECKING:
+    import torch
+
+    from .._state.structure import Path, Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Read:
     target: torch.Tensor  #: contiguous host memory of the stored dtype; its shape is that of the chunk
 
 
-PlacedChunk = tuple[str, torch.dtype, Chunk]  #: with its key, and its tensor's dtype
+PlacedChunk = tuple[str, "torch.dtype", Chunk]  #: with its key, and its tensor's dtype
 
 
 class Checkpoint:
@@ -75,6 +77,11 @@ class Checkpoint:
     def save_id(self) -> str:
         """The id of the save that wrote it; empty where the format has none."""
         return ""
+
+    @cached_property
+    def saved_by(self) -> SavedBy | None:
+        """When and by what it was saved; None if that is not recorded."""
+        return None
 
     @cached_property
     def writer(self) -> str:
@@ -158,6 +165,8 @@ class Checkpoint:
 
     def chunks(self) -> Iterator[PlacedChunk]:
         """Yields all chunks of tensors, and then all objects as bytes, without malformed ones."""
+        import torch
+
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield key, tensor.dtype, chunk
@@ -185,6 +194,8 @@ def overlaps_of(chunks: Iterable[Chunk], read: Read) -> Iterator[tuple[Chunk, li
 
     Raises `CorruptCheckpointError` if the chunks do not fill the target.
     """
+    from .._state.tensor_table import narrowed  # it imports torch, which listings need not
+
     missing = read.target.numel()
     for chunk in chunks:
         if not missing:

@@ -207,6 +207,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         try:
             with self._in_phase("commit"):
                 self._this_layout.commit_results(metadata, results)
+                self.options = replace(self.options, save_id=self._this_layout.options.save_id)
         finally:
             self._end()
         if (measured := self._timeline) is not None and self.last_stats is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.open_checkpoint import open_parts
+from .._checkpoint.native.index_checkpoint import IndexCheckpoint
+from .._checkpoint.plain_values import MOST_VALUES, plain_value
+from .._checkpoint.recognize import recognize
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of
 from .._storage.paths import data_path
@@ -19,9 +22,10 @@ from ..settings import checked_path
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
     """What a checkpoint holds: one of DCP, of safetensors, a file of torch.save, an `.npz` or a folder of `.npy`.
 
-    It reads metadata or headers, no tensor, and unpickles no object of a DCP checkpoint. A file of torch.save is one
-    pickle, which is loaded with `weights_only=True`, without its tensors. Where each rank has saved for itself, the
-    parts of all ranks are put together.
+    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects, for the values of numbers,
+    texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle, which is loaded with
+    `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of all ranks are put
+    together.
 
     Args:
         keys: only these: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
@@ -32,15 +36,18 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     settings.check()
     where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
-    first, *others = open_parts(where)
+    first, *others = _parts(where)
     with closing(first):
         info = CheckpointInfo(
-            where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part
-        )
-        _add(first, info)
+            where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part,
+            first.saved_by,
+        )  # fmt: skip
+        _add(first, info, selection)
     for part in others:
         with closing(part):
-            _add(part, info)
+            _add(part, info, selection)
+    if others and info.saved_by is not None:  # each rank has saved for itself
+        info = replace(info, saved_by=replace(info.saved_by, ranks=1 + len(others)))
     selection.check([*info.tensors, *info.objects, *info.aliases])
     for found in (info.tensors, info.objects, info.aliases):
         for key in [key for key in found if key not in selection]:
@@ -48,7 +55,15 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     return info
 
 
-def _add(part: Checkpoint, info: CheckpointInfo) -> None:
+def _parts(path: str) -> Sequence[Checkpoint]:
+    if recognize(path) == "dcp" and (listed := IndexCheckpoint.open(path)) is not None:
+        return [listed]
+    from .._checkpoint.open_checkpoint import open_parts  # it imports torch, which takes seconds
+
+    return open_parts(path)
+
+
+def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
     part.check_malformed()
     for key, tensor in part.tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -60,7 +75,9 @@ def _add(part: Checkpoint, info: CheckpointInfo) -> None:
             if chunk.offsets not in known
         )
     for key, chunk in part.objects.items():
-        info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes)
+        has_value = part.format == "dcp" and key in selection and len(info.objects) < MOST_VALUES
+        value = plain_value(part, key) if has_value else None
+        info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, value)
     for name in part.file_names():
         info.files.setdefault(name, _length(data_path(part.root, name)))
 

@@ -7,6 +7,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,6 +21,7 @@ from .._checkpoint.native.file_names import data_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
 from .._checkpoint.native.named_files import named_files
+from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import engine_options, used_paths
@@ -137,8 +139,9 @@ class NativeLayout(Layout):
         if by_node:
             nodes = [int(node) for _, _, node, *_ in of_all]
             writers = [nodes.index(node) for node in sorted(set(nodes))]  # as plans number nodes
+        save_id = stamped(self.options.save_id, len(of_all))
         for number, writer in enumerate(writers):
-            of_ranks[writer] = planned.files(locations, names, self.options.path, self.options.save_id, number)
+            of_ranks[writer] = planned.files(locations, names, self.options.path, save_id, number)
         if self._base is not None and self._delta is not None:
             delta = table_of_new_checkpoint(self._delta.seed, locations, [ids for _, ids, *_ in of_all], names)
             self._base.check(delta.files)
@@ -355,7 +358,8 @@ class NativeLayout(Layout):
         ]
 
     def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        path, save_id = self.options.path, self.options.save_id
+        path, save_id = self.options.path, stamped(self.options.save_id, len(results))
+        self.options = replace(self.options, save_id=save_id)
         planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
         if planned is None:
             written = [{result.storage_data.relative_path for result in of_rank} for of_rank in results]

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from .._checkpoint.native.file_names import NODE_MARKER
+from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._plan.save_plan import GlobalSavePlan, PackedItems
@@ -50,9 +51,8 @@ class NodeLayout(NativeLayout):
         nodes = [int(node) for _, _, node, *_ in of_all]
         numbers = sorted(set(nodes))  # as plans number nodes
         names = [[name.decode() for name in names] for _, _, _, *names in of_all]
-        metadata, index = planned.files(
-            [locations for locations, *_ in of_all], names, self.options.path, self.options.save_id
-        )
+        save_id = stamped(self.options.save_id, len(of_all))
+        metadata, index = planned.files([locations for locations, *_ in of_all], names, self.options.path, save_id)
         named = set(_C.Index.from_bytes(index).files)
         first: dict[tuple[int, bytes], list[str]] = {}  # {digest, and how many ranks of the node have it: names}
         new_names: dict[int, dict[str, str]] = {node: {} for node in numbers}  # "": the file is not needed

@@ -65,10 +65,13 @@ COMMANDS = (
             _PATH,
             _KEYS,
             value("--depth", "levels of the tree that are shown; 0: every key", type=int, default=2, metavar="N"),
+            flag("--all", "all lines of long levels of the tree"),
             flag("--ranks", "show what each rank has written"),
             _JSON,
         ),
-        "Reads DCP (ours and stock), safetensors, files of torch.save and numpy. Runs no code of the checkpoint.",
+        "Reads DCP (ours and stock), safetensors, files of torch.save and numpy. Runs no code of the checkpoint. Shows "
+        "values of objects that are numbers, texts or short lists (of a DCP checkpoint, the first 200 objects). Says "
+        "when, by how many ranks and with which versions this package saved it.",
         (
             "vescale-ckpt inspect checkpoints/step-1000",
             "vescale-ckpt inspect model.safetensors --keys 'model.layers.0.*' --depth 0",
@@ -76,9 +79,10 @@ COMMANDS = (
         json=(
             "`path`, `format`, `writer`, `save_id`, `bytes` (of tensors), `file_bytes`, `tensors` (by key: "
             "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
-            "`objects` (by key: `file`, `offset`, `bytes`), `aliases` (other names of tensors), `files` (length "
-            "by name; -1: missing), `referred_files` (of these: of other checkpoints), `referred_bytes` (of records in "
-            "them), `is_node_part` (whether other machines may have what is missing)"
+            "`objects` (by key: `file`, `offset`, `bytes`, `value`; null: not plain), `aliases` (other names of "
+            "tensors), `files` (length by name; -1: missing), `referred_files` (of these: of other checkpoints), "
+            "`referred_bytes` (of records in them), `is_node_part` (whether other machines may have what is missing), "
+            "`saved_by` (`time`, `ranks`, `torch`, `vescale_ckpt`; null: not recorded)"
         ),
     ),
     Command(
@@ -155,7 +159,8 @@ COMMANDS = (
         "Checks names and lengths, and reads no tensor. Exit status 1 if one is damaged, 2 if there is none.",
         ("vescale-ckpt list checkpoints", "vescale-ckpt list /nvme/run s3://bucket/run"),
         json=(
-            "`steps`, each with `step`, `saved` (when it was committed; null: not known), `bytes` (of data files), "
+            "`steps`, each with `step`, `saved` (when it was committed; null: not known), `saved_by` (as in inspect), "
+            "`bytes` (of data files), "
             "`metrics`, `state` (complete; damaged; or not all is here: of one machine, or unreadable now), `reason`, "
             "`last` (whether it was saved last), `directory`"
         ),

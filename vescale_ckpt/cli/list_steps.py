@@ -38,6 +38,7 @@ def _print(found: list[ListedStep], has_roots: bool) -> None:
         [
             str(one.step),
             one.saved or "",
+            "" if one.saved_by is None else f"{one.saved_by.ranks:,}",
             size(one.bytes),
             *(figure(one.metrics.get(name)) for name in metrics),
             one.state + (", saved last" if one.last else ""),
@@ -45,8 +46,8 @@ def _print(found: list[ListedStep], has_roots: bool) -> None:
         ]
         for one in found
     ]
-    columns = ["step", "saved", "size", *metrics, "state", *(["in"] if has_roots else [])]
-    output.print_table(columns, rows, right=["step", "size", *metrics])
+    columns = ["step", "saved", "ranks", "size", *metrics, "state", *(["in"] if has_roots else [])]
+    output.print_table(columns, rows, right=["step", "ranks", "size", *metrics])
     for one in found:
         if one.reason:
             print(f"step {one.step}: {output.clean(one.reason)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import Namespace
 from collections import Counter
@@ -9,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from .._observe.amounts import size
-from ..reports import CheckpointInfo
+from ..reports import CheckpointInfo, StoredObject
 from . import output
 from .output import FINE, clean
 
 _RANK = re.compile(r"__(\d+)_")  # begins the names of data files
+_MOST_OF_A_VALUE = 80  # characters
 _MOST_CHILDREN = 40  # a level shows so many; of more the first ones and the last
 
 
@@ -34,6 +36,7 @@ def inspect(options: Namespace) -> int:
             ("checkpoint", info.path),
             ("format", info.format + (f", written by {info.writer}" if info.writer else "")),
             *([("save", info.save_id)] if info.save_id else []),
+            ("saved", _saved(info)),
             ("tensors", f"{len(info.tensors):,} in {chunks:,} chunks, {size(info.bytes)}"),
             ("objects", f"{len(info.objects):,}, {size(sum(value.bytes for value in info.objects.values()))}"),
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
@@ -48,9 +51,17 @@ def inspect(options: Namespace) -> int:
     if options.ranks:
         _print_ranks(info)
     else:
-        for line in tree(info, options.depth):
+        for line in tree(info, options.depth, math.inf if options.all else _MOST_CHILDREN):
             print(line)
     return FINE
+
+
+def _saved(info: CheckpointInfo) -> str:
+    """When, by how many ranks and with what a checkpoint was saved."""
+    if (by := info.saved_by) is None:
+        return "not recorded"
+    ranks = f"{by.ranks:,} rank{'s' * (by.ranks != 1)}"
+    return f"{by.time}, by {ranks}, with vescale_ckpt {by.vescale_ckpt} and torch {by.torch}"
 
 
 def _elsewhere(info: CheckpointInfo) -> str:
@@ -88,13 +99,14 @@ class _Node:
 
     children: dict[str, _Node] = field(default_factory=dict)
     leaf: str = ""  # what is stored under the key itself
+    value: str = ""  # that of a plain object
     tensors: int = 0
     objects: int = 0
     bytes: int = 0
 
 
-def tree(info: CheckpointInfo, depth: int) -> Iterable[str]:
-    """The lines of a tree of keys, `depth` levels deep; 0: every key, in a list."""
+def tree(info: CheckpointInfo, depth: int, most: float = _MOST_CHILDREN) -> Iterable[str]:
+    """The lines of a tree of keys, `depth` levels deep; 0: every key, in a list. `most`: lines of a level."""
     if depth == 0:
         names = {**info.tensors, **info.objects}
         width = min(60, max(map(len, names), default=0))
@@ -106,21 +118,27 @@ def tree(info: CheckpointInfo, depth: int) -> Iterable[str]:
                 f"{key:<{width}}  {_kind(tensor.dtype, tensor.shape)}  {size(tensor.bytes)}  {chunks}{where}{more}"
             )
         for key, value in info.objects.items():
-            yield clean(f"{key:<{width}}  object  {size(value.bytes)}  {value.file}")
+            yield clean(f"{key:<{width}}  object{_shown(value)}  {size(value.bytes)}  {value.file}")
         return
     root = _Node()
     for key, tensor in info.tensors.items():
         _add(root, key, _kind(tensor.dtype, tensor.shape), 1, tensor.bytes)
     for key, value in info.objects.items():
-        _add(root, key, "object", 0, value.bytes)
-    yield from _lines(root, depth, "")
+        _add(root, key, "object", 0, value.bytes, _shown(value))
+    yield from _lines(root, depth, "", most)
+
+
+def _shown(stored: StoredObject) -> str:
+    """The value of a plain object, in at most 80 characters; empty if it is not known."""
+    text = "" if stored.value is None else f" = {stored.value!r}"
+    return text if len(text) <= _MOST_OF_A_VALUE else f"{text[: _MOST_OF_A_VALUE - 1]}…"
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _add(root: _Node, key: str, leaf: str, tensors: int, count: int) -> None:
+def _add(root: _Node, key: str, leaf: str, tensors: int, count: int, value: str = "") -> None:
     node = root
     for name in (None, *key.split(".")):
         if name is not None:
@@ -128,17 +146,17 @@ def _add(root: _Node, key: str, leaf: str, tensors: int, count: int) -> None:
         node.tensors += tensors
         node.objects += 1 - tensors
         node.bytes += count
-    node.leaf = leaf
+    node.leaf, node.value = leaf, value
 
 
-def _lines(node: _Node, depth: int, indent: str) -> Iterable[str]:
+def _lines(node: _Node, depth: int, indent: str, most: float) -> Iterable[str]:
     groups = list(_alike(node))
-    hidden = len(groups) - _MOST_CHILDREN
-    half = _MOST_CHILDREN // 2
+    hidden = len(groups) - most
+    half = most // 2
     for number, names in enumerate(groups):
         if hidden > 0 and half <= number < len(groups) - half:
             if number == half:
-                yield f"{indent}... {hidden:,} more"
+                yield f"{indent}… and {hidden:,} more (--all)"
             continue
         label, below = clean(names[0]), node.children[names[0]]
         if len(names) > 1:
@@ -148,13 +166,14 @@ def _lines(node: _Node, depth: int, indent: str) -> Iterable[str]:
             label += "." + clean(only)
         each = f" each, {len(names):,} times" if len(names) > 1 else ""
         if not below.children:
-            yield f"{indent}{label}  {below.leaf}  {size(below.bytes)}{each}"
+            value = clean(below.value) if len(names) == 1 else ""
+            yield f"{indent}{label}  {below.leaf}{value}  {size(below.bytes)}{each}"
             continue
         counts = [f"{below.tensors:,} tensors"] if below.tensors else []
         counts += [f"{below.objects:,} objects"] if below.objects else []
         yield f"{indent}{label}.  {', '.join(counts)}, {size(below.bytes)}{each}"
         if depth > 1:
-            yield from _lines(below, depth - 1, indent + "  ")
+            yield from _lines(below, depth - 1, indent + "  ", most)
 
 
 def _alike(node: _Node) -> Iterable[list[str]]:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from .._checkpoint.native.metadata_file import read_index
+from .._checkpoint.native.save_facts import unstamped
 from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._checkpoint.newest import newest_sound
 from .._checkpoint.recognize import committed_at
 from .._checkpoint.verify import verify
+from ..reports import SavedBy
 from . import step_metrics
 from .clean_up import data_bytes
 from .retention import Candidate, Retention
@@ -21,6 +24,7 @@ class ListedStep:
 
     step: int
     saved: str | None  #: the time of its commit, as ISO 8601 has it; None if it is not known
+    saved_by: SavedBy | None  #: None: not recorded
     bytes: int  #: of its data files
     metrics: dict[str, float]
     state: str  #: "complete", "damaged", or "not all is here"
@@ -41,8 +45,13 @@ def _listed(root: str, step: int, is_last: bool) -> ListedStep:
     saved = None if time is None else datetime.fromtimestamp(time / 1e9).astimezone().isoformat(" ", "seconds")
     state = "complete" if report.ok else "damaged" if report.damaged else "not all is here"
     return ListedStep(
-        step, saved, data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
+        step, saved, _saved_by(path), data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
     )  # fmt: skip
+
+
+def _saved_by(path: str) -> SavedBy | None:
+    index = read_index(path)
+    return None if index is None else unstamped(index.save_id)[1]
 
 
 def newest_or_best(

@@ -23,6 +23,7 @@ from ..._storage.open_storage import is_inconclusive, read_twice, storage_at
 from ..._storage.paths import check_relative, data_path
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
 from ..record_reader import ReadOptions, RecordReader
@@ -30,6 +31,7 @@ from ..seen_files import SeenFiles
 from . import metadata_check, metadata_file, metadata_pickle
 from .explain_missing import explained
 from .file_names import NODE_MARKER, index_name, is_data_file, metadata_name
+from .save_facts import unstamped
 from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # the footer of the table of block checksums: docs/format.md
@@ -110,11 +112,18 @@ class NativeCheckpoint(LoadableCheckpoint):
         return os.path.join(self.path, metadata_name(self.rank))
 
     @cached_property
+    def _id(self) -> tuple[str, SavedBy | None]:
+        meta = self.metadata.storage_meta if self.index is None else self.index
+        save_id = getattr(meta, "save_id", None)
+        return unstamped(save_id) if isinstance(save_id, str) else ("", None)
+
+    @cached_property
     def save_id(self) -> str:
-        if self.index is not None:
-            return self.index.save_id
-        save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        return save_id if isinstance(save_id, str) else ""
+        return self._id[0]
+
+    @cached_property
+    def saved_by(self) -> SavedBy | None:
+        return self._id[1]
 
     @property
     def is_node_part(self) -> bool:

@@ -1,0 +1,88 @@
+"""`IndexCheckpoint` lists a native checkpoint by its index, for what reads no tensor: it needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..._engine import _C
+from ..._storage.open_storage import storage_at
+from ..._storage.paths import check_relative
+from ...reports import SavedBy
+from ..checkpoint import Checkpoint, Chunk, TensorInfo
+from . import metadata_check, metadata_file
+from .file_names import NODE_MARKER, metadata_name
+from .save_facts import unstamped
+
+
+class _Dtype(NamedTuple):
+    """Stands for a dtype of torch in a listing."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_DTYPES: dict[str, Any] = {name: _Dtype(name, size) for name, _, size in _C.dtypes()}
+
+
+class IndexCheckpoint(Checkpoint):
+    """A checkpoint that all ranks have saved together. It cannot be read."""
+
+    format = "dcp"
+    writer = "vescale_ckpt"
+
+    def __init__(self, path: str, index: _C.Index) -> None:
+        """Raises `_C.EngineError` for a damaged index, and KeyError for dtypes that the engine does not know."""
+        self.path = self.root = path
+        self.save_id, self._saved_by = unstamped(index.save_id)
+        tensors: dict[str, TensorInfo] = {}
+        objects: dict[str, Chunk] = {}
+        files = index.files
+        for name, dtype, shape, places in index.rows():
+            chunks = [
+                Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
+                for offsets, sizes, file, offset, length, crc in places
+            ]
+            if dtype:
+                tensors[name] = TensorInfo(shape, _DTYPES[dtype], chunks)
+            else:
+                (objects[name],) = chunks
+        self._tensors, self._objects = tensors, objects
+
+    @classmethod
+    def open(cls, path: str) -> IndexCheckpoint | None:
+        """Opens the checkpoint; None without a sound index, which only saves of this package have. Raises as
+        `metadata_file.metadata_bytes` and `metadata_check.check`."""
+        index = metadata_file.read_index(path)
+        if index is None:
+            return None
+        data = metadata_file.metadata_bytes(path, None)
+        metadata_check.check(data, os.path.join(path, metadata_name(None)))
+        try:
+            return cls(path, index) if index.matches(data[-metadata_check.TRAILER_BYTES :], len(data)) else None
+        except (_C.EngineError, KeyError):  # the metadata has the same content
+            return None
+
+    @property
+    def saved_by(self) -> SavedBy | None:
+        return self._saved_by
+
+    @property
+    def is_node_part(self) -> bool:
+        return storage_at(self.path).has(NODE_MARKER)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    @property
+    def objects(self) -> Mapping[str, Chunk]:
+        return self._objects
+
+    def file_names(self) -> list[str]:
+        chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
+        return list(dict.fromkeys(chunk.file for chunk in [*chunks, *self.objects.values()]))
