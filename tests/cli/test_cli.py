@@ -487,6 +487,43 @@ def test_export_writes_a_model_under_its_own_names(
     assert status == 0 and "model.a.bias" in vescale_ckpt.safetensors.load_file(tmp_path / "all.safetensors")
 
 
+def test_export_copies_configuration_and_tokenizer(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    model, out = tmp_path / "pretrained", tmp_path / "hf"
+    model.mkdir()
+    assert run(capsys, "export", checkpoint, out, "--config", model)[0] == 2 and not out.exists()
+    wanted = {"config.json": "{}", "tokenizer.model": "a", "merges.txt": "b"}
+    others = {"model.safetensors": "c", "model.safetensors.index.json": "{}", "optimizer.pt": "d"}
+    for name, content in (wanted | others).items():
+        (model / name).write_text(content)
+    status, printed, _ = run(capsys, "export", checkpoint, out, "--config", model)
+    assert status == 0 and "config.json" not in printed
+    assert len(vescale_ckpt.safetensors.load_file(out / "model.safetensors")) == 2
+    copied = {file.name: file.read_text() for file in out.iterdir() if file.name != "model.safetensors"}
+    assert {name: text for name, text in copied.items() if not name.startswith(".")} == wanted
+    status, printed, _ = run(capsys, "export", checkpoint, tmp_path / "bare")
+    assert status == 0 and "there is no config.json, which from_pretrained needs: --config FOLDER" in printed
+    assert run(capsys, "export", checkpoint, tmp_path / "a.safetensors", "--config", model)[0] == 2
+
+
+def test_quiet_commands_print_errors_only(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    for command in (("verify",), ("diff", checkpoint), ("copy", tmp_path / "copy"), ("export", tmp_path / "hf")):
+        assert run(capsys, command[0], checkpoint, *command[1:], "-q") == (0, "", "")
+    assert (tmp_path / "copy" / ".metadata").exists() and (tmp_path / "hf" / "model.safetensors").exists()
+    next(checkpoint.glob("*.distcp")).unlink()
+    assert run(capsys, "verify", checkpoint, "--quiet") == (1, "", "")
+    status, out, err = run(capsys, "verify", tmp_path / "none", "-q")
+    assert (status, out) == (2, "") and "none" in err
+
+
+def test_long_lists_are_cut(tmp_path: Path, capsys: Any) -> None:
+    vescale_ckpt.save(tmp_path / "a", {f"x{number}": torch.zeros(1) for number in range(50)})
+    vescale_ckpt.save(tmp_path / "b", {"y": torch.zeros(1)})
+    for command in (("diff", tmp_path / "a", tmp_path / "b"), ("restorable", tmp_path / "b", "--like", tmp_path / "a")):
+        lines = run(capsys, *command)[1].splitlines()
+        assert lines[40] == "… and 10 more (--all)"
+        assert len(run(capsys, *command, "--all")[1].splitlines()) == len(lines) + 9 and "more" not in lines[39]
+
+
 def test_shells_are_told_the_commands(tmp_path: Path, capsys: Any) -> None:
     status, out, _ = run(capsys, "--install-completion")
     assert status == 0 and "register-python-argcomplete vescale-ckpt" in out

@@ -7,7 +7,9 @@ import argparse
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 
 from .._version import VERSION
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         below.set_defaults(command=command)
         for name, how in command.arguments:
-            below.add_argument(name, **how)
+            below.add_argument(*name.split(", "), **how)
     return parser
 
 
@@ -84,11 +86,16 @@ def _run(options: argparse.Namespace) -> int:
     """Runs a command. An expected error becomes one line and an exit status."""
     from ..errors import CheckpointError, CorruptCheckpointError
 
+    # torch says so where it is imported without numpy, which no command needs.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     command: Command = options.command
     module, _, function = command.run.partition(":")
     try:
-        status: int = getattr(import_module(f".{module}", __package__), function)(options)
-        sys.stdout.flush()
+        with ExitStack() as quiet:
+            if getattr(options, "quiet", False):
+                quiet.enter_context(redirect_stdout(quiet.enter_context(open(os.devnull, "w"))))
+            status: int = getattr(import_module(f".{module}", __package__), function)(options)
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         raise

@@ -41,6 +41,8 @@ class Command:
 
 
 _JSON = flag("--json", "print one JSON document")
+_ALL = flag("--all", "print long lists whole")
+_QUIET = flag("-q, --quiet", "print errors only: the exit status tells the rest")
 _KEYS = value(
     "--keys",
     "only these: names, prefixes up to a dot, or patterns; with ! before it, all but these",
@@ -65,7 +67,7 @@ COMMANDS = (
             _PATH,
             _KEYS,
             value("--depth", "levels of the tree that are shown; 0: every key", type=int, default=2, metavar="N"),
-            flag("--all", "all lines of long levels of the tree"),
+            _ALL,
             flag("--ranks", "show what each rank has written"),
             _JSON,
         ),
@@ -89,7 +91,7 @@ COMMANDS = (
         "verify",
         "check every byte of a checkpoint against its checksums",
         "verify_compare:verify",
-        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _JSON),
+        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _ALL, _QUIET, _JSON),
         "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read; 3 if all is "
         "readable, and has no checksums.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
@@ -109,6 +111,8 @@ COMMANDS = (
             flag("--bits", "compare values bit by bit, as --values otherwise"),
             _KEYS,
             _RENAME,
+            _ALL,
+            _QUIET,
             _JSON,
         ),
         "Compares keys, shapes and dtypes. Exit status 1 if they differ. With --values equal numbers are equal; the "
@@ -143,7 +147,13 @@ COMMANDS = (
         "restorable",
         "tell whether a checkpoint would load into a state like another checkpoint's",
         "verify_compare:restorable",
-        (_PATH, value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"), _JSON),
+        (
+            _PATH,
+            value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"),
+            _ALL,
+            _QUIET,
+            _JSON,
+        ),
         "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
         ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
         json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is expected), `unexpected`"),
@@ -191,6 +201,7 @@ COMMANDS = (
             _BEST,
             _BEST_MODE,
             flag("--dry-run", "remove nothing, print what would be removed"),
+            _QUIET,
             _JSON,
         ),
         "A checkpoint in use stays, and at least one sound one stays. Of a removed one, files stay that others name "
@@ -207,6 +218,7 @@ COMMANDS = (
                 "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports", metavar="DIR"
             ),
             flag("--dry-run", "remove nothing, print what would be removed"),
+            _QUIET,
             _JSON,
         ),
         "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
@@ -222,6 +234,7 @@ COMMANDS = (
             value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
             value("dst", "what it will be called there", metavar="DST"),
             flag("--overwrite", "replace the checkpoint that is there"),
+            _QUIET,
             _JSON,
         ),
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
@@ -268,6 +281,7 @@ COMMANDS = (
                 choices=("warn", "drop", "error"),
             ),
             _OVERWRITE,
+            _QUIET,
             _JSON,
         ),
         "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, and "
@@ -294,12 +308,16 @@ COMMANDS = (
             ),
             _DTYPE,
             value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
+            value("--config", "the folder of a model, whose config.json and tokenizer are copied", metavar="FOLDER"),
             _OVERWRITE,
+            _QUIET,
             _JSON,
         ),
-        "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert.",
+        "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert. "
+        "With --config, files of FOLDER that end in .json, .txt, .model, .jinja or .py are copied beside the weights, "
+        "without indexes of weights.",
         (
-            "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16",
+            "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16 --config pretrained",
             "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
         ),
         json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"),

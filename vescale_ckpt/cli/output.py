@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from .._observe.bar import Bar
 
 #: Exit statuses: all well; damage or a difference; usage, or nothing that can be read; nothing that can be verified.
 FINE, FOUND, UNUSABLE, UNVERIFIED = 0, 1, 2, 3
+
+
+_MOST_LINES = 40  #: of one list
 
 
 def figure(value: float | None) -> str:
@@ -75,12 +79,22 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
         print(f"{name:<{width}}{clean(value)}")
 
 
+def print_lines(lines: Sequence[str], options: Namespace) -> None:
+    """Lines of a list that may be long; all of them with --all."""
+    shown = len(lines) if options.all else _MOST_LINES
+    for line in lines[:shown]:
+        print(line)
+    if len(lines) > shown:
+        print(f"… and {len(lines) - shown:,} more (--all)")
+
+
 @contextmanager
-def progress(label: str) -> Iterator[Any]:
-    """A context with a function that takes the bytes done and in total, and shows them on a terminal after a second."""
+def progress(label: str, quiet: bool = False) -> Iterator[Any]:
+    """A context with a function that takes the bytes done and in total, and shows them on a terminal after a second,
+    unless `quiet`."""
     bar = Bar(label)
     try:
-        yield bar.show
+        yield (lambda done, total: None) if quiet else bar.show
     finally:
         bar.end()
 

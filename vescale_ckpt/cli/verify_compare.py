@@ -21,7 +21,7 @@ _MOST_PLOTTED = 300  # tensors in a picture
 def verify(options: Namespace) -> int:
     from .._checkpoint.verify import verify_checkpoint
 
-    with output.progress("verifying") as progress:
+    with output.progress("verifying", options.quiet) as progress:
         report = verify_checkpoint(options.path, options.quick, progress, must_exist=True)
     status = FINE if report.ok else FOUND if report.damaged else UNUSABLE
     unverified = report.unverified_bytes
@@ -35,8 +35,7 @@ def verify(options: Namespace) -> int:
         ("could not be read", report.unreadable),
         ("harmless", report.harmless),
     ):
-        for text in _by_reason(found):
-            print(f"{kind}: {clean(text)}")
+        output.print_lines([f"{kind}: {clean(text)}" for text in _by_reason(found)], options)
     for text in report.unchecked:
         print(f"not checked: {clean(text)}")
     checked = f"{'structure' if report.quick else size(report.bytes)} checked"
@@ -70,7 +69,7 @@ def _by_reason(found: list[Damage]) -> list[str]:
 def diff(options: Namespace) -> int:
     from .._inspect.diff import diff
 
-    with output.progress("comparing") as progress:
+    with output.progress("comparing", options.quiet) as progress:
         found = diff(
             options.a, options.b, with_values=options.values, bits=options.bits, keys=options.keys,
             rename=dict(output.pairs("--rename", options.rename)) or None, progress=progress,
@@ -79,14 +78,11 @@ def diff(options: Namespace) -> int:
         content = asdict(found) | {"equal": found.equal}
         output.print_json("diff/1", content)
         return FINE if found.equal else FOUND
-    for key in found.only_a:
-        print(f"only in A: {clean(key)}")
-    for key in found.only_b:
-        print(f"only in B: {clean(key)}")
-    for key, (ours, theirs) in found.kinds.items():
-        print(f"differs: {clean(key)}: {ours} in A, {theirs} in B")
-    for key in found.objects:
-        print(f"another value: {clean(key)}")
+    kinds = [f"differs: {clean(key)}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.kinds.items()]
+    output.print_lines([f"only in A: {clean(key)}" for key in found.only_a], options)
+    output.print_lines([f"only in B: {clean(key)}" for key in found.only_b], options)
+    output.print_lines(kinds, options)
+    output.print_lines([f"another value: {clean(key)}" for key in found.objects], options)
     if found.values:
         rows = [
             (
@@ -214,10 +210,9 @@ def restorable(options: Namespace) -> int:
         content = {"restorable": ok, "missing": missing, "mismatched": mismatched, "unexpected": found.unexpected}
         output.print_json("restorable/1", content)
         return FINE if ok else FOUND
-    for key in missing:
-        print(f"missing: {clean(key)}")
-    for key, (stored, wanted) in mismatched.items():
-        print(f"does not fit: {clean(key)}: expected {wanted}, stored is {stored}")
+    kinds = [f"{clean(key)}: expected {wanted}, stored is {stored}" for key, (stored, wanted) in mismatched.items()]
+    output.print_lines([f"missing: {clean(key)}" for key in missing], options)
+    output.print_lines([f"does not fit: {kind}" for kind in kinds], options)
     if found.unexpected:
         print(f"{len(found.unexpected):,} more keys are stored, which such a load leaves")
     if found.rename:

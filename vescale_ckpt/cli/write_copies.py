@@ -16,9 +16,13 @@ from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
 from .._convert.plan import RenameRules, plan
 from .._observe.amounts import size
+from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import MissingKeysError
 from . import output
 from .output import FINE, clean
+
+_CONFIG = "config.json"
+_OF_CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py")  # configuration, tokenizer, code of a model
 
 
 def convert(options: Namespace) -> int:
@@ -41,17 +45,38 @@ def export(options: Namespace) -> int:
     """Converts a model's weights to safetensors, under the names that they have in the model."""
     key: str = options.key
     rename = {key: ""} if key else None
+    configuration = _configuration(options.config, options.dst)
     try:
-        return _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export")
+        status = _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export")
     except MissingKeysError as error:
         raise MissingKeysError(
             error.missing, hint="--key says under which name the model is; --key '' takes all that there is"
         ) from None
+    if int(os.environ.get("RANK", "0")) == 0 and not options.dst.endswith(".safetensors"):
+        there = storage_at(checkpoint_path(options.dst))
+        for name, content in configuration.items():
+            there.write(name, content)
+        if not options.json and not there.has(_CONFIG):
+            print(f"there is no {_CONFIG}, which from_pretrained needs: --config FOLDER copies it and the tokenizer")
+    return status
+
+
+def _configuration(folder: str | None, dst: str) -> dict[str, bytes]:
+    """The files of a model's folder that are no weights. Raises ValueError, FileNotFoundError."""
+    if folder is None:
+        return {}
+    if dst.endswith(".safetensors"):
+        raise ValueError(f"--config: expected a directory as DST, got {dst}")
+    storage = storage_at(checkpoint_path(folder))
+    if not storage.has(_CONFIG):
+        raise FileNotFoundError(f"--config: {folder} has no {_CONFIG}")
+    names = [name for name in storage.names() if name.endswith(_OF_CONFIGURATION) and not name.endswith(".index.json")]
+    return {name: storage.read(name) for name in names}
 
 
 def copy(options: Namespace) -> int:
     try:
-        with output.progress("copying") as progress:
+        with output.progress("copying", options.quiet) as progress:
             report = copy_checkpoint(options.src, options.dst, overwrite=options.overwrite, progress=progress)
     except KeyboardInterrupt:
         print("stopped: the same command goes on with the files that are missing", file=sys.stderr)
@@ -78,7 +103,7 @@ def _convert(
     schema: str,
 ) -> int:
     dtypes = _dtypes(options.dtype)
-    with _ranks_of_torchrun() as rank, output.progress("converting") as progress:
+    with _ranks_of_torchrun() as rank, output.progress("converting", options.quiet) as progress:
         report = convert_by_plan(
             options.src,
             options.dst,
