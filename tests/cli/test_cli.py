@@ -101,9 +101,9 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
     assert text.err + text.out and "Traceback" not in text.err
 
 
-def run_without_torch(*arguments: object) -> str:
-    """The output of a command, in a process of its own that cannot import torch."""
-    code = "import sys; sys.modules['torch'] = None; from vescale_ckpt import cli; sys.exit(cli.main(sys.argv[1:]))"
+def run_without(module: str, *arguments: object) -> str:
+    """The output of a command, in a process of its own that cannot import a module. Nothing goes to standard error."""
+    code = f"import sys; sys.modules[{module!r}] = None; from vescale_ckpt import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and not result.stderr, result.stderr
@@ -112,7 +112,11 @@ def run_without_torch(*arguments: object) -> str:
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "--install-completion", "settings"])
 def test_help_and_settings_need_no_torch(argument: str) -> None:
-    assert run_without_torch(argument)
+    assert run_without("torch", argument)
+
+
+def test_torch_does_not_say_that_there_is_no_numpy(checkpoint: Path) -> None:
+    assert "2 tensors" in run_without("numpy", "stats", checkpoint)
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
@@ -169,7 +173,7 @@ def test_inspect_shows_plain_values_and_runs_no_code(tmp_path: Path) -> None:
         assert all(found.get(f"plain.{key}") == value for key, value in plain.items() if key != "betas")
         assert found["hidden.dtype"] is found["hidden.long"] is found["hidden.text"] is None
     assert vescale_ckpt.inspect(tmp_path / "ours").objects["plain.betas"].value == (0.5, 0.75)
-    out = run_without_torch("inspect", tmp_path / "ours")
+    out = run_without("torch", "inspect", tmp_path / "ours")
     assert "lr  object = 0.5  " in out and "name  object = 'run\\n'" in out and "dtype  object  " in out
     dcp.save({"bad": RunsCode(tmp_path / "touched")}, checkpoint_id=tmp_path / "bad")
     assert vescale_ckpt.inspect(tmp_path / "bad").objects["bad"].value is None
@@ -673,7 +677,7 @@ def test_managers_steps_are_found_without_torch(steps: Path, capsys: Any) -> Non
     commands = [("list",), ("latest",), best, ("prune", "--keep=1", "--dry-run"), ("verify", "--quick")]
     for name, *more in commands:
         where = steps / "step-2" if name == "verify" else steps
-        assert run_without_torch(name, where, *more) == run(capsys, name, where, *more)[1] != ""
+        assert run_without("torch", name, where, *more) == run(capsys, name, where, *more)[1] != ""
 
 
 def test_list_shows_all_steps_of_a_manager(steps: Path, tmp_path: Path, capsys: Any) -> None:

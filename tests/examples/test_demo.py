@@ -75,6 +75,9 @@ def test_demo_passes_and_leaves_nothing(
         demo.main()
     printed = capsys.readouterr().out
     claims = [line for line in printed.splitlines() if line.startswith("ok: ")]
+    for name in ("uninterrupted", "resumed"):
+        steps = [line for line in printed.splitlines() if line.startswith(f"   {name}: step ")]
+        assert len(steps) == (12 if name == "uninterrupted" else 8)
     assert any("killed 3 processes with SIGKILL" in claim for claim in claims)
     assert sum("bit for bit" in claim for claim in claims) == 6
     assert all(printed.rpartition("durable saves")[2].count(label) >= 2 for label in table.CANDIDATES)
