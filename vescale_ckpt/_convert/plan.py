@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read
+from .._checkpoint.scaled_tensors import check_cast
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.structure import Path
 from ..errors import CheckpointError
@@ -93,8 +94,12 @@ def plan(
     _check_names(outputs, objects)
     kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
     of_dtype = casting(dtype)
+    outputs = [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs]
+    for output in outputs:
+        for key in output.keys:
+            check_cast(key, output.stored_dtype, output.dtype, source.tensors)
     return Plan(
-        [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs],
+        outputs,
         objects,
         {name: kept[name] for name in (*(output.name for output in outputs), *objects) if name in kept},
         _structure(source, selection, rename is not None),

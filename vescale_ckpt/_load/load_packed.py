@@ -39,6 +39,10 @@ def load_packed(
     def begin() -> tuple[PackedReads, list[Record]]:
         for name in reads.plan.files:
             load.file(name, load.where)
+        if load.options.allow_cast:
+            for row in reads.rows():
+                tensor, _ = reads.description.source(row.item)
+                load.check_cast(names[row.item], row.dtype, tensor.dtype)
         load.begin(reads.description, state)
         return reads, of_objects
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.record_reader import ReadOptions, Record, RecordReader, Target
+from .._checkpoint.scaled_tensors import check_cast
 from .._checkpoint.seen_files import SeenFiles
 from .._engine import _C, device_streams
 from .._engine.options import threads_of, used_paths
@@ -87,6 +89,15 @@ class RankLoad(RecordReader):
         if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
             self._filled += [value for value in state.values() if isinstance(value, DTensor)]
         bump_versions(self._filled)
+
+    def check_cast(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+        """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales."""
+        if stored != wanted:
+            check_cast(key, stored, wanted, self._keys)
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        return frozenset(self.checkpoint.keys())
 
     # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 
