@@ -11,6 +11,7 @@ from .._storage.open_storage import storage_at
 from .checkpoint import Checkpoint
 
 MOST_VALUES = 200  #: a listing reads the values of so many objects
+MOST_REQUESTED = 20  #: of so many in an object store, where each is a request
 _MOST_BYTES = 8 << 10  # longer records are no short values
 _MOST_ELEMENTS = 16
 _SCALARS = (bool, int, float, str, type(None))

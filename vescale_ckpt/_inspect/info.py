@@ -10,10 +10,10 @@ from dataclasses import replace
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.native.index_checkpoint import IndexCheckpoint
-from .._checkpoint.plain_values import MOST_VALUES, plain_value
+from .._checkpoint.plain_values import MOST_REQUESTED, MOST_VALUES, plain_value
 from .._checkpoint.recognize import recognize
 from .._state.key_selection import Selection
-from .._storage.open_storage import checkpoint_path, stat_of
+from .._storage.open_storage import checkpoint_path, stat_of, storage_at
 from .._storage.paths import data_path
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
@@ -22,10 +22,10 @@ from ..settings import checked_path
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
     """What a checkpoint holds: one of DCP, of safetensors, a file of torch.save, an `.npz` or a folder of `.npy`.
 
-    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects, for the values of numbers,
-    texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle, which is loaded with
-    `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of all ranks are put
-    together.
+    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects (20 in an object store), for
+    the values of numbers, texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle,
+    which is loaded with `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of
+    all ranks are put together.
 
     Args:
         keys: only these: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
@@ -74,8 +74,9 @@ def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
             for chunk in tensor.chunks
             if chunk.offsets not in known
         )
+    most = MOST_REQUESTED if storage_at(part.root).by_requests else MOST_VALUES
     for key, chunk in part.objects.items():
-        has_value = part.format == "dcp" and key in selection and len(info.objects) < MOST_VALUES
+        has_value = part.format == "dcp" and key in selection and len(info.objects) < most
         value = plain_value(part, key) if has_value else None
         info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, value)
     for name in part.file_names():

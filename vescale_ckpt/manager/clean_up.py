@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -40,9 +41,10 @@ def clean_up(
     Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
     went on from an older step.
     """
-    surplus, sound = _to_remove(root, retention, saved, doubted)
+    checkpoints = [] if retention.max_to_keep is None else _candidates(root, retention)
+    surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
     step_directories.remove(root, sorted(surplus - sound - spared))
-    step_directories.remove_orphans(root)
+    step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
     return sound
 
 
@@ -70,7 +72,8 @@ def clean_up_part(
 
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """Returns the steps that `clean_up` removes unless they are in use."""
-    return _to_remove(root, retention, saved, frozenset())[0]
+    checkpoints = [] if retention.max_to_keep is None else _candidates(root, retention)
+    return _to_remove(root, retention, checkpoints, saved, frozenset())[0]
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,8 @@ def prune(root: str, retention: Retention, *, dry_run: bool) -> Pruned:
 
 
 def _to_remove(
-    root: str, retention: Retention, saved: int, doubted: AbstractSet[int]
+    root: str, retention: Retention, checkpoints: Sequence[Candidate], saved: int, doubted: AbstractSet[int]
 ) -> tuple[set[int], frozenset[int]]:
-    if retention.max_to_keep is None:
-        return set(), frozenset()
-    checkpoints = _candidates(root, retention)
     complete = {checkpoint.step for checkpoint in checkpoints}
     # Checkpoints that `keep_period` keeps do not count towards `max_to_keep`: they are many.
     by_rank = replace(retention, keep_period=None)
@@ -125,7 +125,8 @@ def _to_remove(
         if not unsound:
             break
         uncounted |= unsound
-    uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
+    if uncounted:
+        uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
     for step in sorted(uncounted):
         reason = (found[step] if step in found else whole[step]).reason
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, reason)

@@ -534,7 +534,8 @@ class CheckpointManager:
         return handle
 
     def _clean_up(self, saved: RunningSave) -> None:
-        paths = {step: path_of(saved.root, step) for step in complete_steps(saved.root)}
+        is_doubt = self._damaged or self._spared
+        paths = {step: path_of(saved.root, step) for step in (complete_steps(saved.root) if is_doubt else ())}
         doubted = {step for step, path in paths.items() if path in self._damaged}
         spared = {step for step, path in paths.items() if path in self._spared}
         sound = {paths[step] for step in clean_up(saved.root, self.retention, saved.step, doubted, spared)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager
 
 from .._checkpoint.native import file_names, step_order
@@ -55,10 +55,15 @@ def remove_unused(path: str) -> bool:
     return True
 
 
-def remove_orphans(root: str, *, dry_run: bool = False) -> list[int]:
+def remove_orphans(root: str, *, besides: Container[int] = (), dry_run: bool = False) -> list[int]:
     """Removes directories of dead saves, and returns their steps. Such a directory has no `.metadata`, has only files
-    of this package, and no save uses it. `dry_run`: removes nothing, and returns the steps only."""
-    return _remove_orphans(root, step_order.all_steps(root), dry_run)
+    of this package, and no save uses it.
+
+    Args:
+        besides: steps that are known to be none. In an object store each look at one is a request.
+        dry_run: removes nothing, and returns the steps only.
+    """
+    return _remove_orphans(root, [step for step in step_order.all_steps(root) if step not in besides], dry_run)
 
 
 def remove_orphan(root: str, step: int) -> None:

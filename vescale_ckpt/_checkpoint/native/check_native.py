@@ -47,8 +47,8 @@ def check_native(directory: str, report: VerifyReport, progress: Progress | None
 
 def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
     path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
-    index = metadata_file.read_index(directory, rank)
     data = metadata_file.metadata_bytes(directory, rank)
+    index = metadata_file.index_of(data, directory, rank)
     ends = None
     if index is not None:
         metadata_check.check(data, path)  # the index matches the checksum at its end
@@ -126,10 +126,11 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     """Checks that each data file exists and is a regular file. Returns the names of the others, and
     whether that is damage. Checks lengths only with `quick`: otherwise the records are read."""
     bad: dict[str, bool] = {}
-    is_part = storage_at(directory).has(NODE_MARKER)
+    storage = storage_at(directory)
     known: dict[str, int] = {}
     with suppress(OSError):
-        known = storage_at(directory).sizes()
+        known = storage.sizes()
+    is_part = NODE_MARKER in known if known else storage.has(NODE_MARKER)
     for name, end in ends.items():
         if known.get(name, -1) >= end:
             continue

@@ -66,7 +66,7 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         return data
 
     try:
-        if not storage.stat(name).is_file:
+        if not storage.by_requests and not storage.stat(name).is_file:  # an object is a file
             raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
         return read_twice(path, read)
     except FileNotFoundError:
@@ -103,6 +103,16 @@ def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
     another long wait."""
     try:
         return _matching(open_index(directory, rank), directory, rank)
+    except (OSError, _C.EngineError) as error:
+        _check_is_harmless(error, directory)
+        return None
+
+
+def index_of(data: bytes, directory: str, rank: int | None) -> _C.Index | None:
+    """Does the same for metadata that was read: its bytes."""
+    try:
+        index = open_index(directory, rank)
+        return index if index.matches(data[-TRAILER_BYTES:], len(data)) else None
     except (OSError, _C.EngineError) as error:
         _check_is_harmless(error, directory)
         return None
