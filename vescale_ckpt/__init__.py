@@ -25,6 +25,8 @@ _NAMES = {
     "_write.safetensors_layout": ("Safetensors",),
     "api": ("load", "prepare", "save"),
     "_convert.convert": ("ConvertReport", "convert"),
+    "_convert.copy": ("copy",),
+    "_convert.transfer": ("CopyReport",),
     "errors": (
         "CheckpointError",
         "CheckpointTimeoutError",

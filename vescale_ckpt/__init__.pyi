@@ -10,6 +10,8 @@ from ._checkpoint.verify import verify as verify
 from ._collective.handle import SaveHandle as SaveHandle
 from ._convert.convert import ConvertReport as ConvertReport
 from ._convert.convert import convert as convert
+from ._convert.copy import copy as copy
+from ._convert.transfer import CopyReport as CopyReport
 from ._dcp.load_planner import LoadPlanner as LoadPlanner
 from ._dcp.save_planner import SavePlanner as SavePlanner
 from ._dcp.stager import Stager as Stager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,13 @@ def test_an_outage_is_no_damage(fault_proxy: FaultProxy, bucket_url: str, capsys
     assert found["unreadable"] and not found["damaged"] and not found["ok"]
     fault_proxy.clear()
     assert main(["verify", bucket_url]) == 0
+
+
+def test_the_first_call_of_a_process_may_be_load_file_of_a_url() -> None:
+    script = (
+        "from vescale_ckpt.safetensors import load_file\n"
+        "try:\n    load_file('memory://run/model.safetensors')\n"
+        "except FileNotFoundError as error:\n    print('no file', error.filename)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "no file memory://run/model.safetensors\n"), ran.stderr

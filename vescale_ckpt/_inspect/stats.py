@@ -12,7 +12,7 @@ import torch
 
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Selection
-from .._storage.open_storage import checkpoint_path
+from .._storage.open_storage import readable_path
 from .boxes import as_numbers, values
 
 
@@ -53,7 +53,7 @@ def stats(
     Raises `MissingKeysError` for `keys` that match nothing, and the errors of reading: `CorruptCheckpointError`,
     `UntrustedCheckpointError`, `CheckpointError`.
     """
-    with closing(open_checkpoint(checkpoint_path(path))) as source:
+    with closing(open_checkpoint(readable_path(path))) as source:
         selection = Selection(keys)
         selection.check([*source.tensors, *source.objects])
         found: dict[str, _Sums] = {}

@@ -60,7 +60,7 @@ class Client:
         self.store = store_at(self.root)
 
     def at(self, name: str) -> Client:
-        return Client(paths.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
+        return client_at(paths.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Client:
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
-                    Client(paths.joined(self.root, key)).delete()
+                    client_at(paths.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Returns the keys of the folders directly below, and the objects directly below."""
@@ -175,6 +175,13 @@ class Client:
         return [one for one in found if one["path"].rstrip("/") != self.key]
 
 
+clients: dict[str, type[Client]] = {}  #: the classes for schemes that are not obstore's
+
+
+def client_at(url: str) -> Client:
+    return clients.get(url.partition(":")[0], Client)(url)
+
+
 class ObjectStore(Storage):
     """A folder in an object store. It exists as long as objects are in it. All its methods raise OSError."""
 
@@ -183,7 +190,7 @@ class ObjectStore(Storage):
 
     @cached_property
     def _client(self) -> Client:
-        return Client(self.path)  # made at first use: asking for a class attribute opens no connection
+        return client_at(self.path)  # made at first use: asking for a class attribute opens no connection
 
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
@@ -443,7 +450,7 @@ class _OpenObject:
     """Reads the version of an object that was opened first."""
 
     def __init__(self, url: str) -> None:
-        self._client = Client(url)
+        self._client = client_at(url)
         with _known_lock:
             known = _known.get(url)
         if known is None:
@@ -471,7 +478,7 @@ class _OpenObject:
 
 
 def _upload(window: _C.PartWindow) -> None:
-    client = Client(window.path)
+    client = client_at(window.path)
     # The writer waits for the end of this thread. At its end the process waits for asynchronous saves, or cancels them.
     threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload", daemon=True).start()
 

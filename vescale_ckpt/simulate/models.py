@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from .._checkpoint.open_checkpoint import open_to_load
 from .._engine.rows import DTYPE_CODES, MOST_BYTES
-from .._storage.open_storage import checkpoint_path
+from .._storage.open_storage import readable_path
 
 _OBJECT_BYTES = 1024  # about what torch.save needs for a number
 _MOST_DIMS = 64  # torch's own limit
@@ -130,7 +130,7 @@ def _is_size(value: object) -> bool:
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:
     """The state in a checkpoint, read from its metadata, or from the headers of safetensors files. Raises
     `CheckpointError` if these are missing or damaged."""
-    found = open_to_load(checkpoint_path(directory), None, verify=True, by_index=False)
+    found = open_to_load(readable_path(directory), None, verify=True, by_index=False)
     metadata = found.metadata
     lengths = {index.fqn: info.length for index, info in (metadata.storage_data or {}).items()}
     entries = []
