@@ -257,14 +257,19 @@ def test_the_commands_take_repositories(hub: HubServer, tmp_path: Path, capsys: 
     repository = hub.repository(MODEL)
     source = checkpoint(tmp_path / "run")
     assert main(["export", str(source), URL]) == 0
-    assert "6 tensors" in capsys.readouterr().out
-    assert same(stored(repository.files()), weights())
+    told = capsys.readouterr().out
+    assert "6 tensors" in told and "there is no config.json" in told
+    assert same(stored(repository.files()), weights()) and "config.json" not in repository.files()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_bytes(CONFIG)
+    assert main(["export", str(source), URL, "--overwrite", "--config", str(tmp_path / "base")]) == 0
+    assert repository.files()["config.json"] == CONFIG and len(repository.commits) == 3
     assert main(["verify", URL]) == 0
     assert main(["copy", URL, str(tmp_path / "copy")]) == 0
     assert main(["copy", str(tmp_path / "copy"), URL]) == 2  # without --overwrite
     assert "only replaced with overwrite=True (--overwrite)" in capsys.readouterr().err
     assert main(["copy", str(tmp_path / "copy"), URL, "--overwrite"]) == 0
-    assert len(repository.commits) == 2  # nothing differs, so there is no third
+    assert len(repository.commits) == 3  # nothing differs, so there is no other
 
 
 @pytest.mark.parametrize("status", [409, 412, 500])

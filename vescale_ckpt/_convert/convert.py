@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -116,15 +116,16 @@ def convert_by_plan(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> ConvertReport:
     """The same, with the plan that `make` returns. `progress` is called with the bytes that this rank has written, and
-    with its share of all."""
+    with its share of all. `beside`: small files that belong to a repository's commit."""
     exchange = Exchange.of(process_group, timeout, purpose="convert")
     checked_path("src", src)
     checked_path("dst", dst)
     started = time.perf_counter()
     if commits_whole(dst):
-        with _folder_to_commit(exchange.size, checkpoint_path(dst), format, overwrite) as folder:
+        with _folder_to_commit(exchange.size, checkpoint_path(dst), format, overwrite, beside) as folder:
             rest = max_shard_size, on_objects, False, process_group, timeout, progress
             return convert_by_plan(src, folder, format, make, *rest)
     with ExitStack() as closing:
@@ -145,7 +146,9 @@ def convert_by_plan(
 
 
 @contextlib.contextmanager
-def _folder_to_commit(ranks: int, dst: str, format: Format, overwrite: bool) -> Iterator[str]:
+def _folder_to_commit(
+    ranks: int, dst: str, format: Format, overwrite: bool, beside: Mapping[str, bytes] | None
+) -> Iterator[str]:
     """A context that gives the path of a temporary folder, and commits the files that are there at its end."""
     if ranks > 1:
         raise ValueError(
@@ -162,6 +165,8 @@ def _folder_to_commit(ranks: int, dst: str, format: Format, overwrite: bool) -> 
     ):
         folder = os.path.join(temporary, "model")
         yield folder
+        for name, content in (beside or {}).items():
+            storage_at(folder).write(name, content)
         commit({name: os.path.join(folder, name) for name in storage_at(folder).names()})
 
 

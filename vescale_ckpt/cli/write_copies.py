@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -16,7 +16,7 @@ from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
 from .._convert.plan import RenameRules, plan
 from .._observe.amounts import size
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.open_storage import checkpoint_path, commits_whole, readable_path, storage_at
 from ..errors import MissingKeysError
 from . import output
 from .output import FINE, clean
@@ -47,14 +47,14 @@ def export(options: Namespace) -> int:
     rename = {key: ""} if key else None
     configuration = _configuration(options.config, options.dst)
     try:
-        status = _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export")
+        status = _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export", configuration)
     except MissingKeysError as error:
         raise MissingKeysError(
             error.missing, hint="--key says under which name the model is; --key '' takes all that there is"
         ) from None
     if int(os.environ.get("RANK", "0")) == 0 and not options.dst.endswith(".safetensors"):
-        there = storage_at(checkpoint_path(options.dst))
-        for name, content in configuration.items():
+        there = storage_at(readable_path(options.dst))
+        for name, content in () if commits_whole(options.dst) else configuration.items():
             there.write(name, content)
         if not options.json and not there.has(_CONFIG):
             print(f"there is no {_CONFIG}, which from_pretrained needs: --config FOLDER copies it and the tokenizer")
@@ -101,6 +101,7 @@ def _convert(
     stack: dict[str, str] | None,
     on_objects: Objects,
     schema: str,
+    beside: Mapping[str, bytes] | None = None,
 ) -> int:
     dtypes = _dtypes(options.dtype)
     with _ranks_of_torchrun() as rank, output.progress("converting", options.quiet) as progress:
@@ -113,6 +114,7 @@ def _convert(
             on_objects,
             options.overwrite,
             progress=progress if rank == 0 else None,
+            beside=beside,
         )
     if rank == 0 and options.json:
         output.print_json(f"{schema}/1", asdict(report))
