@@ -93,6 +93,12 @@ def _cancel(rank: int, own: str, durable: str) -> tuple[bool | None, str, list[i
     return said, kind, manager.steps()
 
 
+def _refused(rank: int, own: str, durable: str) -> str:
+    with pytest.raises(ValueError) as raised:
+        CheckpointManager(durable, local=own, on_commit=print)
+    return str(raised.value)
+
+
 def _latest(rank: int, own: str, durable: str) -> tuple[int | None, int | None]:
     with CheckpointManager(durable, local=own) as manager:
         return manager.latest(), manager.latest(full=True)
@@ -191,6 +197,12 @@ def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
             job.replace(machine)
         assert job.restore(kind) == (3, "")  # from the durable place
         shutil.rmtree(job.durable)
+
+
+@scenario
+def on_commit_is_refused(job: Job) -> None:
+    answers = job.call(_refused, job.own, str(job.durable))
+    assert answers == ["on_commit: with a local= folder of each node, no path holds the whole checkpoint"] * 4
 
 
 @scenario

@@ -39,6 +39,7 @@ from ..settings import checked_count, checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
+from .commit_calls import CommitCalls, OnCommit
 from .node_health import cannot_be_stored
 from .node_tier import NodeTier
 from .node_work import NodeWork, find_nodes
@@ -96,6 +97,12 @@ class CheckpointManager:
             `failed_saves`, and told to the listeners of `vescale_ckpt.metrics`; `save` returns None, and `wait` and
             `close` return as if it had not been. The next save that is due is made. A handle's `result` raises the
             error. Mistakes of the caller are raised all the same: wrong arguments, and steps or metrics that differ.
+        on_commit: `on_commit(step, path)` is called for each checkpoint that this manager has made durable: it pushes
+            a model to a repository, or notes the checkpoint in a registry. It is called on the coordinator alone, in a
+            thread beside the training, one call at a time; so it calls neither the manager nor other ranks. `path`
+            stays during the call, if it is no URL. A step that retention has removed before its turn is passed over
+            with a warning. An error is logged, and `close` raises it on the coordinator, unless `on_error` is "warn".
+            `close` and the end of the process wait for calls as long as for uploads.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         local: a folder on fast disks or in memory, in front of a slower `directory` (a shared folder, or an object
             store). Saves go there, and are copied to `directory` in the background. Retention holds for both. `restore`
@@ -134,6 +141,7 @@ class CheckpointManager:
         deadline_seconds: float | None = None,
         delta: bool = False,
         on_error: OnError = "raise",
+        on_commit: OnCommit | None = None,
         timeout: float | None = None,
         local: str | os.PathLike[str] | None = None,
         local_max_bytes: int | None = None,
@@ -182,7 +190,12 @@ class CheckpointManager:
         self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
         if self._nodes is not None and self.delta:
             raise ValueError("delta: with a local= folder of each node, saves write everything")
+        if self._nodes is not None and on_commit is not None:
+            raise ValueError("on_commit: with a local= folder of each node, no path holds the whole checkpoint")
+        if on_commit is not None and not callable(on_commit):
+            raise TypeError(f"on_commit: expected a function of a step and a path, got {type(on_commit).__name__}")
         self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
+        self._commit_calls = CommitCalls(on_commit) if on_commit is not None and self._is_coordinator() else None
         self._uploads: Uploads | None = None
         self._node_work: NodeWork | None = None
         if self._nodes is not None:
@@ -518,6 +531,8 @@ class CheckpointManager:
             elif running.is_coordinator:
                 self._branches.note_saved(running.path, running.step)
                 self._clean_up(running)
+                if self._commit_calls is not None:
+                    self._commit_calls.begin(running.step, running.path)
             if self._uploads is not None and self._nodes is None:
                 self._uploads.begin()
 
@@ -579,9 +594,9 @@ class CheckpointManager:
         return self._running is not None and self._running.cancel()
 
     def close(self) -> None:
-        """Waits for a running save and its upload, at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds for the latter, and
-        restores the signal's handler. Raises on the coordinator if a checkpoint could not be uploaded. May be called
-        again."""
+        """Waits for a running save, and at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds each for uploads and calls of
+        `on_commit`, and restores the signal's handler. Raises on the coordinator if a checkpoint could not be uploaded,
+        or `on_commit` failed. May be called again."""
         self._closed = True
         try:
             self.wait()
@@ -589,6 +604,8 @@ class CheckpointManager:
                 self._node_work.end()
             if self._uploads is not None:
                 self._finish_uploads(self._uploads)
+            if self._commit_calls is not None:
+                self._finish_calls(self._commit_calls)
         finally:
             if self._signal is not None:
                 self._signal.release()
@@ -605,6 +622,16 @@ class CheckpointManager:
             raise CheckpointError(
                 f"steps {steps} could not be uploaded to {self.remote}, and are in {self.directory} alone: {failure}",
                 path=self.remote,
+            ) from failure
+
+    def _finish_calls(self, calls: CommitCalls) -> None:
+        calls.finish(settings.number("exit_timeout"))
+        failures, calls.failures = calls.failures, {}
+        if failures and self.on_error == "raise":
+            steps, (failure, *_) = some([*map(str, failures)]), failures.values()
+            raise CheckpointError(
+                f"on_commit failed for steps {steps}, whose checkpoints are whole in {self.directory}: {failure}",
+                path=self.directory,
             ) from failure
 
     def __enter__(self) -> CheckpointManager:
