@@ -27,7 +27,7 @@ from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate, as_gate
-from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
+from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout, SaveFormat
 from ._write.store_layout import StoreLayout
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
@@ -42,7 +42,7 @@ def save(
     state: Mapping[str, Any],
     *,
     async_checkpoint: bool = False,
-    format: str | Safetensors = "dcp",
+    format: SaveFormat | Safetensors = "dcp",
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,

@@ -123,6 +123,36 @@ def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
     assert "different" in output and "sound:" in output  # the commands have run
 
 
+# These index a `Sequential`, which torch types as a union, or give keywords as a dict.
+UNTYPED = {"asynchronous.md", "export.md", "manager.md", "partial.md", "ranks.md", "tiers.md"}
+
+
+def test_type_checkers_take_the_code_of_the_pages(tmp_path: Path) -> None:
+    """mypy --strict, as a user would run it; but examples need not annotate their functions."""
+    pytest.importorskip("mypy")
+    for page in [*DOCS, README]:
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        if blocks and page.name not in UNTYPED:
+            name = "_".join(page.relative_to(ROOT).with_suffix("").parts).replace("-", "_")
+            (tmp_path / f"{name}.py").write_text("\n".join(blocks))
+    assert len(list(tmp_path.iterdir())) >= 8
+    wrong = 'import vescale_ckpt\n\nvescale_ckpt.save("a", {}, format="safetensor")\n'
+    (tmp_path / "wrong_format.py").write_text(wrong)
+    options = [
+        "--strict",
+        "--implicit-reexport",
+        "--follow-imports=silent",
+        "--no-incremental",
+        "--ignore-missing-imports",
+    ]
+    options += ["--disable-error-code=no-untyped-def", "--disable-error-code=no-untyped-call"]
+    command = [sys.executable, "-m", "mypy", *options, *sorted(os.listdir(tmp_path))]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    errors = [line for line in found.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1 and errors[0].startswith("wrong_format.py:3") and "Literal" in errors[0], found.stdout
+
+
 def test_the_page_for_many_ranks_runs_on_two(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}

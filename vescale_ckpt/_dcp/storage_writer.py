@@ -26,7 +26,7 @@ from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
 from .._write.layout import Layout, SaveOptions, new_save_id
 from .._write.native_layout import NativeLayout
-from .._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout
+from .._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout, SaveFormat
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
@@ -38,7 +38,7 @@ FORMATS = ("dcp", "safetensors")
 
 
 def chosen_format(
-    format: str | Safetensors,
+    format: SaveFormat | Safetensors,
     max_shard_size: int | str,
     metadata: Mapping[str, str] | None,
     fqn_to_index_mapping: Mapping[str, int] | None,
@@ -91,7 +91,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self,
         path: str | os.PathLike[str],
         *,
-        format: str | Safetensors = "dcp",
+        format: SaveFormat | Safetensors = "dcp",
         thread_count: int | None = None,
         single_file_per_rank: bool = True,
         sync_files: bool = True,

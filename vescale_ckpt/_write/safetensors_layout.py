@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
 LEAST_BYTES = 1 << 20  #: if a node's short runs have fewer, its ranks bring each other none
+
+
+SaveFormat = Literal["dcp", "safetensors"]
 
 
 @dataclass(frozen=True)
