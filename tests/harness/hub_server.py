@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from unittest import mock
@@ -122,7 +123,7 @@ class HubServer:
 
         self.fail(pattern, act, times)
 
-    def hold(self, pattern: str) -> None:
+    def hold(self, pattern: str, times: int = 1) -> None:
         """Does not answer a request until `released`, and then breaks its connection."""
 
         def act(handler: _Handler) -> bool:
@@ -131,7 +132,7 @@ class HubServer:
             handler.close_connection = True
             return True
 
-        self.fail(pattern, act)
+        self.fail(pattern, act, times)
 
     def count(self, pattern: str) -> int:
         return sum(re.search(pattern, line) is not None for line, _ in self.requests)
@@ -311,10 +312,12 @@ def is_large(path: str) -> bool:
     return path.endswith((".safetensors", ".distcp"))
 
 
+@lru_cache
 def _hash(path: str, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest() if is_large(path) else _blob(content)
 
 
+@lru_cache
 def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 

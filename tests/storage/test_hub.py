@@ -18,7 +18,7 @@ from harness.ranks import run_ranks
 from safetensors.torch import load as load_bytes
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError
+from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt.cli import main
 from vescale_ckpt.safetensors import load_file, safe_open
 
@@ -183,6 +183,38 @@ def test_a_hub_that_is_away_is_an_error_with_advice(monkeypatch: pytest.MonkeyPa
         vescale_ckpt.load(URL)
 
 
+def test_a_hub_that_does_not_answer_is_given_up(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+    hub.hold("GET /api/models", times=100)
+    with pytest.raises(CheckpointError, match=r"did not answer in time \(VESCALE_CKPT_OBJECT_STORE_TIMEOUT\)"):
+        vescale_ckpt.load(URL)
+
+
+def test_a_server_that_sends_whole_files_is_named(hub: HubServer) -> None:
+    hub.repository(MODEL, {"model.safetensors": _single({"w": torch.zeros(5 << 20)})})
+
+    def answer_with_everything(handler: Any) -> bool:
+        del handler.headers["Range"]
+        return False
+
+    hub.fail("GET /lfs/", answer_with_everything, times=100)
+    with pytest.raises(CheckpointError, match="answers with whole files: is HF_ENDPOINT right"):
+        vescale_ckpt.load(URL)
+
+
+def _convert_on_rank(endpoint: str, path: str) -> None:
+    with use(endpoint):
+        vescale_ckpt.convert(URL, path, format="dcp")
+
+
+def test_ranks_convert_one_commit(hub: HubServer, tmp_path: Path) -> None:
+    hub.repository(MODEL, model_files(tmp_path / "model"))
+    run_ranks(2, _convert_on_rank, hub.endpoint, str(tmp_path / "dcp"))
+    assert hub.count("/revision/main") == 1
+    assert same(vescale_ckpt.load(tmp_path / "dcp"), weights())
+
+
 @pytest.mark.parametrize(
     ("url", "text"),
     [
@@ -192,9 +224,13 @@ def test_a_hub_that_is_away_is_an_error_with_advice(monkeypatch: pytest.MonkeyPa
         ("hf:/org/name", "write hf://org/name"),
     ],
 )
-def test_urls_that_name_no_repository(url: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        vescale_ckpt.load(url)
+def test_urls_that_name_no_repository(tmp_path: Path, url: str, text: str) -> None:
+    for call in (vescale_ckpt.load, vescale_ckpt.inspect, CheckpointManager):
+        with pytest.raises(ValueError, match=text):
+            call(url)
+    for source, target in ((url, tmp_path / "dcp"), (tmp_path, url)):
+        with pytest.raises(ValueError, match=text):
+            vescale_ckpt.convert(source, target, format="dcp")
 
 
 def test_cut_ranges_and_passing_failures_are_read_again(hub: HubServer, tmp_path: Path) -> None:
@@ -367,6 +403,9 @@ def test_what_a_repository_is_not_written_by(hub: HubServer, tmp_path: Path) -> 
     source = checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match="written in whole commits only"):
         vescale_ckpt.save(URL, {"model": weights()})
+    for options in ({"directory": URL}, {"directory": URL, "local": tmp_path / "local"}):
+        with pytest.raises(ValueError, match="takes no saves: push from on_commit"):
+            CheckpointManager(**options)
     with pytest.raises(ValueError, match="expected format='safetensors' and a folder"):
         vescale_ckpt.convert(source, URL, format="dcp")
     with pytest.raises(CheckpointError, match="a commit cannot be written to"):

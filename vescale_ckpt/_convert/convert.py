@@ -21,7 +21,7 @@ from .._checkpoint.copied_files import is_replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.exchange import Exchange
-from .._storage.open_storage import checkpoint_path, commits_whole, is_pinned, readable_path, storage_at
+from .._storage.open_storage import checkpoint_path, commits_whole, pinned, storage_at
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
@@ -215,9 +215,10 @@ class _Conversion:
             if self._exchange.is_coordinator and formats.is_folder(os.fspath(self._dst), self._format):
                 put_back(checkpoint_path(self._dst))
 
-        source = os.fspath(self._src)
-        if isinstance(source, str) and not is_pinned(source):  # all ranks read the same commit
-            source = self._exchange.from_coordinator(lambda: readable_path(self._src), self._phase("find the commit"))
+        source = self._src
+        if commits_whole(source):  # all ranks read the same commit
+            url = checkpoint_path(source)
+            source = self._exchange.from_coordinator(lambda: pinned(url), self._phase("find the commit"))
         self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()

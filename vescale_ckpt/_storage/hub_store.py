@@ -28,6 +28,7 @@ from .object_store import Client, ObjectStore
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _MOST_KNOWN = 64
+_MOST_WHOLE = 16 << 20  # bytes of a file that a server may send in place of a range
 _LOGIN = "log in by `hf auth login`, or set HF_TOKEN"
 _NOT_WRITTEN = (
     "is written in whole commits only: save or convert to a folder, then vescale_ckpt.copy(folder, 'hf://...')"
@@ -173,7 +174,13 @@ class HubClient(Client):
                 if urlsplit(str(answer.url)).netloc != urlsplit(here).netloc:
                     self._address = str(answer.url)
         content: bytes = answer.content
-        return content if answer.status_code == 206 else content[begin:end]  # some answer with all of a small file
+        if answer.status_code == 206:
+            return content
+        if len(content) > _MOST_WHOLE:  # each of many ranges would bring all of it
+            raise ObjectStoreError(
+                errno.EOPNOTSUPP, f"{self.url}: the server answers with whole files: is HF_ENDPOINT right?", self.url
+            )
+        return content[begin:end]
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         start = f"{self.key}/" if self.key else ""
@@ -335,5 +342,7 @@ def _translated(error: Exception, url: str) -> OSError:
         return named(errno.EIO, f"the hub refused or failed (HTTP {status})")
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2"):
         told = f"{type(error).__name__}: {told}"
+        if "Timeout" in type(error).__name__ and "Connect" not in type(error).__name__:
+            return named(errno.ETIMEDOUT, "the hub did not answer in time (VESCALE_CKPT_OBJECT_STORE_TIMEOUT)")
         return named(errno.EHOSTUNREACH, "the hub cannot be reached: is there a network, and is HF_ENDPOINT right?")
     return named(getattr(cause, "errno", None) or errno.EIO, f"{type(error).__name__}")
