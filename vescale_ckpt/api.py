@@ -228,7 +228,8 @@ def load(
         rename: maps a key of `state` to the checkpoint's key: a function, or a mapping of keys or of prefixes up to a
             dot, of which the longest match counts (`{"model": "old.net"}`).
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
-        allow_cast: True converts tensors to the dtype of `state`; False raises `IncompatibleStateError`.
+        allow_cast: True converts tensors to the dtype of `state`; False raises `IncompatibleStateError`. Values of
+            quantised models need no `allow_cast` (docs/loading.md).
         weights_only: False unpickles any object of the checkpoint, which may run any code. Only for checkpoints that
             you trust as you trust code.
         planner: a planner of your own. It is called in the steps of `dcp.load` and decides which missing keys are an

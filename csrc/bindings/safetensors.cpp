@@ -1,5 +1,6 @@
 // Safetensors files.
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,6 +15,7 @@
 #include "bindings/make_device_load.h"
 #include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
+#include "hf/dequantize.h"
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
 #include "hf/safetensors_load.h"
@@ -189,9 +191,39 @@ class Load {
   std::optional<hf::SafetensorsLoad> load_;
 };
 
+template <typename Pointer>
+Pointer* at_address(uint64_t address) {
+  return reinterpret_cast<Pointer*>(static_cast<uintptr_t>(address));
+}
+
+hf::ValueType value_type(const std::string& dtype) {
+  if (dtype == "float32") return hf::ValueType::float32;
+  if (dtype == "bfloat16") return hf::ValueType::bfloat16;
+  throw Error::invalid("no values of " + dtype + " are made of quantised numbers");
+}
+
+void dequantize_float8(const std::array<uint64_t, 7>& box, uint64_t numbers, uint64_t scales, const std::string& dtype,
+                       uint64_t values, unsigned threads) {
+  const auto [matrices, rows, columns, first_row, first_column, block_rows, block_columns] = box;
+  hf::dequantize_float8({matrices, rows, columns, first_row, first_column, block_rows, block_columns},
+                        at_address<const uint8_t>(numbers), at_address<const float>(scales), value_type(dtype),
+                        at_address<std::byte>(values), threads);
+}
+
+void dequantize_mxfp4(uint64_t groups, uint64_t numbers, uint64_t exponents, const std::string& dtype, uint64_t values,
+                      unsigned threads) {
+  hf::dequantize_mxfp4(groups, at_address<const uint8_t>(numbers), at_address<const uint8_t>(exponents),
+                       value_type(dtype), at_address<std::byte>(values), threads);
+}
+
 }  // namespace
 
 void bind_safetensors(py::module_& module) {
+  module.def("dequantize_float8", &dequantize_float8, py::arg("box"), py::arg("numbers"), py::arg("scales"),
+             py::arg("dtype"), py::arg("values"), py::arg("threads"), py::call_guard<py::gil_scoped_release>(),
+             "float8_e4m3fn times scales of blocks. box: the fields of hf::ScaledBox");
+  module.def("dequantize_mxfp4", &dequantize_mxfp4, py::arg("groups"), py::arg("numbers"), py::arg("exponents"),
+             py::arg("dtype"), py::arg("values"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   py::class_<hf::SafetensorsLayout>(module, "SafetensorsLayout")
       .def(py::init(&make_file_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
       .def_property_readonly("file_bytes", &hf::SafetensorsLayout::file_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -58,7 +58,8 @@ class Read:
 
     key: str
     offsets: Sequence[int]
-    target: torch.Tensor  #: contiguous host memory of the stored dtype; its shape is that of the chunk
+    #: contiguous host memory of the stored dtype, or of that in `Checkpoint.dequantized`, with the shape of the chunk
+    target: torch.Tensor
 
 
 PlacedChunk = tuple[str, "torch.dtype", Chunk]  #: with its key, and its tensor's dtype
@@ -96,6 +97,14 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         raise NotImplementedError
+
+    #: why numbers of quantised tensors that have scales are not made into values, for errors
+    not_dequantized: str = ""
+
+    def dequantized(self, dtype_of: Callable[[str], torch.dtype]) -> Mapping[str, TensorInfo]:
+        """Returns the tensors, with values in the place of quantised tensors and their scales where `dtype_of` gives a
+        dtype of values for a key. `read` makes the values."""
+        return self.tensors
 
     @cached_property
     def objects(self) -> Mapping[str, Chunk]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from .._engine import _C
 from .._engine.torch_private import StorageInfo
 from ..errors import CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
+from .quantized_tensors import Quantized
 from .record_reader import RecordReader
 from .seen_files import SeenFiles
 
@@ -99,6 +100,11 @@ class LoadableCheckpoint(Checkpoint):
         return {}
 
     # --- By chunks
+
+    @property
+    def quantized(self) -> Mapping[str, Quantized]:
+        """The tensors whose values are made of stored numbers and scales, by their keys."""
+        return {}
 
     def parts(self, reads: Iterable[Read]) -> Iterator[Part]:
         """Yields the parts of chunks that fill the targets of `reads`."""

@@ -24,6 +24,7 @@ from .._dcp.fill_planner import FillPlanner
 from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.gc import gc_paused
+from .._load.check_fit import describe_values, quantized_targets
 from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
@@ -422,24 +423,29 @@ class _TargetState:
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
         planner = FillPlanner(allow_cast)
-        planner.set_up_planner({**wanted, **dict.fromkeys(extra)}, metadata)
+        values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
+        plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
+        planner.set_up_planner({**plain, **dict.fromkeys(extra)}, metadata)
+        planner.quantized = describe_values(values_of)
         missing, mismatched = planner.misfits()
+        mismatched += unfit.values()
         self._shared = find_shared(missing, values)
         if self._shared:
             planner.leave_out(set(self._shared))
             missing = [name for name in missing if name not in self._shared]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        expected = wanted.keys() | checkpoint.aliases
+        of_values = [checkpoint.quantized[key] for key in values_of]
+        expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
         unexpected = [
             key for key in stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
         closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = selection.without_match(stored)
+        nowhere = selection.without_match([*stored, *values_of])
         return planner, _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
 
     def hand_over(self, planner: FillPlanner) -> None:
-        loaded = set(planner.state_dict)
+        loaded = {*planner.state_dict, *(planner.quantized.names if planner.quantized is not None else ())}
         for name, value in chain(self._new.items(), planner.objects.items()):
             if name in loaded and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)

@@ -84,7 +84,8 @@ def convert(
         keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. A pattern that
             begins with `!` excludes (`"!optimizer"`).
         dtype: the dtype for floating-point tensors; or a mapping of (new) names or patterns to dtypes. Rounds to
-            nearest even. Other tensors are converted only if a mapping has their exact name.
+            nearest even. Other tensors are converted only if a mapping has their exact name. Of quantised models the
+            values are written, without the scales.
         max_shard_size: most bytes of tensors in a shard, or text ("5GB"). A larger tensor has a shard of its own.
         stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers;
             `{"layers.w": "layers.*.w"}` splits them. Names are those after `rename`.

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read
-from .._checkpoint.scaled_tensors import check_cast
+from .._checkpoint.quantized_tensors import check_cast
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.structure import Path
 from ..errors import CheckpointError
@@ -81,23 +81,22 @@ def plan(
     """Makes the plan. Raises `MissingKeysError` for `keys` that select nothing, ValueError for options that contradict
     themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
-    stored = [*source.tensors, *source.objects]
+    of_dtype, new_name = casting(dtype), renaming_by_rules(rename)
+    tensors = source.dequantized(lambda key: of_dtype(new_name(key), torch.float8_e4m3fn))
+    stored = [*tensors, *source.objects]
     selection.check(stored)
-    names = rename_keys([key for key in stored if key in selection], renaming_by_rules(rename))
+    names = rename_keys([key for key in stored if key in selection], new_name)
     outputs = [
-        Output(names[key], info.shape, info.dtype, info.dtype, (key,))
-        for key, info in source.tensors.items()
-        if key in names
+        Output(names[key], info.shape, info.dtype, info.dtype, (key,)) for key, info in tensors.items() if key in names
     ]
     objects = {names[key]: key for key in source.objects if key in names}
     outputs = restacked(outputs, stack or {})
     _check_names(outputs, objects)
     kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
-    of_dtype = casting(dtype)
     outputs = [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs]
     for output in outputs:
         for key in output.keys:
-            check_cast(key, output.stored_dtype, output.dtype, source.tensors)
+            check_cast(key, output.stored_dtype, output.dtype, source.tensors, source.not_dequantized)
     return Plan(
         outputs,
         objects,

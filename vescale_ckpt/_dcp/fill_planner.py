@@ -24,6 +24,8 @@ class FillPlanner(LoadPlanner):
     def __init__(self, allow_cast: bool) -> None:
         super().__init__(flatten_state_dict=False, allow_cast=allow_cast)
         self.objects: dict[str, Any] = {}
+        #: tensors to fill with values of quantised tensors; they are not in the state
+        self.quantized: Description | None = None
         self._found: tuple[Any, Description, _C.LoadPlan | None] | None = None  # and the state that it was found for
 
     def set_up_planner(

@@ -263,6 +263,7 @@ class StorageReader(DcpStorageReader):
             self._extension_registry,
         )
         load = RankLoad(self.checkpoint, options, self._seen)
+        load.quantized = getattr(planner, "quantized", None)
         measured = None
         if timeline.current() is None:  # else `vescale_ckpt.load` measures
             measured = Timeline("load", self.path, f"loading {self.given_path}")

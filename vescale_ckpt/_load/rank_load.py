@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .. import settings
+from .._checkpoint.checkpoint import Read
 from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.quantized_tensors import Quantized, check_cast, fill
 from .._checkpoint.record_reader import ReadOptions, Record, RecordReader, Target
-from .._checkpoint.scaled_tensors import check_cast
 from .._checkpoint.seen_files import SeenFiles
 from .._engine import _C, device_streams
 from .._engine.options import threads_of, used_paths
 from .._engine.rows import CODE_DTYPES
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_private import bump_versions
+from .._ranks.groups import resolve_group
+from .._ranks.node import ranks_of_this_node
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
+from .._state.tensor_table import narrowed
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError
 from ..reports import LoadStats
@@ -35,6 +40,8 @@ class RankLoad(RecordReader):
         super().__init__(checkpoint, options, seen)
         self.checkpoint = checkpoint
         self._filled: list[torch.Tensor] = []
+        #: tensors of values, under the keys of `checkpoint.quantized`, which `run` fills at its end
+        self.quantized: Description | None = None
         self.shared_bytes = 0  #: those of `bytes` that several ranks needed and one of them read
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
@@ -50,6 +57,7 @@ class RankLoad(RecordReader):
         try:
             with suppress(FailedElsewhereError):
                 tensors, objects = work()
+                tensors += self._fill_quantized()
                 self.finish()
         finally:
             filled, self._filled = self._filled, []
@@ -93,11 +101,35 @@ class RankLoad(RecordReader):
     def check_cast(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
         """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales."""
         if stored != wanted:
-            check_cast(key, stored, wanted, self._keys)
+            check_cast(key, stored, wanted, self._keys, self.checkpoint.not_dequantized)
 
     @cached_property
     def _keys(self) -> frozenset[str]:
         return frozenset(self.checkpoint.keys())
+
+    def _fill_quantized(self) -> int:
+        """Fills the tensors of `quantized` with values, and returns their number. Each rank reads for itself."""
+        if self.quantized is None:
+            return 0
+        self.begin(self.quantized, None)
+        description, group = self.quantized, resolve_group(None)
+        ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
+        shared = self.options.direct_io == "auto" and ranks > 1
+
+        def boxes() -> Iterator[tuple[Quantized, Sequence[int], torch.Tensor]]:
+            for row, (name, *_, offset, size) in enumerate(description.items):
+                tensor, inside = description.source(row)
+                yield self.checkpoint.quantized[name], offset, narrowed(tensor.detach(), inside, size)
+
+        def read(reads: list[Read]) -> None:
+            parts = self.checkpoint.parts(reads)
+            self.fill(
+                (self.target(self.record(of.key, of.chunk, of.dtype), of.inside, of.target) for of in parts),
+                through_cache=shared,
+            )
+
+        fill(boxes(), read, self.threads)
+        return len(set(description.names))
 
     # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 

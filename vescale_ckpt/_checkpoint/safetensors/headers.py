@@ -34,6 +34,7 @@ from ..._state.shard_chunks import ShardChunk, overlapping_chunk
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
+from ..quantized_tensors import config_of, scales_of
 from . import header_texts, model_names
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = model_names.SUFFIX
 INDEX_SUFFIX = model_names.INDEX_SUFFIX
 SUFFIXES = model_names.SUFFIXES
+_CONFIG = "config.json"
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
@@ -63,6 +65,7 @@ class HeaderTables:
     locations: bytes  #: file, offset, length of each item, and the CRC-32 of the file's header
     files: list[str]
     aliases: dict[str, str]  #: {other name: stored name} of shared (tied) weights
+    quantization: str = ""  #: `quantization_config` of the model's `config.json` as JSON, if tensors seem quantised
 
     @classmethod
     def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> HeaderTables:
@@ -110,15 +113,15 @@ class HeaderTables:
 
     def pack(self) -> bytes:
         """The contents as bytes, for other ranks."""
-        rest = json.dumps([self.files, self.aliases], sort_keys=True).encode()
+        rest = json.dumps([self.files, self.aliases, self.quantization], sort_keys=True).encode()
         return pack(self.inventory, self.locations, rest)
 
     @classmethod
     def unpack(cls, path: str, message: bytes) -> HeaderTables:
         inventory, locations, rest = unpack(message)
-        files, aliases = json.loads(rest)
+        files, aliases, quantized = json.loads(rest)
         root = os.path.dirname(path) if is_file(path) else path
-        return cls(root, inventory, locations, files, aliases)
+        return cls(root, inventory, locations, files, aliases, quantized)
 
 
 @dataclass
@@ -240,7 +243,19 @@ class _Reading:
                 rows.append(packed_row(kind, stored.code, False, item_bytes, ShardChunk(offset, size, ()), shape))
                 locations.extend(place)
         inventory = _C.pack_inventory(names, rows, 0)
-        return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases)
+        return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases, self._quantization())
+
+    def _quantization(self) -> str:
+        """Returns `quantization_config`, if a tensor seems quantised; one that cannot be read is of no known method."""
+        if not any(scales_of(key, CODE_DTYPES[stored.code], self.stored) for key, stored in self.stored.items()):
+            return ""
+        try:
+            _, content = storage_at(self.root).read_range(_CONFIG, 0, _MOST_JSON_BYTES + 1)
+            return config_of(_json(content.decode()))
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, RecursionError) as error:
+            return json.dumps({"quant_method": f"unknown: {_CONFIG} cannot be read ({error})"})
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """Returns the chunks that have elements, or one chunk if none has any. Raises if two overlap."""

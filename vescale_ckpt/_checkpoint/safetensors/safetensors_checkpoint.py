@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._engine import _C
 from ..._engine.engine_errors import named_errors
+from ..._engine.options import threads_of
 from ..._engine.rows import CODE_DTYPES, LOCATION_ROW, words
 from ..._engine.torch_private import StorageInfo
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, fill_parts
+from ..quantized_tensors import Quantized, fill, find, of_values
 from ..record_reader import ReadOptions, RecordReader
 from .headers import INDEX_SUFFIX, SUFFIXES, HeaderTables
 
@@ -72,8 +74,33 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
     def _reader(self) -> RecordReader:
         return RecordReader(self, ReadOptions(), self._seen)
 
+    @cached_property
+    def _quantization(self) -> tuple[Mapping[str, Quantized], str]:
+        config = self.headers.quantization
+        return find(config, self.tensors) if config else ({}, "no config.json beside it has a quantization_config")
+
+    @property
+    def quantized(self) -> Mapping[str, Quantized]:
+        return self._quantization[0]
+
+    @property
+    def not_dequantized(self) -> str:  # type: ignore[override]
+        return self._quantization[1]
+
+    def dequantized(self, dtype_of: Callable[[str], torch.dtype]) -> Mapping[str, TensorInfo]:
+        return of_values(self.tensors, self.quantized, dtype_of)
+
     def read(self, reads: Sequence[Read]) -> None:
-        fill_parts(self._reader, self.parts(reads))
+        stored, boxes = [], []
+        for read in reads:
+            of = self.quantized.get(read.key)
+            if of is None or read.target.dtype == of.numbers_dtype:
+                stored.append(read)
+            else:
+                boxes.append((of, read.offsets, read.target))
+        fill_parts(self._reader, self.parts(stored))
+        if boxes:
+            fill(boxes, lambda of: fill_parts(self._reader, self.parts(of)), threads_of(None))
 
 
 def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:

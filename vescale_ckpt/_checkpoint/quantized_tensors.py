@@ -1,0 +1,276 @@
+"""Finds quantised tensors, and makes their values of the stored numbers and scales. Else no cast may leave scales out.
+
+The scheme is that of `quantization_config` in `config.json` beside the files:
+
+- `fp8` with `weight_block_size` (DeepSeek): `w` of float8_e4m3fn, and `w_scale_inv` with a scale for each block of the
+  last two dimensions.
+- `mxfp4` (GPT-OSS): `w_blocks` of bytes with two numbers each, in groups of 16 bytes, and `w_scales` with an exponent
+  for each group. Its values have two keys: `w_blocks`, as torch's `QuantizedHuggingFaceStorageReader` names them, and
+  `w`, with the last two dimensions exchanged, as transformers has them.
+- `compressed-tensors` of format `float-quantized`: `w` of float8_e4m3fn, and `w_scale` for the tensor or each row. The
+  values have the precision of the scales, as compressed-tensors makes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from .._engine import _C
+from .._engine.overlap import overlap
+from .._state.tensor_table import narrowed
+from ..errors import CheckpointError
+from .checkpoint import Read, TensorInfo, cut
+
+FLOAT8 = torch.float8_e4m3fn
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #: dtypes of values that can be asked for
+_ENGINE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_GROUP = 32  # numbers with one exponent, in 16 bytes
+_PIECE_ELEMENTS = 16 << 20  # of a piece; the numbers of two groups of pieces are in memory at a time
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor of values, and the stored tensors that they are made of."""
+
+    shape: tuple[int, ...]
+    numbers: str  #: key
+    scales: str  #: key
+    numbers_dtype: torch.dtype
+    scales_dtype: torch.dtype
+    block: tuple[int, int]  #: rows and columns with one scale
+    flat_scales: bool = False  #: whether the scales are stored as a vector
+    is_exchanged: bool = False  #: whether the last two dimensions are those of the numbers, exchanged
+    keeps_precision: bool = False  #: whether the values are rounded to the dtype of the scales
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.numbers_dtype == torch.uint8
+
+    def made_as(self, wanted: torch.dtype) -> torch.dtype:
+        """The dtype in which the engine makes values of a dtype."""
+        if self.keeps_precision:
+            return self.scales_dtype
+        return wanted if wanted in _ENGINE_DTYPES else torch.float32
+
+
+def find(config: str, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Quantized], str]:
+    """Returns the quantised tensors whose scheme is known, and why others have no known scheme.
+
+    `config`: `quantization_config` as JSON.
+    """
+    known = json.loads(config)
+    known = known if isinstance(known, dict) else {}
+    method = known.get("quant_method")
+    if method == "fp8":
+        match known.get("weight_block_size"):
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return _of_float8(tensors, "_scale_inv", (rows, columns)), "its scales do not fit it"
+            case block:
+                return {}, f"of quant_method 'fp8' only weight_block_size=[rows, columns] is known, not {block!r}"
+    if method == "mxfp4":
+        return _of_mxfp4(tensors), "its scales do not fit it"
+    if method == "compressed-tensors" and known.get("format") == "float-quantized":
+        return _of_float8(tensors, "_scale", None), "its scales do not fit it"
+    told = f" of format {known['format']!r}" if "format" in known else ""
+    return {}, f"the scheme of quant_method {method!r}{told} is not known"
+
+
+def _of_float8(tensors: Mapping[str, TensorInfo], suffix: str, block: tuple[int, int] | None) -> dict[str, Quantized]:
+    found = {}
+    for key, info in tensors.items():
+        scales = tensors.get(key + suffix)
+        if scales is None or info.dtype != FLOAT8 or len(info.shape) < 2 or not scales.dtype.is_floating_point:
+            continue
+        *others, rows, columns = info.shape
+        if block is not None:
+            size = block
+            if scales.shape != (*others, -(-rows // size[0]), -(-columns // size[1])):
+                continue
+        elif scales.shape in ((1,), (rows, 1)) and not others and scales.dtype in _ENGINE_DTYPES:
+            size = (max(1, rows) if scales.shape == (1,) else 1, max(1, columns))
+        else:
+            continue
+        found[key] = Quantized(
+            info.shape, key, key + suffix, info.dtype, scales.dtype, size, len(scales.shape) == 1,
+            keeps_precision=block is None,
+        )  # fmt: skip
+    return found
+
+
+def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
+    found = {}
+    for key, info in tensors.items():
+        stem = key.removesuffix(_BLOCKS)
+        scales = tensors.get(stem + _SCALES)
+        if stem == key or scales is None or {info.dtype, scales.dtype} != {torch.uint8}:
+            continue
+        if len(info.shape) < 3 or info.shape[-1] != _GROUP // 2 or info.shape[:-1] != scales.shape:
+            continue
+        *others, rows, groups = scales.shape
+        for name, shape in (
+            (key, (*others, rows, groups * _GROUP)),
+            (stem, (*others, groups * _GROUP, rows)),
+        ):
+            if name == key or name not in tensors:
+                found[name] = Quantized(
+                    shape, key, stem + _SCALES, info.dtype, scales.dtype, (1, _GROUP), is_exchanged=name != key
+                )
+    return found
+
+
+def of_values(
+    tensors: Mapping[str, TensorInfo], known: Mapping[str, Quantized], dtype_of: Callable[[str], torch.dtype]
+) -> dict[str, TensorInfo]:
+    """Returns the tensors with values in the place of numbers and scales where `dtype_of` gives a dtype of values."""
+    result, scales = {}, set()
+    values = {of.numbers: (key, of) for key, of in known.items() if not of.is_mxfp4 or of.is_exchanged}
+    for stored, info in tensors.items():
+        key, of = values.get(stored, (stored, None))
+        wanted = FLOAT8 if of is None else dtype_of(key)
+        if of is None or wanted not in VALUE_DTYPES:
+            result[stored] = info
+        else:
+            result[key] = TensorInfo(of.shape, of.made_as(wanted))
+            scales.add(of.scales)
+    return {key: info for key, info in result.items() if key not in scales}
+
+
+@dataclass
+class _Piece:
+    """A box of values, and memory for what it is made of."""
+
+    of: Quantized
+    target: torch.Tensor  #: of the box
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    first: tuple[int, int]  #: of the box in its first block; last two dimensions, as the numbers are stored
+
+    def make(self, threads: int) -> None:
+        of, made_as = self.of, self.of.made_as(self.target.dtype)
+        shape = (*self.numbers.shape[:-2], self.numbers.shape[-2] * _GROUP) if of.is_mxfp4 else self.numbers.shape
+        target = self.target.transpose(-1, -2) if of.is_exchanged else self.target
+        in_place = (
+            target.is_contiguous() and target.dtype == made_as and target.device.type == "cpu" and target.shape == shape
+        )
+        values = target if in_place else torch.empty(shape, dtype=made_as, device="cpu")
+        if of.is_mxfp4:
+            _C.dequantize_mxfp4(
+                self.scales.numel(), self.numbers.data_ptr(), self.scales.data_ptr(), _ENGINE_DTYPES[made_as],
+                values.data_ptr(), threads,
+            )  # fmt: skip
+        else:
+            scales = self.scales.to(torch.float32)
+            box = (prod(shape[:-2]), *shape[-2:], *self.first, *of.block)
+            _C.dequantize_float8(
+                box, self.numbers.data_ptr(), scales.data_ptr(), _ENGINE_DTYPES[made_as], values.data_ptr(), threads
+            )
+        if not in_place:
+            target.copy_(values.narrow(-1, self.first[1], target.shape[-1]) if of.is_mxfp4 else values)
+
+
+def fill(
+    boxes: Iterable[tuple[Quantized, Sequence[int], torch.Tensor]],
+    read: Callable[[list[Read]], None],
+    threads: int,
+) -> None:
+    """Fills tensors on any device with boxes of values. A box: the quantised tensor, the box's offsets in it, and the
+    tensor to fill. `read` reads numbers and scales, only those of the boxes. While one group of pieces is read, the
+    values of the one before are made."""
+
+    def filled() -> Iterator[list[_Piece]]:
+        for group in _groups(boxes):
+            read([one for _, reads in group for one in reads])
+            yield [piece for piece, _ in group]
+
+    def make(group: list[_Piece]) -> None:
+        for piece in group:
+            piece.make(threads)
+
+    for _ in overlap(filled(), make):
+        pass
+
+
+def _groups(
+    boxes: Iterable[tuple[Quantized, Sequence[int], torch.Tensor]],
+) -> Iterator[list[tuple[_Piece, list[Read]]]]:
+    group, elements = [], 0
+    for of, offsets, tensor in boxes:
+        for inside, sizes in cut(tuple(tensor.shape), _PIECE_ELEMENTS):
+            if 0 in sizes:
+                continue
+            at = [a + b for a, b in zip(offsets, inside, strict=True)]
+            group.append(_piece(of, at, narrowed(tensor, inside, sizes)))
+            elements += prod(sizes)
+            if elements >= _PIECE_ELEMENTS:
+                yield group
+                group, elements = [], 0
+    if group:
+        yield group
+
+
+def _piece(of: Quantized, offsets: Sequence[int], target: torch.Tensor) -> tuple[_Piece, list[Read]]:
+    sizes = list(target.shape)
+    begin = list(offsets)
+    if of.is_exchanged:
+        begin[-2:], sizes[-2:] = begin[:-3:-1], sizes[:-3:-1]
+    starts = [start // block for start, block in zip(begin[-2:], of.block, strict=True)]
+    ends = [-(-(start + size) // block) for start, size, block in zip(begin[-2:], sizes[-2:], of.block, strict=True)]
+    counts = [end - start for start, end in zip(starts, ends, strict=True)]
+    first = tuple(start % block for start, block in zip(begin[-2:], of.block, strict=True))
+    scales = torch.empty((*sizes[:-2], *counts), dtype=of.scales_dtype, device="cpu")
+    if of.is_mxfp4:
+        numbers = torch.empty((*scales.shape, _GROUP // 2), dtype=torch.uint8, device="cpu")
+        number_offsets = [*begin[:-2], *starts, 0]
+    else:
+        numbers = torch.empty(sizes, dtype=of.numbers_dtype, device="cpu")
+        number_offsets = begin
+    scale_read = Read(of.scales, [*begin[:-2], *starts], scales)
+    if of.flat_scales:
+        scale_read = Read(of.scales, starts[:1], scales.view(-1))
+    piece = _Piece(of, target, numbers, scales, (first[0], first[1]))
+    return piece, [Read(of.numbers, number_offsets, numbers), scale_read]
+
+
+def config_of(text: Any) -> str:
+    """Returns `quantization_config` of a parsed `config.json` as JSON; empty if it has none."""
+    for holder in (text, text.get("text_config") if isinstance(text, dict) else None):
+        if isinstance(holder, dict) and (found := holder.get("quantization_config")) is not None:
+            return json.dumps(found, sort_keys=True)
+    return ""
+
+
+# --- Casts that would leave scales out
+
+# Names of the tensors with scales, behind that of the weight: DeepSeek and transformers; compressed-tensors, modelopt
+# and llm-compressor; bitsandbytes.
+_OF_WEIGHT = ("_scale_inv", "_scale", "_scales", "_scale_2", ".SCB", ".absmax")
+
+
+def scales_of(key: str, dtype: torch.dtype, present: Container[str]) -> str | None:
+    """Returns the key of the scales of a stored tensor; None if it has none. Numbers of more than a byte have none."""
+    if dtype.itemsize > 1 or dtype in (torch.bool, torch.float8_e8m0fnu):
+        return None
+    names = [key + suffix for suffix in _OF_WEIGHT]
+    if key.endswith(_BLOCKS):
+        names.append(key.removesuffix(_BLOCKS) + _SCALES)
+    if (stem := key.removesuffix("weight")) != key:
+        names += [stem + "SCB", stem + "scale"]
+    return next((name for name in names if name in present), None)
+
+
+def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype, present: Container[str], why: str) -> None:
+    """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales. `why`: why they are not used;
+    may be empty."""
+    if stored != wanted and (scales := scales_of(key, stored, present)) is not None:
+        raise CheckpointError(
+            f"{key}: it is quantised, stored as {stored} with the scales {scales}. A conversion to {wanted} would "
+            f"leave them out and give wrong values{why and ': '}{why}. Load it as {stored}, together with {scales}",
+            key=key,
+        )
