@@ -22,19 +22,14 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import settings
-from ._checkpoint.safetensors.header_texts import (
-    DTYPES,
-    MISSING_DTYPES,
-    OUR_TEXTS,
-    STORABLE,
-    checked_metadata,
-    with_ties,
-)
+from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
+from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
+from ._engine.dtype_codes import DTYPE_CODES
 from ._engine.engine_errors import check_space, named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
-from ._engine.rows import DTYPE_CODES, int_table
+from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table

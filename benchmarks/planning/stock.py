@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._bench.by_turns import STOCK, Steps, Turn
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.rows import DTYPE_CODES, OBJECT, TENSOR, Inventory
+from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
+from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory
 
 COLLECTED = f"{STOCK}, collector on"
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

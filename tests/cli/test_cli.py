@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import torch.distributed.checkpoint as dcp
 from harness.commands import difference
 from harness.files import lock, read_metadata
 from harness.ranks import run_ranks
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import vescale_ckpt
 from vescale_ckpt import cli
 from vescale_ckpt._checkpoint.native.save_facts import unstamped
+from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt.cli import output
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
@@ -220,6 +223,25 @@ def test_the_index_lists_what_the_metadata_lists(tmp_path: Path) -> None:
     metadata.write_bytes(metadata.read_bytes().replace(b"vescale_ckpt", b"vescale_ckpx"))  # the index still matches
     with pytest.raises(vescale_ckpt.CorruptCheckpointError):
         vescale_ckpt.inspect(tmp_path / "c")
+
+
+def test_headers_of_safetensors_are_listed_without_torch(tmp_path: Path, capsys: Any) -> None:
+    shared = torch.ones(3, 2)
+    weights = {"a": shared, "tied": shared, "b": torch.zeros(5, dtype=torch.float8_e4m3fn), "scalar": torch.tensor(1.0)}
+    vescale_ckpt.save(tmp_path / "model", weights, format="safetensors", max_shard_size="20B")
+    dcp.save({"w": torch.zeros(3)}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "stock")))
+    for path in (tmp_path / "model", tmp_path / "stock", next((tmp_path / "model").glob("*.safetensors"))):
+        out = run_without("torch", "inspect", path, "--json")
+        assert json.loads(out)["tensors"] and out == run(capsys, "inspect", path, "--json")[1]
+        with closing(open_checkpoint(str(path))) as opened:
+            info = vescale_ckpt.inspect(path)
+            assert (info.save_id, info.aliases, list(info.files)) == (
+                opened.save_id,
+                opened.aliases,
+                opened.file_names(),
+            )
+            kinds = {key: (tensor.shape, f"torch.{tensor.dtype}", tensor.bytes) for key, tensor in info.tensors.items()}
+            assert kinds == {key: (held.shape, str(held.dtype), held.bytes) for key, held in opened.tensors.items()}
 
 
 def test_inspect_puts_layers_together_that_are_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,10 @@ from vescale_ckpt import (
     UntrustedCheckpointError,
 )
 from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.engine_errors import named_errors
 from vescale_ckpt._engine.options import engine_options
-from vescale_ckpt._engine.rows import DTYPE_CODES, int_table
+from vescale_ckpt._engine.rows import int_table
 
 ERRORS: dict[str, CheckpointError] = {
     "base": CheckpointError("what happened", key="a", number=7),

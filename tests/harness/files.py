@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
-from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
+from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
 from vescale_ckpt._storage import locks
 
 #: As docs/format.md names them.

@@ -27,8 +27,9 @@ from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader
 from vescale_ckpt._checkpoint.loadable import crc_of
 from vescale_ckpt._checkpoint.native import metadata_pickle
 from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtype_codes import dtype_code
 from vescale_ckpt._engine.options import engine_options
-from vescale_ckpt._engine.rows import dtype_code, int_table
+from vescale_ckpt._engine.rows import int_table
 
 NAMES = ("layer0", "layer1")
 STEP = 24 if not os.environ.get("EVERY_BIT") else 1

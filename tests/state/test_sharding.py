@@ -24,8 +24,9 @@ from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state import shard_chunks
+from vescale_ckpt._state.chunk_rows import ShardChunk
 from vescale_ckpt._state.describe import Describer
-from vescale_ckpt._state.shard_chunks import ShardChunk, chunks_at, local_shape
+from vescale_ckpt._state.shard_chunks import chunks_at, local_shape
 
 Mesh = tuple[int, ...]
 

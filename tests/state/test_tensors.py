@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vescale_ckpt._engine import _C, torch_private
-from vescale_ckpt._engine.rows import DTYPE_CODES, TENSOR
+from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
+from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
-from vescale_ckpt._state.inventory_rows import packed_row
-from vescale_ckpt._state.shard_chunks import ShardChunk
+from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.tensor_table import (
     PLAIN_TYPES,
     read_tensors,

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
 from .._engine import _C
+from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import DTYPE_CODES, dtype_code, int_table
+from .._engine.rows import int_table
 from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
 from .._storage.paths import data_path
 from ..errors import CheckpointError, CorruptCheckpointError

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -26,13 +25,13 @@ from .._engine.overlap import overlap
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError
 from .checkpoint import Read, TensorInfo, cut
+from .quantized_names import BLOCKS, SCALES, scales_of
 
 FLOAT8 = torch.float8_e4m3fn
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #: dtypes of values that can be asked for
 _ENGINE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _GROUP = 32  # numbers with one exponent, in 16 bytes
 _PIECE_ELEMENTS = 16 << 20  # of a piece; the numbers of two groups of pieces are in memory at a time
-_BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ def _of_float8(tensors: Mapping[str, TensorInfo], suffix: str, block: tuple[int,
 def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
     found = {}
     for key, info in tensors.items():
-        stem = key.removesuffix(_BLOCKS)
-        scales = tensors.get(stem + _SCALES)
+        stem = key.removesuffix(BLOCKS)
+        scales = tensors.get(stem + SCALES)
         if stem == key or scales is None or {info.dtype, scales.dtype} != {torch.uint8}:
             continue
         if len(info.shape) < 3 or info.shape[-1] != _GROUP // 2 or info.shape[:-1] != scales.shape:
@@ -120,7 +119,7 @@ def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
         ):
             if name == key or name not in tensors:
                 found[name] = Quantized(
-                    shape, key, stem + _SCALES, info.dtype, scales.dtype, (1, _GROUP), is_exchanged=name != key
+                    shape, key, stem + SCALES, info.dtype, scales.dtype, (1, _GROUP), is_exchanged=name != key
                 )
     return found
 
@@ -238,37 +237,13 @@ def _piece(of: Quantized, offsets: Sequence[int], target: torch.Tensor) -> tuple
     return piece, [Read(of.numbers, number_offsets, numbers), scale_read]
 
 
-def config_of(text: Any) -> str:
-    """Returns `quantization_config` of a parsed `config.json` as JSON; empty if it has none."""
-    for holder in (text, text.get("text_config") if isinstance(text, dict) else None):
-        if isinstance(holder, dict) and (found := holder.get("quantization_config")) is not None:
-            return json.dumps(found, sort_keys=True)
-    return ""
-
-
 # --- Casts that would leave scales out
-
-# Names of the tensors with scales, behind that of the weight: DeepSeek and transformers; compressed-tensors, modelopt
-# and llm-compressor; bitsandbytes.
-_OF_WEIGHT = ("_scale_inv", "_scale", "_scales", "_scale_2", ".SCB", ".absmax")
-
-
-def scales_of(key: str, dtype: torch.dtype, present: Container[str]) -> str | None:
-    """Returns the key of the scales of a stored tensor; None if it has none. Numbers of more than a byte have none."""
-    if dtype.itemsize > 1 or dtype in (torch.bool, torch.float8_e8m0fnu):
-        return None
-    names = [key + suffix for suffix in _OF_WEIGHT]
-    if key.endswith(_BLOCKS):
-        names.append(key.removesuffix(_BLOCKS) + _SCALES)
-    if (stem := key.removesuffix("weight")) != key:
-        names += [stem + "SCB", stem + "scale"]
-    return next((name for name in names if name in present), None)
 
 
 def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype, present: Container[str], why: str) -> None:
     """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales. `why`: why they are not used;
     may be empty."""
-    if stored != wanted and (scales := scales_of(key, stored, present)) is not None:
+    if stored != wanted and (scales := scales_of(key, str(stored).removeprefix("torch."), present)) is not None:
         raise CheckpointError(
             f"{key}: it is quantised, stored as {stored} with the scales {scales}. A conversion to {wanted} would "
             f"leave them out and give wrong values{why and ': '}{why}. Load it as {stored}, together with {scales}",

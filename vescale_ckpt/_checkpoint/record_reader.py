@@ -12,10 +12,11 @@ import torch
 
 from .. import settings
 from .._engine import _C, device_streams
+from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors, of_system
 from .._engine.options import engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import dtype_code, int_table
+from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper

@@ -9,12 +9,12 @@ from typing import Any
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
+from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, dtype_code, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, words
 from .._ranks.message import pack, unpack
 from .._state import objects
-from .._state.inventory_rows import packed_row
-from .._state.shard_chunks import ShardChunk
+from .._state.chunk_rows import ShardChunk, packed_row
 from .._state.structure import Path
 from .._write.host_batches import write_table
 from .._write.layout import SaveOptions

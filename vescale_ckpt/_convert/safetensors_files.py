@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.safetensors.header_texts import STORABLE, with_ties
+from .._checkpoint.safetensors.header_dtypes import STORABLE
+from .._checkpoint.safetensors.header_texts import with_ties
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
+from .._engine.dtype_codes import DTYPE_CODES
 from .._engine.engine_errors import named_errors
-from .._engine.rows import DTYPE_CODES, int_table
+from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .batches import PAGE, Batch, Buffers, HeadBytes, Piece, Segment, memory_of, pieces_of, transfer

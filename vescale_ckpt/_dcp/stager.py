@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from .. import settings
 from .._engine import _C, torch_private
+from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
-from .._engine.rows import DTYPE_CODES, dtype_code, int_table
+from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items

@@ -5,9 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import torch
-
-from ..errors import CheckpointError
 from . import _C
 
 # Integers in a row:
@@ -27,24 +24,9 @@ NO_LIMIT = MOST_BYTES
 #: Planning makes no piece of a chunk that is smaller.
 LEAST_PIECE_BYTES = 1 << 20
 
-#: The code of each dtype in the tables, for every dtype that torch.save can store
-DTYPE_CODES: dict[torch.dtype, int] = {
-    getattr(torch, name): code for code, (name, _, _) in enumerate(_C.dtypes()) if hasattr(torch, name)
-}
-
-CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
-
-
-def dtype_code(dtype: torch.dtype, key: str) -> int:
-    """Raises `CheckpointError` with the key for a dtype that torch itself has no way to store."""
-    try:
-        return DTYPE_CODES[dtype]
-    except KeyError:
-        raise CheckpointError(
-            f"{key} has dtype {dtype}, which torch.save cannot store either: save it as a view of uint8",
-            key=key,
-            dtype=str(dtype),
-        ) from None
+DTYPE_NAMES = [name for name, _, _ in _C.dtypes()]  #: torch's, by dtype code
+CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
+ITEM_BYTES = [size for _, _, size in _C.dtypes()]  #: bytes of an element, by dtype code
 
 
 def words(table: bytes) -> memoryview:

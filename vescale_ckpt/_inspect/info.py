@@ -56,7 +56,10 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
 
 
 def _parts(path: str) -> Sequence[Checkpoint]:
-    if recognize(path) == "dcp" and (listed := IndexCheckpoint.open(path)) is not None:
+    kind = recognize(path)
+    if kind == "safetensors":
+        return [IndexCheckpoint.of_headers(path)]
+    if kind == "dcp" and (listed := IndexCheckpoint.open(path)) is not None:
         return [listed]
     from .._checkpoint.open_checkpoint import open_parts  # it imports torch, which takes seconds
 

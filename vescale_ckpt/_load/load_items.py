@@ -17,7 +17,8 @@ from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.loadable import crc_of
 from .._checkpoint.native.transformed_records import TargetPlanner, read_transformed
 from .._checkpoint.record_reader import Record, Target
-from .._engine.rows import dtype_code, int_table
+from .._engine.dtype_codes import dtype_code
+from .._engine.rows import int_table
 from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper

@@ -18,8 +18,8 @@ from .._checkpoint.quantized_tensors import Quantized, check_cast, fill
 from .._checkpoint.record_reader import ReadOptions, Record, RecordReader, Target
 from .._checkpoint.seen_files import SeenFiles
 from .._engine import _C, device_streams
+from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of, used_paths
-from .._engine.rows import CODE_DTYPES
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_private import bump_versions
 from .._ranks.groups import resolve_group

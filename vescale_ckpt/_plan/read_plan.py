@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._engine import _C
-from .._engine.rows import CODE_DTYPES, OBJECT, OBJECT_ROW, words
+from .._engine.dtype_codes import CODE_DTYPES
+from .._engine.rows import OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from .lazy_list import LazyList

@@ -19,23 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
-from .._engine.rows import (
-    CODE_DTYPES,
-    LEAST_PIECE_BYTES,
-    LOCATION_ROW,
-    NO_LIMIT,
-    OBJECT,
-    PLAN_ROW,
-    SHARD,
-    TENSOR,
-    Inventory,
-    dtype_code,
-    words,
-)
+from .._engine.dtype_codes import CODE_DTYPES, dtype_code
+from .._engine.rows import LEAST_PIECE_BYTES, LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, words
 from .._engine.torch_private import StorageInfo
+from .._state.chunk_rows import ShardChunk, packed_row
 from .._state.describe import Description
-from .._state.inventory_rows import packed_row
-from .._state.shard_chunks import ShardChunk
 from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError

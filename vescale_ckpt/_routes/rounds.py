@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .._engine import _C, device_streams
+from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.engine_errors import named_errors
-from .._engine.rows import CODE_DTYPES, dtype_code, int_table
+from .._engine.rows import int_table
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack

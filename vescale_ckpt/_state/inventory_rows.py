@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._engine import _C, torch_private
-from .._engine.rows import OBJECT, SHARD, TENSOR, dtype_code
+from .._engine.dtype_codes import dtype_code
+from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
+from .chunk_rows import ShardChunk, packed_row
 from .local_state import LocalState
-from .shard_chunks import ShardChunk, are_known, chunks_at, local_shape
-
-_REQUIRES_GRAD, _UNCUT = 1, 2  # flags (csrc/state/inventory.h)
+from .shard_chunks import are_known, chunks_at, local_shape
 
 
 @dataclass(frozen=True)
@@ -209,26 +209,6 @@ def _chunks_of(
         return chunks_at(layout, mesh_shape, coordinate)
     offset, size = torch_private.chunk_of_layout(layout)
     return (ShardChunk(offset, size, (0,) * len(size)),)
-
-
-def packed_row(
-    kind: int,
-    code: int,
-    requires_grad: bool,
-    item_bytes: int,
-    chunk: ShardChunk,
-    shape: Iterable[int],
-    *,
-    uncut: bool = False,
-) -> bytes:
-    """Packs an item's row of an inventory. `uncut`: no plan may cut its chunk."""
-    flags = (_REQUIRES_GRAD if requires_grad else 0) | (_UNCUT if uncut else 0)
-    total = item_bytes
-    for size in chunk.size:
-        total *= size
-    head = kind | code << 8 | flags << 16 | len(chunk.size) << 32
-    words = (head, total, *shape, *chunk.offset, *chunk.size)
-    return struct.pack(f"{len(words)}q", *words)
 
 
 def _offsets(offset: tuple[int, ...]) -> bytes:

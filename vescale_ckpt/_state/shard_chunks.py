@@ -18,14 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from .._engine import torch_private
 from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
-
-
-class ShardChunk(NamedTuple):
-    """A chunk of a tensor. Each field counts elements in each dimension."""
-
-    offset: tuple[int, ...]  #: the first element in the whole tensor
-    size: tuple[int, ...]
-    local_offset: tuple[int, ...]  #: the first element in the local tensor
+from .chunk_rows import ShardChunk
 
 
 class _Cut(NamedTuple):
@@ -154,26 +147,3 @@ def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
                 taken.append((first, count))
             begin = stop
     return taken
-
-
-def overlapping_chunk(chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int | None:
-    """Returns the index of a chunk that shares an element with another one; None if there is none.
-
-    `chunks`: offset and size of each chunk of one tensor; a chunk without elements must be alone. The chunks are swept
-    along the dimension with the most distinct offsets.
-    """
-    if len(chunks) < 2:
-        return None
-    dimensions = len(chunks[0][0])
-    if dimensions == 0:
-        return 1
-    sweep = max(range(dimensions), key=lambda dim: len({offset[dim] for offset, _ in chunks}))
-    active: list[int] = []
-    for index in sorted(range(len(chunks)), key=lambda index: chunks[index][0][sweep]):
-        offset, size = chunks[index]
-        active = [other for other in active if chunks[other][0][sweep] + chunks[other][1][sweep] > offset[sweep]]
-        for other in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, *chunks[other], strict=True)):
-                return index
-        active.append(index)
-    return None

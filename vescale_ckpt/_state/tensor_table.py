@@ -16,7 +16,7 @@ import torch
 
 from .._engine import _C
 from .._engine.device_streams import copies_from_cuda
-from .._engine.rows import DTYPE_CODES
+from .._engine.dtype_codes import DTYPE_CODES
 from .._engine.tensor_checks import is_host_memory, is_plain_tensor
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError

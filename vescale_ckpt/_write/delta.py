@@ -9,7 +9,8 @@ from typing import Any
 
 from .._checkpoint.native.delta_table import ID_BYTES, DeltaTable, Row, rows_of_rank
 from .._engine import _C
-from .._engine.rows import CODE_DTYPES, LOCATION_ROW, int_table, words
+from .._engine.dtype_codes import CODE_DTYPES
+from .._engine.rows import LOCATION_ROW, int_table, words
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile

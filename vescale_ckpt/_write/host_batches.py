@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from .. import settings
 from .._engine import _C
 from .._engine.device_streams import producers
+from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import DTYPE_CODES, NO_LIMIT, dtype_code, int_table, words
+from .._engine.rows import NO_LIMIT, int_table, words
 from .._engine.tensor_checks import as_host_tensor
 from .._engine.wrapper_tensors import is_wrapper, stored_form
 from .._plan.save_plan import PackedItems

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from .._checkpoint.open_checkpoint import open_to_load
-from .._engine.rows import DTYPE_CODES, MOST_BYTES
+from .._engine.dtype_codes import DTYPE_CODES
+from .._engine.rows import MOST_BYTES
 from .._storage.open_storage import readable_path
 
 _OBJECT_BYTES = 1024  # about what torch.save needs for a number

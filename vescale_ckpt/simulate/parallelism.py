@@ -13,10 +13,11 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._engine import _C
-from .._engine.rows import OBJECT, SHARD, TENSOR, dtype_code
+from .._engine.dtype_codes import dtype_code
+from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout, StridedShard
-from .._state.inventory_rows import packed_row
-from .._state.shard_chunks import ShardChunk, chunks_at
+from .._state.chunk_rows import ShardChunk, packed_row
+from .._state.shard_chunks import chunks_at
 from .models import Entry
 
 # The dimension that tensor parallelism cuts, by a component of the key.

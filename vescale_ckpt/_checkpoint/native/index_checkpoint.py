@@ -1,4 +1,4 @@
-"""`IndexCheckpoint` lists a native checkpoint by its index, for what reads no tensor: it needs no torch."""
+"""`IndexCheckpoint` lists a checkpoint by its index or headers, for what reads no tensor: it needs no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..._storage.open_storage import storage_at
 from ..._storage.paths import check_relative
 from ...reports import SavedBy
 from ..checkpoint import Checkpoint, Chunk, TensorInfo
+from ..safetensors.headers import HeaderTables
 from . import metadata_check, metadata_file
 from .file_names import NODE_MARKER, metadata_name
 from .save_facts import unstamped
@@ -30,15 +31,14 @@ _DTYPES: dict[str, Any] = {name: _Dtype(name, size) for name, _, size in _C.dtyp
 
 
 class IndexCheckpoint(Checkpoint):
-    """A checkpoint that all ranks have saved together. It cannot be read."""
-
-    format = "dcp"
-    writer = "vescale_ckpt"
+    """A native checkpoint that all ranks have saved together, or one of safetensors. It cannot be read."""
 
     def __init__(self, path: str, index: _C.Index) -> None:
         """Raises `_C.EngineError` for a damaged index, and KeyError for dtypes that the engine does not know."""
-        self.path = self.root = path
+        self.format, self.path, self.root = "dcp", path, path
+        self.writer = "vescale_ckpt"
         self.save_id, self._saved_by = unstamped(index.save_id)
+        self._files: list[str] = []  # also those without tensors; filled for safetensors
         tensors: dict[str, TensorInfo] = {}
         objects: dict[str, Chunk] = {}
         files = index.files
@@ -67,13 +67,23 @@ class IndexCheckpoint(Checkpoint):
         except (_C.EngineError, KeyError):  # the metadata has the same content
             return None
 
+    @classmethod
+    def of_headers(cls, path: str) -> IndexCheckpoint:
+        """Opens a file or a folder of safetensors. Raises as `HeaderTables.read`."""
+        headers = HeaderTables.read(path, verify=True)
+        opened = cls(path, headers.index())
+        opened.format, opened.root, opened.writer = "safetensors", headers.root, ""
+        opened._files, opened.aliases = headers.files, headers.aliases
+        opened._tensors = {name: tensor for name, tensor in opened._tensors.items() if name not in headers.aliases}
+        return opened
+
     @property
     def saved_by(self) -> SavedBy | None:
         return self._saved_by
 
     @property
     def is_node_part(self) -> bool:
-        return storage_at(self.path).has(NODE_MARKER)
+        return self.format == "dcp" and storage_at(self.path).has(NODE_MARKER)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -85,4 +95,4 @@ class IndexCheckpoint(Checkpoint):
 
     def file_names(self) -> list[str]:
         chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
-        return list(dict.fromkeys(chunk.file for chunk in [*chunks, *self.objects.values()]))
+        return self._files or list(dict.fromkeys(chunk.file for chunk in [*chunks, *self.objects.values()]))

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..._engine.gc import gc_paused
 from ..._engine.rows import MOST_BYTES
 from ..._engine.torch_private import MemoryFormatEncoding, StorageInfo
-from ..._state.shard_chunks import overlapping_chunk
+from ..._state.chunk_rows import overlapping_chunk
 from ...errors import CorruptCheckpointError, UntrustedCheckpointError
 from .metadata_check import check, trailer
 

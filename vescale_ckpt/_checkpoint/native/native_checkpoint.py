@@ -13,10 +13,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..._engine import _C
+from ..._engine.dtype_codes import dtype_code
 from ..._engine.engine_errors import named_errors, named_system_errors
 from ..._engine.gc import gc_paused
 from ..._engine.options import direct_io_setting, engine_options
-from ..._engine.rows import dtype_code, int_table
+from ..._engine.rows import int_table
 from ..._state import objects
 from ..._state.structure import Path, Structure, structure_of
 from ..._storage.open_storage import is_inconclusive, read_twice, storage_at

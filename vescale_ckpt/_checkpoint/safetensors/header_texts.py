@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from ..._engine import _C
 
 # torch's HuggingFaceStorageWriter writes this text: `{name: {SHARDING_OFFSETS: [...]}}` as JSON. It gives the offset of
@@ -19,12 +17,6 @@ SHARDING_OFFSETS = "saved_offsets"
 # a pair: the library's save_model writes them so, and old versions of this package did.
 TIED_NAMES = "vescale_ckpt.tied"
 
-#: dtypes that both the format and this torch have, by their names in torch
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
-}
-MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - DTYPES.keys()  #: this torch does not have them
-STORABLE = frozenset(DTYPES.values())
 OUR_TEXTS = frozenset({_C.SAFETENSORS_CHECKSUMS, TIED_NAMES})  #: keys of texts that this package writes
 
 

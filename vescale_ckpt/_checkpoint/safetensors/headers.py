@@ -20,21 +20,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
-
-import torch
 
 from ..._engine import _C
 from ..._engine.engine_errors import named_errors, translate
 from ..._engine.options import direct_io_setting, engine_options
-from ..._engine.rows import CODE_DTYPES, DTYPE_CODES, MOST_BYTES, SHARD, TENSOR, int_table
+from ..._engine.rows import CODES, DTYPE_NAMES, ITEM_BYTES, MOST_BYTES, SHARD, TENSOR, int_table
 from ..._ranks.message import pack, unpack
-from ..._state.inventory_rows import packed_row
-from ..._state.shard_chunks import ShardChunk, overlapping_chunk
+from ..._state.chunk_rows import ShardChunk, overlapping_chunk, packed_row
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from ..quantized_tensors import config_of, scales_of
+from ..quantized_names import config_of, scales_of
 from . import header_texts, model_names
 
 logger = logging.getLogger(__name__)
@@ -110,6 +108,12 @@ class HeaderTables:
         if index is None and (others := sorted(name for name in left_out if not model_names.is_model_file(name))):
             logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
         return _Reading(path, verify, on_error).contents(files, None)
+
+    def index(self) -> _C.Index:
+        """Returns the contents as an index, for loads and listings. Its id is equal for equal headers."""
+        save_id = f"safetensors {blake2b(self.pack(), digest_size=16).hexdigest()}"
+        with named_errors(str, self.root):
+            return _C.Index.from_rows(self.inventory, self.locations, self.files, save_id)
 
     def pack(self) -> bytes:
         """The contents as bytes, for other ranks."""
@@ -192,7 +196,7 @@ class _Reading:
             raise translate(error, str, path, 0) from None
         tensors = {}
         for number, (key, dtype, torch_name, _) in enumerate(file.tensors()):
-            code = DTYPE_CODES.get(getattr(torch, torch_name, None)) if torch_name else None  # type: ignore[arg-type]
+            code = CODES.get(torch_name)
             if code is None:
                 raise CheckpointError(f"{key}: torch has no dtype for {dtype}", key=key, path=path)
             with named_errors(str, path):
@@ -236,7 +240,7 @@ class _Reading:
                 if key == of:
                     self.on_error(error)
                 continue
-            item_bytes = CODE_DTYPES[stored.code].itemsize
+            item_bytes = ITEM_BYTES[stored.code]
             for offset, size, place in chunks:
                 kind = TENSOR if size == shape else SHARD
                 names.append(key)
@@ -247,7 +251,7 @@ class _Reading:
 
     def _quantization(self) -> str:
         """Returns `quantization_config`, if a tensor seems quantised; one that cannot be read is of no known method."""
-        if not any(scales_of(key, CODE_DTYPES[stored.code], self.stored) for key, stored in self.stored.items()):
+        if not any(scales_of(key, DTYPE_NAMES[stored.code], self.stored) for key, stored in self.stored.items()):
             return ""
         try:
             _, content = storage_at(self.root).read_range(_CONFIG, 0, _MOST_JSON_BYTES + 1)
@@ -268,7 +272,7 @@ class _Reading:
         """Returns the shape of the whole tensor, which no file holds: the largest end of its chunks. Raises if it is
         impossibly large."""
         shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.chunks) for dim in range(stored.dims))
-        if math.prod(max(length, 1) for length in shape) * CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
+        if math.prod(max(length, 1) for length in shape) * ITEM_BYTES[stored.code] >= MOST_BYTES:
             path = os.path.join(self.root, self.files[stored.chunks[0][2][0]])
             raise UntrustedCheckpointError(
                 f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from hashlib import blake2b
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -18,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..._engine import _C
-from ..._engine.engine_errors import named_errors
+from ..._engine.dtype_codes import CODE_DTYPES
 from ..._engine.options import threads_of
-from ..._engine.rows import CODE_DTYPES, LOCATION_ROW, words
+from ..._engine.rows import LOCATION_ROW, words
 from ..._engine.torch_private import StorageInfo
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
@@ -41,9 +40,8 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
     format = "safetensors"
 
     def __init__(self, path: str, headers: HeaderTables) -> None:
-        self.save_id = f"safetensors {blake2b(headers.pack(), digest_size=16).hexdigest()}"  # equal for equal headers
-        with named_errors(str, headers.root):
-            index = _C.Index.from_rows(headers.inventory, headers.locations, headers.files, self.save_id)
+        index = headers.index()
+        self.save_id = index.save_id
         super().__init__(path, headers.root, lambda: _metadata(headers), index)
         self.aliases = headers.aliases
         self.headers = headers
