@@ -94,6 +94,11 @@ def test_every_public_name_has_a_place_in_the_reference_and_a_text() -> None:
     assert [name for name in vescale_ckpt.__all__ if not getattr(vescale_ckpt, name).__doc__] == []
 
 
+def test_the_changelog_names_pages_without_links() -> None:
+    """It is a page of the site, too, where pages lie elsewhere."""
+    assert re.findall(r"\]\((?!https:)[^)]*\)", (ROOT / "CHANGELOG.md").read_text()) == []
+
+
 # --- Code
 
 
