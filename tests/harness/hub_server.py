@@ -218,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[sha]
         if rest[0] == "revision":
             return self.answer(200, _info(name, sha, files))
+        if rest[0] == "tree":
+            return self.answer(200, [_entry(path, content) for path, content in files.items()])
         if rest[0] == "resolve":
             if repository.gated and not has_token:
                 return self.answer(401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
@@ -234,6 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{_hash(path, content)}"', "Accept-Ranges": "bytes"}
         if is_large(path):
             self.hub.large[_hash(path, content)] = content
+            headers |= {"X-Linked-Size": str(len(content)), "X-Linked-ETag": headers["ETag"]}
             headers["Location"] = f"{self.hub.files_endpoint}/lfs/{_hash(path, content)}?signature=of-the-test"
             return self.answer(302, b"", headers)
         return self._ranged(content, headers)
@@ -244,7 +247,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.large[oid] = self.body
             self.hub.received.append(oid)
             return self.answer(200, b"")
-        if self.headers.get("Authorization") is not None:
+        # huggingface_hub itself looks with its token at another port of the same host.
+        if self.command == "GET" and self.headers.get("Authorization") is not None:
             return self.answer(400, {"error": "the token went to a foreign address"})
         return self._ranged(self.hub.large[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
@@ -320,6 +324,13 @@ def _hash(path: str, content: bytes) -> str:
 @lru_cache
 def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _blob(content)}
+    if is_large(path):
+        found["lfs"] = {"oid": _hash(path, content), "size": len(content), "pointerSize": 130}
+    return found
 
 
 def _info(name: str, sha: str, files: dict[str, bytes]) -> dict[str, Any]:

@@ -275,6 +275,11 @@ def test_a_conversion_is_one_commit_and_keeps_other_files(hub: HubServer, tmp_pa
     assert len(repository.commits) == 2 and same(stored(repository.files()), weights())
     assert repository.files()["config.json"] == CONFIG and "model.safetensors" not in repository.files()
     assert same(vescale_ckpt.load(URL), weights()) and vescale_ckpt.verify(URL).ok
+    from huggingface_hub import snapshot_download
+
+    stock = Path(snapshot_download(MODEL, local_dir=tmp_path / "stock"))
+    found = {name: (stock / name).read_bytes() for name in repository.files()}
+    assert found == repository.files() and same(stored(found), weights())
 
 
 def test_a_folder_with_its_configuration_is_copied_into_a_branch(hub: HubServer, tmp_path: Path) -> None:
