@@ -51,6 +51,13 @@ def steps(rows: Rows) -> dict[str, set[str]]:
     return {name: {step for step, candidate in rows if candidate == name} for _, name in rows}
 
 
+def test_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.integrations.mxfp4")
+    rows = run("quantized", tmp_path, "--gib=0.001")
+    assert {candidate for _, candidate in rows} == {CEILING, "as stored", "plain", "values", STOCK}
+    assert rows["load", "values"]["of_ceiling"] > 0
+
+
 def test_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run("saves", tmp_path, "--gib=0.001", "--candidates=ceiling,unavoidable-new,vescale,vescale-functions,dcp-4")
     assert steps(rows) == {

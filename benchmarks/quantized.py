@@ -1,0 +1,136 @@
+"""Loads of quantised models into bfloat16: ``python -m benchmarks quantized --gib 1 --rounds 5``.
+
+FP8 with scales of blocks (DeepSeek) and MXFP4 (GPT-OSS), one safetensors file in the page cache. The ceiling copies as
+many bytes as the values have, within memory and on one thread. ``as stored`` loads numbers and scales as they are;
+``plain`` loads a plain model with the values; ``values`` makes them while loading. The rival for FP8 is torch's
+``QuantizedHuggingFaceStorageReader``, for MXFP4 a load of numbers and scales and transformers' arithmetic. Values are
+compared bit for bit. Rates are of bytes of values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import safetensors.torch as library
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+import vescale_ckpt
+from benchmarks import command
+from benchmarks.command import Alternate
+from vescale_ckpt._bench import page_cache
+from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError
+from vescale_ckpt._bench.usage import measure, settle
+
+State = dict[str, torch.Tensor]
+_ROWS, _COLUMNS = 4096, 2048  # of a weight
+
+
+class Case:
+    """One quantised model and its plain twin, and everything that loads them."""
+
+    def __init__(self, directory: Path, gib: float, scheme: str, seed: int) -> None:
+        self.name = f"{scheme} to bfloat16"
+        self._scheme = scheme
+        self._directory = directory
+        rows = min(_ROWS, max(128, int(gib * 2**30 / 2 / _COLUMNS) // 128 * 128))
+        count = max(1, round(gib * 2**30 / (2 * rows * _COLUMNS)))
+        generator = torch.Generator().manual_seed(seed)
+        self._stored: State = {}
+        for number in range(count):
+            self._stored |= _weight(scheme, number, rows, generator)
+        self._model, self._plain = directory / "model", directory / "plain"
+        for folder in (self._model, self._plain):
+            folder.mkdir(parents=True)
+        config = {"quant_method": scheme, "weight_block_size": [128, 128]}
+        (self._model / "config.json").write_text(json.dumps({"quantization_config": config}))
+        index = {"weight_map": dict.fromkeys(self._stored, "model.safetensors")}
+        library.save_file(self._stored, self._model / "model.safetensors")
+        (self._model / "model.safetensors.index.json").write_text(json.dumps(index))
+        self._expected = self._by_arithmetic(self._stored)
+        library.save_file(self._expected, self._plain / "model.safetensors")
+
+    def turns(self) -> dict[str, Turn]:
+        def copy(target: State) -> None:
+            for name, tensor in target.items():
+                ctypes.memmove(tensor.data_ptr(), self._expected[name].data_ptr(), tensor.nbytes)
+
+        ways: dict[str, tuple[State, Callable[[State], object]]] = {
+            CEILING: (self._expected, copy),
+            "as stored": (self._stored, partial(vescale_ckpt.load, self._model)),
+            "plain": (self._expected, partial(vescale_ckpt.load, self._plain)),
+            "values": (self._expected, partial(vescale_ckpt.load, self._model)),
+            STOCK: (self._expected, self._by_stock),
+        }
+        return {name: partial(self._turn, like, way) for name, (like, way) in ways.items()}
+
+    def _by_arithmetic(self, stored: State) -> State:
+        if self._scheme == "mxfp4":
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+            stems = [key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")]
+            return {
+                stem: convert_moe_packed_tensors(stored[f"{stem}_blocks"], stored[f"{stem}_scales"]) for stem in stems
+            }
+        found = {}
+        for key in filter(lambda key: key.endswith(".weight"), stored):
+            scales = stored[f"{key}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            found[key] = (stored[key].float() * scales).bfloat16()
+        return found
+
+    def _by_stock(self, target: State) -> None:
+        if self._scheme == "mxfp4":
+            stored = {key: torch.empty_like(value) for key, value in self._stored.items()}
+            vescale_ckpt.load(self._model, stored)
+            for key, value in self._by_arithmetic(stored).items():
+                target[key].copy_(value)
+            return
+        dcp.load(
+            target, storage_reader=QuantizedHuggingFaceStorageReader(str(self._model), target_dtype=torch.bfloat16)
+        )
+
+    def _turn(self, like: State, way: Callable[[State], object]) -> Steps:
+        settle(self._directory)
+        resident = page_cache.prepare(self._directory, warm=True)
+        target = {key: torch.zeros_like(value) for key, value in like.items()}
+        usage = measure(lambda: way(target))
+        for key, value in target.items():
+            if not torch.equal(value.view(torch.uint8), like[key].view(torch.uint8)):
+                raise WrongContentsError(f"{self.name}: {key} has other values")
+        moved = sum(value.nbytes for value in self._expected.values())
+        return {"load": dataclasses.replace(usage, state_bytes=moved, resident=resident)}
+
+
+def _weight(scheme: str, number: int, rows: int, generator: torch.Generator) -> State:
+    def random_bytes(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, dtype=torch.uint8, generator=generator)
+
+    if scheme == "mxfp4":
+        blocks = random_bytes(256, 2, rows // 2, _COLUMNS // 32, 16)
+        return {f"{number}.up_blocks": blocks, f"{number}.up_scales": 100 + random_bytes(50, *blocks.shape[:-1])}
+    numbers = random_bytes(127, rows, _COLUMNS) | random_bytes(2, rows, _COLUMNS) << 7  # without NaN
+    return {
+        f"{number}.weight": numbers.view(torch.float8_e4m3fn),
+        f"{number}.weight_scale_inv": torch.rand(rows // 128, _COLUMNS // 128, generator=generator),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what ``arguments`` ask for and returns the exit status."""
+    parser = command.parser("benchmarks quantized", __doc__)
+    parser.add_argument("--gib", type=command.size, default=1.0, help="of the values (default %(default)s)")
+    options = parser.parse_args(arguments)
+
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
+        for scheme in ("fp8", "mxfp4"):
+            case = Case(directory / scheme, options.gib, scheme, options.seed)
+            yield from alternate(case.name, case.turns())
+
+    return command.run(options, measured)
