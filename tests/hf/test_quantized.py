@@ -264,6 +264,50 @@ def _load_uneven(folder: Path, expected: torch.Tensor) -> None:
     assert_equal_bits(found.full_tensor(), expected)
 
 
+def test_scales_in_another_file_and_ranks_that_read_for_each_other(tmp_path: Path) -> None:
+    state = float8_model()
+    expected = by_torch(written(tmp_path / "one", state, FP8), {"a.weight": torch.zeros(300, 261)}, torch.float32)
+    folder = tmp_path / "two"
+    folder.mkdir()
+    names = {key: f"{'second' if 'scale' in key else 'first'}.safetensors" for key in state}
+    for name in set(names.values()):
+        stock_torch.save_file({key: value for key, value in state.items() if names[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": FP8}}))
+    run_ranks(2, _load_for_each_other, folder, expected["a.weight"], state["a.bias"])
+
+
+def _load_for_each_other(folder: Path, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    target = {"a.weight": torch.zeros_like(weight), "a.bias": torch.zeros_like(bias)}
+    if dist.get_rank() == 1:
+        del target["a.bias"]
+    vescale_ckpt.load(folder, target, broadcast_checkpoint=True)
+    assert_equal_bits(target["a.weight"], weight)
+    if dist.get_rank() == 0:
+        assert_same(target["a.bias"], bias)
+
+
+def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    """As DeepSeek's newer models may store them: bytes that are exponents."""
+    state = float8_model()
+    scales = torch.randint(110, 140, state["a.weight_scale_inv"].shape, dtype=torch.uint8)
+    state["a.weight_scale_inv"] = scales.view(torch.float8_e8m0fnu)
+    target = {"a.weight": torch.zeros(300, 261)}
+    vescale_ckpt.load(written(tmp_path / "model", state, FP8), target)
+    state["a.weight_scale_inv"] = torch.pow(2.0, scales.float() - 127)
+    folder = written(tmp_path / "wide", state, FP8)
+    assert_equal_bits(
+        target["a.weight"], by_torch(folder, {"a.weight": torch.zeros(300, 261)}, torch.float32)["a.weight"]
+    )
+
+
+def test_zero_points_are_not_left_out(tmp_path: Path) -> None:
+    state = scaled("_scale") | {"a.weight_scale": torch.ones(8, 1), "a.weight_zero_point": torch.ones(8, 1)}
+    folder = written(tmp_path / "model", state, {"quant_method": "compressed-tensors", "format": "float-quantized"})
+    with pytest.raises(CheckpointError, match=r"a\.weight: .*a\.weight_scale"):
+        vescale_ckpt.load(folder, {"a.weight": torch.zeros(8, 8)}, allow_cast=True)
+
+
 def test_modules_take_the_values(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", float8_model(), FP8)
     with torch.device("meta"):

@@ -85,7 +85,13 @@ def _of_float8(tensors: Mapping[str, TensorInfo], suffix: str, block: tuple[int,
     found = {}
     for key, info in tensors.items():
         scales = tensors.get(key + suffix)
-        if scales is None or info.dtype != FLOAT8 or len(info.shape) < 2 or not scales.dtype.is_floating_point:
+        if (
+            scales is None
+            or info.dtype != FLOAT8
+            or key + "_zero_point" in tensors
+            or len(info.shape) < 2
+            or not scales.dtype.is_floating_point
+        ):
             continue
         *others, rows, columns = info.shape
         if block is not None:
