@@ -82,6 +82,17 @@ def test_a_killed_job_goes_on_with_the_same_losses(way: str, tmp_path: Path) -> 
     _assert_equal(vescale_ckpt.load(newest), vescale_ckpt.load(tmp_path / "other" / "step-1"))
 
 
+def test_a_killed_job_goes_on_from_an_object_store(tmp_path: Path, bucket_url: str) -> None:
+    expected = jobs.run(WITHOUT_GPU, TRAIN, str(tmp_path / "whole"), "fsdp")
+    jobs.run_and_kill(WITHOUT_GPU, TRAIN, bucket_url, "fsdp", at=7)
+    resumed = jobs.run(WITHOUT_GPU, TRAIN, bucket_url, "fsdp")
+    assert min(resumed) in (3, 5, 7)
+    jobs.assert_same(resumed, expected, min(resumed))
+    with vescale_ckpt.CheckpointManager(bucket_url) as manager:
+        assert manager.steps() == [4, 6, 8]  # of which it keeps three
+        assert all(vescale_ckpt.verify(f"{bucket_url}/step-{step}").ok for step in manager.steps())
+
+
 def test_accelerates_own_saves_of_fsdp_go_through_this_package(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = jobs.run(WITHOUT_GPU, OWN, str(whole))

@@ -23,7 +23,7 @@ pytest.importorskip("torchdata")
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from harness import jobs
+from harness import jobs, stores
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as StockFabricModelParallel
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
@@ -162,6 +162,16 @@ def test_strategies_go_on_after_a_kill(tmp_path: Path, strategy: str) -> None:
     jobs.assert_same(resumed, expected, first=5)
 
 
+def test_a_killed_job_goes_on_from_an_object_store(tmp_path: Path, bucket_url: str) -> None:
+    expected = jobs.run(JOB, str(tmp_path), "DDP", "async")
+    jobs.run_and_kill(JOB, bucket_url, "DDP", "async", at=7)
+    resumed = jobs.run(JOB, bucket_url, "DDP", "async")
+    assert min(resumed) in (3, 5, 7)
+    jobs.assert_same(resumed, expected, first=min(resumed))
+    last = ours.newest(bucket_url)
+    assert last is not None and last.endswith("step=8.ckpt") and vescale_ckpt.verify(last).ok
+
+
 def test_a_kill_within_an_asynchronous_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     jobs.run_and_kill(JOB, str(tmp_path), "DDP", at=3, ranks=1)
     before = ours.newest(tmp_path)
@@ -281,6 +291,25 @@ def test_the_best_are_kept_and_the_last(tmp_path: Path, asynchronous: bool) -> N
     for callback in (last, link):
         again = trained(ours.DDP(), callback, steps=8, resume="last")
         assert len(again.losses) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_are_kept_in_an_object_store(url: str, asynchronous: bool) -> None:
+    best = ModelCheckpoint(
+        f"{url}/best", filename="{step}", every_n_train_steps=1, monitor="zigzag", save_top_k=2,
+        save_on_train_epoch_end=False,
+    )  # fmt: skip
+    strategy = ours.DDP(async_checkpoint=asynchronous)
+    trained(strategy, best, steps=6)
+    kept = {name for name in stores.names(f"{url}/best") if stores.data_files(f"{url}/best/{name}")}
+    assert kept == {"step=2.ckpt", "step=6.ckpt"}
+    assert best.best_model_path == f"{url}/best/step=6.ckpt"
+    assert ours.newest(f"{url}/best") == best.best_model_path and ours.newest(f"{url}/none") is None
+    assert all(vescale_ckpt.verify(f"{url}/best/{name}").ok for name in kept)
+    again = trained(ours.DDP(), steps=8, resume=best.best_model_path)
+    assert len(again.losses) == 2
+    plugin = ours.CheckpointIO()
+    assert plugin.load_checkpoint(best.best_model_path)["global_step"] == 6
 
 
 @pytest.mark.parametrize("kind", [True, "link"])

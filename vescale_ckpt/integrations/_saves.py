@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import SaveHandle, settings
+from .._storage.open_storage import checkpoint_path, is_folder
+from .._storage.paths import is_url
 from ..api import save
 from ..manager.step_directories import remove_unused
 from ..settings import checked_flag
@@ -101,12 +103,12 @@ class Saves:
     def _remove(self, path: str, remove_file: Callable[[str], object]) -> None:
         if os.path.islink(path):
             os.unlink(path)
-        elif os.path.isdir(path):
-            self._in_use.append(path)
+        elif is_url(path) or os.path.isdir(path):
+            self._in_use.append(checkpoint_path(path))
         else:
             remove_file(path)
         folders, self._in_use = self._in_use, []
         for folder in folders:
-            if os.path.isdir(folder) and not remove_unused(folder):
+            if is_folder(folder) and not remove_unused(folder):
                 logger.info("%s is in use: it is removed after a later save", folder)
                 self._in_use.append(folder)

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,7 +27,8 @@ from .. import SaveHandle, inspect, settings, verify
 from .._checkpoint.recognize import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
-from .._storage.open_storage import storage_at
+from .._storage.open_storage import checkpoint_path, is_folder, storage_at
+from .._storage.paths import is_url
 from ..api import load
 from ..errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from ..settings import Broadcast
@@ -72,12 +74,16 @@ _LAST = "last"  # begins the name of what `ckpt_path="last"` finds
 def newest(folder: str | os.PathLike[str]) -> str | None:
     """The path of the newest sound checkpoint `*.ckpt` in a folder, for `fit(ckpt_path=...)`. None if there is none.
 
-    What a killed save has left is no checkpoint. A damaged checkpoint is passed over with a warning.
+    `folder`: a path or URL. What a killed save has left is no checkpoint. A damaged checkpoint is passed over with a
+    warning. Object stores tell whole seconds: of two of the same time, the one with the greater numbers in its name
+    counts as newer.
     """
+    folder = os.fspath(folder)
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+        listed = storage_at(checkpoint_path(folder)).names() if is_url(folder) else os.listdir(folder)
     except FileNotFoundError:
         return None
+    names = [name for name in listed if name.endswith(_SUFFIX)]
     written: dict[str, int] = {}
     for name in names:
         path = os.path.join(folder, name)
@@ -87,10 +93,12 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
             written[path] = os.stat(path).st_mtime_ns
         elif (committed := committed_at(path)) is not None:
             written[path] = committed
-    sound = (
-        path for path in sorted(written, key=written.__getitem__, reverse=True) if os.path.isfile(path) or _sound(path)
-    )
-    return next(sound, None)
+    in_order = sorted(written, key=lambda path: (written[path], _numbers(path)), reverse=True)
+    return next((path for path in in_order if os.path.isfile(path) or _sound(path)), None)
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
 
 
 def _sound(path: str) -> bool:
@@ -100,14 +108,18 @@ def _sound(path: str) -> bool:
     return report.ok and (storage_at(path).has(_META) or _META in inspect(path).extra_files)
 
 
+def _is_folder(path: str) -> bool:
+    return is_folder(checkpoint_path(path)) if is_url(path) else os.path.isdir(path)
+
+
 def _found(path: str) -> tuple[str, bool]:
     """The path to load, and whether it is a folder. A kill may leave "last" unfinished: then the newest is loaded."""
-    if os.path.isdir(path) and committed_at(path) is None:
+    if _is_folder(path) and committed_at(path) is None:
         folder, name = os.path.split(path)
         if name.startswith(_LAST) and (other := newest(folder)) is not None:
             logger.warning("the save of %s did not finish: %s, the newest checkpoint beside it, is loaded", path, other)
             path = other
-    return path, os.path.isdir(path)
+    return path, _is_folder(path)
 
 
 class _Meta(Mapping[str, bytes]):
@@ -134,6 +146,8 @@ def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None)
     """The content of `meta.pt`: of the checkpoint, or of the file beside it if Lightning has written that."""
     file: Any = io.BytesIO(files[_META]) if _META in files else os.path.join(path, _META)
     try:
+        if is_url(path) and _META not in files:
+            file = io.BytesIO(storage_at(path).read(_META))
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no {_META}", path=path) from None

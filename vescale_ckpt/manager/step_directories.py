@@ -21,6 +21,7 @@ from .._checkpoint.native.named_files import needed_beside
 from .._engine import _C
 from .._storage.open_storage import is_folder, stat_of, storage_at
 from .._storage.orphans import SAVE_GRACE
+from .._storage.paths import folder_above, is_url
 from .._storage.storage import LOCK_NAME
 from . import step_metrics
 
@@ -45,7 +46,7 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
 def remove_unused(path: str) -> bool:
     """Removes a checkpoint unless it is in use; whatever its name is. An interruption leaves it whole, or without its
     name. What earlier interruptions have left beside it is removed, too."""
-    above, name = os.path.split(os.path.abspath(path))
+    above, name = folder_above(path) if is_url(path) else os.path.split(os.path.abspath(path))
     with exclusive(path) as unused:
         if unused is False:
             return False
