@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import shutil
@@ -16,13 +17,13 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from harness import jobs, steps
+from harness import faults, jobs, steps
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import vescale_ckpt
 from vescale_ckpt.integrations import dcp as ours
-from vescale_ckpt.integrations.transformers import VescaleCallback, last_sound_checkpoint, save_pretrained
+from vescale_ckpt.integrations.transformers import OneCommit, VescaleCallback, last_sound_checkpoint, save_pretrained
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,34 @@ def _assert_equal_files(expected: Path, found: Path) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
+ONE_COMMIT = HERE / "trainer_job.py"
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("plain", 1), ("plain", 2), ("fsdp", 2)], ids=["alone", "ddp", "fsdp"])
+def test_a_trainer_of_one_commit_goes_on_bit_for_bit(way: str, ranks: int, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = jobs.run(WITHOUT_GPU, str(ONE_COMMIT), str(whole), way, ranks=ranks)
+    with vescale_ckpt.CheckpointManager(whole) as manager:
+        assert manager.steps() == [6, 7, 8]
+    assert "model.lm_head.weight" in vescale_ckpt.inspect(whole / "step-8").tensors
+    jobs.run_and_kill(WITHOUT_GPU, str(ONE_COMMIT), str(killed), way, at=5, ranks=ranks)
+    resumed = jobs.run(WITHOUT_GPU, str(ONE_COMMIT), str(killed), way, ranks=ranks)
+    assert 2 <= min(resumed) <= 8
+    jobs.assert_same(resumed, expected, min(resumed))
+    left, right = (vescale_ckpt.load(path / "step-8") for path in (whole, killed))
+    assert left["model"].keys() == right["model"].keys()
+    assert all(torch.equal(left["model"][key], right["model"][key]) for key in left["model"])
+
+
+def test_a_trainer_of_one_commit_goes_on_from_an_object_store(bucket_url: str, tmp_path: Path) -> None:
+    expected = jobs.run(WITHOUT_GPU, str(ONE_COMMIT), str(tmp_path), ranks=1)
+    jobs.run_and_kill(WITHOUT_GPU, str(ONE_COMMIT), bucket_url, at=6, ranks=1)
+    resumed = jobs.run(WITHOUT_GPU, str(ONE_COMMIT), bucket_url, ranks=1)
+    jobs.assert_same(resumed, expected, min(resumed))
+    with vescale_ckpt.CheckpointManager(bucket_url) as manager:
+        assert manager.steps() == [6, 7, 8]
+
+
 # --- In this process
 
 
@@ -148,6 +177,82 @@ def _trainer(path: Path, callback: VescaleCallback, **options: Any) -> Trainer:
 
 def _is_ours() -> bool:
     return dcp.FileSystemWriter is ours.DefaultWriter
+
+
+class _OneCommitTrainer(OneCommit, Trainer):  # type: ignore[misc]
+    pass
+
+
+class _Evaluates(_OneCommitTrainer):
+    """Its loss is least after step 2."""
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        return {"eval_loss": abs(self.state.global_step - 2.0)}
+
+
+def _one_commit(kind: Any, place: str, path: Path, steps: int, **options: Any) -> Any:
+    arguments = TrainingArguments(
+        str(path), use_cpu=True, report_to=[], max_steps=steps, save_strategy="steps", save_steps=1, **options
+    )
+    return kind(_Model(), arguments, train_dataset=[{"x": torch.ones(2)}] * 64, eval_dataset=[], checkpoints=place)
+
+
+def test_the_best_steps_stay_in_an_object_store_and_the_best_is_loaded(url: str, tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
+    trainer = _one_commit(_Evaluates, url, tmp_path, 4, **best)
+    trainer.train(resume_from_checkpoint=True)  # there is none: training begins
+    assert trainer.state.best_model_checkpoint == f"{url}/step-2"
+    with vescale_ckpt.CheckpointManager(url) as manager:
+        assert manager.steps()[-1] == 4 and 2 in manager.steps() and len(manager.steps()) <= 3
+    saved = vescale_ckpt.load(f"{url}/step-2")["model"]["weight"]
+    assert torch.equal(trainer.model.weight, saved)
+    assert not torch.equal(saved, vescale_ckpt.load(f"{url}/step-4")["model"]["weight"])
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+    again = _one_commit(_Evaluates, url, tmp_path, 6, **best)
+    again.train(resume_from_checkpoint=True)
+    assert again._initial_global_step == 4 and again.state.global_step == 6
+    assert torch.equal(again.model.weight, saved)
+
+
+@pytest.mark.parametrize(
+    ("call", "skip"), [("write", 0), ("rename", 0), *(("sync_directory", skip) for skip in range(1, 5))]
+)
+def test_a_save_that_fails_at_a_call_leaves_a_whole_step_to_resume_from(call: str, skip: int, tmp_path: Path) -> None:
+    whole = _one_commit(_OneCommitTrainer, str(tmp_path / "whole"), tmp_path, 4)
+    whole.train()
+    place = str(tmp_path / "failing")
+
+    class Fails(_OneCommitTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self._manager.wait()
+            if self.state.global_step == 3:
+                faults.inject(call, errno.EIO, skip)
+            super()._save_checkpoint(model, trial)
+
+    with pytest.raises((vescale_ckpt.CheckpointError, OSError)):
+        _one_commit(Fails, place, tmp_path, 4).train()
+    faults.clear()
+    with vescale_ckpt.CheckpointManager(place) as manager:
+        latest = manager.latest()
+        assert latest is not None and latest in (2, 3)  # it fails before or behind the commit
+        assert vescale_ckpt.verify(f"{place}/step-{latest}").ok
+    resumed = _one_commit(_OneCommitTrainer, place, tmp_path, 4)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+def test_what_one_commit_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="know no save_only_model"):
+        _one_commit(_OneCommitTrainer, str(tmp_path), tmp_path, 1, save_only_model=True)
+    trainer = _one_commit(_OneCommitTrainer, str(tmp_path), tmp_path, 1)
+    with pytest.raises(TypeError, match="OneCommit takes True or False, got 'checkpoint-1'"):
+        trainer.train(resume_from_checkpoint="checkpoint-1")
+    with pytest.raises(vescale_ckpt.CheckpointError, match=r"within train\(\) alone"):
+        trainer._save_checkpoint(trainer.model, None)
+    vescale_ckpt.save(tmp_path / "step-1", {"model": torch.ones(2)})
+    with pytest.raises(vescale_ckpt.CheckpointError, match="was not saved by OneCommit"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""`VescaleCallback` sends the FSDP checkpoints of transformers' Trainer through this package.
+"""`OneCommit` saves all of a transformers' Trainer as one checkpoint, written by all ranks; `VescaleCallback` sends the
+FSDP checkpoints of a Trainer as it is through this package.
 
-Beside it `last_sound_checkpoint` finds where to resume, and `save_pretrained` writes a model for `from_pretrained`.
+Beside them `last_sound_checkpoint` finds where to resume, and `save_pretrained` writes a model for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import copy
 import json
 import os
 import re
+import tempfile
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +21,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .. import SaveHandle, api, verify
+from .. import CheckpointManager, PerRank, RandomState, SaveHandle, api, verify
 from .._ranks.exchange import Exchange
+from ..errors import CheckpointError
 from ..settings import Broadcast
 from ._versions import check_version, hook
 from .dcp import Defaults, enable
@@ -38,7 +42,7 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):
     to the end of `with VescaleCallback() as callback:` around Trainer and training.
 
     Needs `fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}`. Otherwise a Trainer writes with
-    `torch.save` and safetensors on one rank; then the callback warns and changes nothing.
+    `torch.save` and safetensors on one rank; then the callback warns and changes nothing: see `OneCommit`.
 
     Args:
         broadcast_checkpoint: for resuming: that of `StorageReader`.
@@ -70,7 +74,8 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):
             kind = "without FSDP" if plugin is None else f"with {plugin.state_dict_type}"
             warnings.warn(
                 f"VescaleCallback changes nothing: {kind} a Trainer writes whole models on one rank, with torch.save. "
-                f"Give fsdp=True, fsdp_config={{'state_dict_type': '{_SHARDED}'}}",
+                f"Give fsdp=True, fsdp_config={{'state_dict_type': '{_SHARDED}'}}, or derive the Trainer from "
+                "OneCommit, which needs no FSDP: class MyTrainer(OneCommit, Trainer)",
                 stacklevel=2,
             )
 
@@ -92,6 +97,160 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):
 def _fsdp_plugin() -> Any:
     """The FSDP options of the Trainer that was made last; None without FSDP."""
     return getattr(hook("accelerate.state", "AcceleratorState")(), "fsdp_plugin", None)
+
+
+class OneCommit:
+    """A base for Trainers whose checkpoints are those of a `CheckpointManager`: `class MyTrainer(OneCommit, Trainer)`.
+
+    A save is one commit of model, optimizer, scheduler, random states and `trainer_state.json`, written by all ranks
+    while training goes on. It works on one process, with DDP and with FSDP. `train(resume_from_checkpoint=True)` goes
+    on from the newest sound checkpoint, and begins anew if there is none. An error of a save is raised by the next
+    one, or at the end of `train`. Of the Trainer's arguments, `save_strategy`, `save_steps`, `save_total_limit`,
+    `metric_for_best_model` and `load_best_model_at_end` keep their meaning.
+
+    Args:
+        checkpoints: a folder or URL (`s3://...`), in which there will be `step-N`; None: the Trainer's `output_dir`.
+        manager_options: arguments of `CheckpointManager`, such as `async_checkpoint` and `local`.
+
+    All other arguments are those of the Trainer.
+    """
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        checkpoints: str | os.PathLike[str] | None = None,
+        manager_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        check_version("transformers", TESTED)
+        for name in ("_save_checkpoint", "_init_training_state", "_load_from_checkpoint", "_load_scaler",
+                     "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model",
+                     "_determine_best_metric"):  # fmt: skip
+            hook("transformers", f"Trainer.{name}")
+        super().__init__(*args, **options)
+        for name in ("save_only_model", "push_to_hub", "auto_find_batch_size", "deepspeed"):
+            if getattr(self.args, name, None):
+                raise ValueError(f"OneCommit: its checkpoints know no {name}: leave it out, or use the Trainer without")
+        self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
+        self._manager_options = self._retention() | dict(manager_options or {})
+        self._manager: CheckpointManager | None = None
+        self._resumed: tuple[str, int] | None = None  # the folder that the Trainer takes for the checkpoint, the step
+        self._random = _LaterRandomState()
+        self._metrics: dict[str, float] = {}
+
+    def _retention(self: Any) -> dict[str, Any]:
+        options: dict[str, Any] = {"max_to_keep": self.args.save_total_limit}
+        if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
+            mode = "max" if self.args.greater_is_better else "min"
+            return options | {"best": self._metric_name, "best_mode": mode}
+        return options
+
+    @property
+    def _metric_name(self: Any) -> str:
+        name: str = self.args.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **options: Any) -> Any:
+        if trial is not None:
+            raise CheckpointError("OneCommit: checkpoints of a hyperparameter search stay with the Trainer")
+        if not (resume_from_checkpoint is None or isinstance(resume_from_checkpoint, bool)):
+            raise TypeError(
+                f"resume_from_checkpoint: OneCommit takes True or False, got {resume_from_checkpoint!r}: it goes on "
+                f"from the newest sound checkpoint of {self._checkpoints}"
+            )
+        with CheckpointManager(self._checkpoints, **self._manager_options) as manager, \
+                tempfile.TemporaryDirectory() as folder:  # fmt: skip
+            self._manager, self._metrics = manager, {}
+            if resume_from_checkpoint and (step := manager.latest()) is not None:
+                self._resumed = folder, step
+                files: dict[str, bytes] = {}
+                manager.restore({}, step, strict=False, prepare=False, extra_files=files)
+                if _LAST_WRITTEN not in files:
+                    raise CheckpointError(f"step {step} of {self._checkpoints} was not saved by OneCommit")
+                Path(folder, _LAST_WRITTEN).write_bytes(files[_LAST_WRITTEN])
+            try:
+                return super().train(folder if self._resumed else None, trial, *args, **options)
+            finally:
+                self._manager = self._resumed = None
+
+    def _whole_state(self: Any) -> dict[str, Any]:
+        state = {
+            "model": self.model_wrapped,
+            "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
+            "scheduler": self.lr_scheduler,
+            "random": PerRank(self._random),
+        }
+        return state if self.accelerator.scaler is None else {**state, "scaler": self.accelerator.scaler}
+
+    def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+        if self._manager is None:
+            raise CheckpointError("OneCommit saves checkpoints within train() alone")
+        self.store_flos()
+        exportable = hook("transformers.trainer_callback", "ExportableState")
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, exportable):
+                name, state = type(callback).__name__, callback.state()
+                if isinstance(self.state.stateful_callbacks[name], list):
+                    self.state.stateful_callbacks[name].append(state)
+                else:
+                    self.state.stateful_callbacks[name] = state
+        self.state.best_model_checkpoint = None  # a step is no folder of the Trainer: `best_global_step` says it
+        with tempfile.TemporaryDirectory() as folder:
+            self.state.save_to_json(os.path.join(folder, _LAST_WRITTEN))
+            content = Path(folder, _LAST_WRITTEN).read_bytes()
+        self._manager.save(
+            self.state.global_step,
+            self._whole_state(),
+            metrics=self._metrics,
+            extra_files={_LAST_WRITTEN: content} if self.is_world_process_zero() else None,
+        )
+        self._name_best()
+
+    def _name_best(self: Any) -> None:
+        if (step := self.state.best_global_step) is not None:
+            self.state.best_model_checkpoint = f"{os.fspath(self._checkpoints).rstrip('/')}/step-{step}"
+
+    def _determine_best_metric(self: Any, metrics: Any, trial: Any) -> bool:
+        self._metrics = {name: value for name, value in metrics.items() if name == self._metric_name}
+        return bool(super()._determine_best_metric(metrics=metrics, trial=trial))
+
+    def _load_best_model(self: Any) -> None:
+        self._manager.wait()
+        api.load(self.state.best_model_checkpoint, {"model": self.model_wrapped})
+
+    # A Trainer reads a checkpoint in pieces. Here `_load_optimizer_and_scheduler`, when all is made, reads it at once.
+
+    def _init_training_state(self: Any, *args: Any, **options: Any) -> Any:
+        found = super()._init_training_state(*args, **options)
+        self._name_best()
+        return found
+
+    def _load_from_checkpoint(self: Any, *args: Any, **options: Any) -> None:
+        pass
+
+    def _load_scaler(self: Any, checkpoint: Any) -> None:
+        pass
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> None:
+        if self._resumed is not None:
+            self._manager.restore(self._whole_state(), self._resumed[1])
+
+    def _load_rng_state(self: Any, checkpoint: Any) -> None:
+        if self._resumed is not None:
+            self._random.set_now()
+
+
+class _LaterRandomState(RandomState):
+    """Random states that are set when the Trainer has passed over the batches of an epoch that it has trained with."""
+
+    _loaded: dict[str, Any] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def set_now(self) -> None:
+        if self._loaded is not None:
+            super().load_state_dict(self._loaded)
 
 
 def last_sound_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
