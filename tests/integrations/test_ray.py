@@ -8,11 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import jobs
+from harness import jobs, stores
+from harness.object_server import ObjectServer
 
 import vescale_ckpt
 
 pytest.importorskip("ray.train")
+fs = pytest.importorskip("pyarrow.fs")
 pytestmark = pytest.mark.slow  # Ray takes its time to start
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "train_ray.py"
@@ -48,6 +50,26 @@ def test_a_run_is_started_again_with_fewer_workers(tmp_path: Path, whole: dict[i
     resumed = jobs.run(EXAMPLE, str(tmp_path), "1", ranks=1, **QUIET)
     assert min(resumed) in (3, 5, 7), "it goes on from a checkpoint"
     jobs.assert_close(resumed, whole, first=min(resumed), most=0.05)  # other dropout
+
+
+def test_a_run_is_started_again_in_an_object_store(
+    bucket_url: str, object_server: ObjectServer, whole: dict[int, str]
+) -> None:
+    storage = f"{bucket_url}?endpoint_override=127.0.0.1:{object_server.port}&scheme=http"
+    jobs.run_and_kill(EXAMPLE, storage, at=6, ranks=1, **QUIET)
+    resumed = jobs.run(EXAMPLE, storage, ranks=1, **QUIET)
+    assert min(resumed) in (3, 5, 7)
+    jobs.assert_same(resumed, whole, first=min(resumed))
+    steps = {name for name in stores.names(f"{bucket_url}/run") if name.startswith("step-")}
+    assert "step-8" in steps and len([name for name in steps if stores.names(f"{bucket_url}/run/{name}")]) == 2
+    assert vescale_ckpt.verify(f"{bucket_url}/run/step-8").ok
+
+
+def test_a_storage_that_is_unknown_here_is_refused() -> None:
+    from vescale_ckpt.integrations.ray import _url
+
+    with pytest.raises(vescale_ckpt.CheckpointError, match=r"file system 'mock'.*s3://, gs:// and az://"):
+        _url(fs._MockFileSystem(), "run")
 
 
 def test_outside_of_a_run_there_is_one_error() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-from harness import jobs
+from harness import jobs, stores
 
 import vescale_ckpt
 
@@ -45,6 +45,21 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int,
         info = vescale_ckpt.inspect(path)
         assert info.writer == "vescale_ckpt" and vescale_ckpt.verify(path).ok
         assert "optimizer.state.norm.weight.exp_avg" in info.tensors
+
+
+def test_a_killed_job_goes_on_from_an_object_store(
+    tmp_path: Path, bucket_url: str, undisturbed: dict[int, str]
+) -> None:
+    flags = ["--checkpoint.folder", bucket_url, "--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2",
+             "--checkpoint.interval", "1"]  # fmt: skip
+    jobs.run_and_kill(JOB, str(tmp_path), *flags, at=5)
+    resumed = jobs.run(JOB, str(tmp_path), *flags)
+    assert 3 <= min(resumed) <= 6
+    jobs.assert_same(resumed, undisturbed, first=min(resumed))
+    steps = {name for name in stores.names(bucket_url) if stores.data_files(f"{bucket_url}/{name}")}
+    assert {"step-7", "step-8"} <= steps and len(steps) <= 3  # torchtitan does not purge at the last step
+    assert all(vescale_ckpt.verify(f"{bucket_url}/{name}").ok for name in steps)
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_stock_goes_on_from_ours(tmp_path: Path, undisturbed: dict[int, str]) -> None:

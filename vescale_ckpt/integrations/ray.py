@@ -1,7 +1,7 @@
 """`report` and `restore` save and load the state of a Ray Train run, for training functions of Ray's workers.
 
-All workers write one checkpoint straight into the run's storage, so nothing is copied there. Ray registers it when it
-is durable.
+All workers write one checkpoint straight into the run's storage, a folder or an object store, so nothing is copied
+there. Ray registers it when it is durable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _get_context: Any = hook("ray.train", "get_context")
 _get_checkpoint: Any = hook("ray.train", "get_checkpoint")
 _Checkpoint: Any = hook("ray.train", "Checkpoint")
 _UploadMode: Any = hook("ray.train", "CheckpointUploadMode")  # absent where Ray Train V2 is switched off
-_LocalFileSystem: Any = hook("pyarrow.fs", "LocalFileSystem")
+_FileSelector: Any = hook("pyarrow.fs", "FileSelector")
+#: What URLs begin with here, by the names that pyarrow has for its file systems.
+_URL_OF = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
 
 
 def report(
@@ -42,20 +44,23 @@ def report(
             is durable. If the save fails, Ray ends the training with its error.
         extra_files, timeout: those of `vescale_ckpt.save`.
 
-    Raises `CheckpointError` if the run's storage is no directory that all workers see.
+    Raises `CheckpointError` if the run's storage is no directory that all workers see, and no object store that this
+    package knows. If Ray does not find there what was saved, the training ends with an error.
     """
     storage = _get_context().get_storage()
-    if not isinstance(storage.storage_filesystem, _LocalFileSystem):
-        raise CheckpointError(
-            f"the run's storage is {storage.storage_filesystem}: vescale_ckpt writes to a directory that all workers "
-            "see. Give RunConfig(storage_path=) one"
-        )
     name = f"step-{step}"
     path = os.path.join(storage.experiment_fs_path, name)
-    handle = api.save(path, state, async_checkpoint=async_checkpoint, extra_files=extra_files, timeout=timeout)
+    url = _url(storage.storage_filesystem, path)
+    handle = api.save(url, state, async_checkpoint=async_checkpoint, extra_files=extra_files, timeout=timeout)
 
     def durable(checkpoint: Any, _: str) -> Any:
         handle.result()
+        if not checkpoint.filesystem.get_file_info(_FileSelector(path, allow_not_found=True)):
+            raise CheckpointError(
+                f"{url} was saved, and Ray does not find it in its storage: name the same endpoint and account in the "
+                "environment (AWS_ENDPOINT_URL, for one) and in RunConfig(storage_path=)",
+                path=url,
+            )
         return checkpoint
 
     _train_report(
@@ -81,6 +86,16 @@ def restore(state: dict[str, Any], *, weights_only: bool = True, timeout: float 
     found = re.fullmatch(r"step-(\d+)", os.path.basename(checkpoint.path))
     if found is None:
         raise CheckpointError(f"{checkpoint.path} was not reported by vescale_ckpt.integrations.ray.report")
-    with checkpoint.as_directory() as directory:
-        api.load(directory, state, weights_only=weights_only, timeout=timeout)
+    url = _url(checkpoint.filesystem, checkpoint.path)
+    api.load(url, state, weights_only=weights_only, timeout=timeout)
     return int(found[1])
+
+
+def _url(file_system: Any, path: str) -> str:
+    """The path or URL by which this package knows a path of a file system of pyarrow."""
+    if (begin := _URL_OF.get(file_system.type_name)) is None:
+        raise CheckpointError(
+            f"the run's storage is a file system {file_system.type_name!r}: vescale_ckpt writes to a directory that "
+            "all workers see, or to s3://, gs:// and az://. Give RunConfig(storage_path=) one"
+        )
+    return begin + path

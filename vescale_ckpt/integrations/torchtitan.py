@@ -8,8 +8,8 @@ option of `vescale_ckpt.load` on.
 
 from __future__ import annotations
 
+import importlib
 import logging
-import os
 import re
 from concurrent import futures
 from dataclasses import dataclass
@@ -20,8 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from .. import SaveHandle, settings
 from .._checkpoint.recognize import committed_at
+from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
+from .._storage.paths import is_url
 from ..api import load, save
 from ..errors import CheckpointError, MissingKeysError
+from ..manager.step_directories import remove_unused
 from ._versions import check_version, hook
 
 __all__ = ["VescaleCheckpointManager", "vescale"]
@@ -35,10 +38,44 @@ _AsyncMode = hook(_DCP, "AsyncMode")
 _collect_garbage = hook("torchtitan.tools.utils", "GarbageCollection.collect")
 _derive = hook("torchtitan.config", "derive")
 _override = hook("torchtitan.config", "override")
+_dcp: Any = importlib.import_module(_DCP)
+_filesystem = hook(_DCP, "filesystem")
+for _function in ("exists", "isdir", "isfile", "listdir", "rmtree"):
+    hook(_DCP, f"filesystem.{_function}")
 for _method in ("dcp_save", "dcp_load", "_purge_stale_checkpoints", "_should_purge", "_close"):
     hook(_DCP, f"CheckpointManager.{_method}")
 
 _STEP = re.compile(r"step-(\d+)")
+
+
+class _Files:
+    """torchtitan's functions for files, which ask this package's clients about URLs: fsspec caches what it has listed,
+    and wants a package for each kind of store."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_filesystem, name)
+
+    def isdir(self, path: Any) -> bool:
+        return is_folder(checkpoint_path(path)) if is_url(str(path)) else bool(_filesystem.isdir(path))
+
+    def isfile(self, path: Any) -> bool:
+        return is_file(checkpoint_path(path)) if is_url(str(path)) else bool(_filesystem.isfile(path))
+
+    def exists(self, path: Any) -> bool:
+        return self.isdir(path) or self.isfile(path)
+
+    def listdir(self, path: Any) -> list[str]:
+        return storage_at(checkpoint_path(path)).names() if is_url(str(path)) else list(_filesystem.listdir(path))
+
+    def rmtree(self, path: Any) -> None:
+        if is_url(str(path)):
+            if not remove_unused(checkpoint_path(path)):
+                logger.warning("%s is in use: it stays", path)
+        else:
+            _filesystem.rmtree(path)
+
+
+_FILES = _Files()
 
 
 class VescaleCheckpointManager(_Manager):
@@ -56,6 +93,7 @@ class VescaleCheckpointManager(_Manager):
     def __init__(self, config: Any, **options: Any) -> None:
         self._broadcast_checkpoint = settings.broadcast(config.broadcast_checkpoint)
         self._last_save: SaveHandle | None = None
+        _dcp.filesystem = _FILES
         super().__init__(config, **options)
 
     @property
@@ -112,8 +150,8 @@ class VescaleCheckpointManager(_Manager):
             self._last_save.add_done_callback(lambda handle: self._purge() if handle.wait() is None else None)
 
     def _purge(self) -> None:
-        found = [(int(match[1]), name) for name in os.listdir(self.folder) if (match := _STEP.fullmatch(name))]
-        paths = [os.path.join(self.folder, name) for _, name in sorted(found)]
+        found = [(int(match[1]), name) for name in _FILES.listdir(self.folder) if (match := _STEP.fullmatch(name))]
+        paths = [_filesystem.join(self.folder, name) for _, name in sorted(found)]
         whole = [path for path in paths if committed_at(path) is not None]
         for path in whole[: -self.keep_latest_k]:
             self.purge_queue.put(path)
