@@ -531,6 +531,26 @@ def test_export_copies_configuration_and_tokenizer(checkpoint: Path, tmp_path: P
     assert run(capsys, "export", checkpoint, tmp_path / "a.safetensors", "--config", model)[0] == 2
 
 
+def test_the_configuration_of_plain_weights_names_no_quantisation(tmp_path: Path, capsys: Any) -> None:
+    """What a quantised model's configuration says of its weights would be wrong for their values."""
+    source = tmp_path / "quantised"
+    weights = {
+        "a.weight": torch.ones(128, 128, dtype=torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.full((1, 1), 2.0),
+    }
+    vescale_ckpt.save(source, weights, format="safetensors")
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {"hidden_size": 128, "quantization_config": scheme, "text_config": {"quantization_config": scheme}}
+    (source / "config.json").write_text(json.dumps(config))
+    for name, options in (("plain", ("--dtype", "bfloat16")), ("as-it-is", ())):
+        status, _, err = run(capsys, "export", source, tmp_path / name, "--key", "", "--config", source, *options)
+        assert status == 0, err
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {"hidden_size": 128, "text_config": {}}
+    made = vescale_ckpt.safetensors.load_file(tmp_path / "plain" / "model.safetensors")
+    assert made.keys() == {"a.weight"} and (made["a.weight"] == 2).all() and made["a.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "as-it-is" / "config.json").read_text()) == config
+
+
 def test_quiet_commands_print_errors_only(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     for command in (("verify",), ("diff", checkpoint), ("copy", tmp_path / "copy"), ("export", tmp_path / "hf")):
         assert run(capsys, command[0], checkpoint, *command[1:], "-q") == (0, "", "")

@@ -31,7 +31,13 @@ def scales_of(key: str, dtype: str, present: Container[str]) -> str | None:
 
 def config_of(text: Any) -> str:
     """Returns `quantization_config` of a parsed `config.json` as JSON; empty if it has none."""
-    for holder in (text, text.get("text_config") if isinstance(text, dict) else None):
-        if isinstance(holder, dict) and (found := holder.get("quantization_config")) is not None:
+    for holder in holders_of_config(text):
+        if (found := holder.get("quantization_config")) is not None:
             return json.dumps(found, sort_keys=True)
     return ""
+
+
+def holders_of_config(text: Any) -> list[dict[str, Any]]:
+    """Returns the parts of a parsed `config.json` that may have one."""
+    parts = [text, text.get("text_config")] if isinstance(text, dict) else []
+    return [part for part in parts if isinstance(part, dict)]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 
 from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
-from .._convert.plan import RenameRules, plan
+from .._convert.model_config import fitting
+from .._convert.plan import Plan, RenameRules, plan
 from .._observe.amounts import size
 from .._storage.open_storage import checkpoint_path, commits_whole, readable_path, storage_at
 from ..errors import MissingKeysError
@@ -101,15 +103,22 @@ def _convert(
     stack: dict[str, str] | None,
     on_objects: Objects,
     schema: str,
-    beside: Mapping[str, bytes] | None = None,
+    beside: dict[str, bytes] | None = None,
 ) -> int:
     dtypes = _dtypes(options.dtype)
+
+    def make(source: Any) -> Plan:
+        planned = plan(source, keys, rename, stack, dtypes)
+        if beside and _CONFIG in beside:
+            beside[_CONFIG] = fitting(beside[_CONFIG], planned)
+        return planned
+
     with _ranks_of_torchrun() as rank, output.progress("converting", options.quiet) as progress:
         report = convert_by_plan(
             options.src,
             options.dst,
             format,
-            lambda source: plan(source, keys, rename, stack, dtypes),
+            make,
             options.max_shard_size,
             on_objects,
             options.overwrite,
