@@ -42,6 +42,7 @@ from vescale_ckpt import (
     api,
     verify,
 )
+from vescale_ckpt._storage import file_system
 from vescale_ckpt.manager import clean_up, manager, schedule, step_directories
 
 BOUND = 60.0  # seconds after which something hangs
@@ -646,6 +647,24 @@ def load_slowly(directory: Path, pause: Callable[[], None]) -> None:
     pause()
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
     assert same(values, small_state(1))
+
+
+def test_a_folder_whose_name_could_not_be_synced_is_made_and_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock, which a save can do without, makes the folders first."""
+    synced: list[str] = []
+    sync_name = file_system._sync_name
+
+    def noted(path: str) -> None:
+        sync_name(path)
+        synced.append(path)
+
+    monkeypatch.setattr(file_system, "_sync_name", noted)
+    with CheckpointManager(tmp_path / "run", async_checkpoint=False) as manager:
+        faults.inject("sync_directory", errno.EIO, 0, 1)
+        manager.save(1, {"step": 1})
+    assert {str(tmp_path / "run"), str(tmp_path / "run" / "step-1")} <= {*synced}
 
 
 def test_what_another_process_reads_is_not_removed(checkpoint: Path) -> None:

@@ -124,8 +124,14 @@ class FileSystem(Storage):
                 raise CheckpointError(
                     f"the folder {self.path} cannot be made: {why}", path=self.path, errno=error.errno
                 ) from error
-            for level in reversed(made):
-                _sync_name(level)
+            try:
+                for level in reversed(made):
+                    _sync_name(level)
+            except BaseException:
+                for level in made:  # so that the next call makes and syncs them again
+                    with contextlib.suppress(OSError):
+                        os.rmdir(level)
+                raise
 
     def make_durable(self, holds_one: bool) -> None:
         """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether the directory holds a
