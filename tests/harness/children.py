@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import itertools
 import mmap
@@ -39,7 +40,12 @@ class Answer:
 def in_child(function: Callable[..., Any], *args: Any, seconds: float = 120.0) -> Answer:
     """Calls a function in a fork of this process. Raises `ChildError` if it raises, dies or takes longer."""
     reading, writing = os.pipe()
-    pid = fork(lambda: _report(function, args, writing))
+
+    def answer() -> None:
+        faulthandler.dump_traceback_later(0.9 * seconds, file=2)  # tells where it hangs
+        _report(function, args, writing)
+
+    pid = fork(answer)
     os.close(writing)
     data, deadline = b"", time.monotonic() + seconds
     try:
