@@ -346,6 +346,25 @@ def test_values_of_another_shape_or_dtype_do_not_fit(tmp_path: Path) -> None:
         assert not target.any()
 
 
+def test_targets_in_the_same_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = float8_model(128, 64) | {"plain": torch.randn(128, 64)}
+    folder = written(tmp_path / "model", state, FP8)
+    values = {"plain": state["plain"]} | by_torch(folder, {"a.weight": torch.zeros(128, 64)}, torch.float32)
+    for first, last in (("plain", "a.weight"), ("a.weight", "plain")):
+        caplog.clear()
+        memory = torch.zeros(128, 64)
+        vescale_ckpt.load(folder, {first: memory, last: memory})
+        assert_equal_bits(memory, values[last])
+        assert f"both get the value of {last}" in caplog.text
+    tied = torch.zeros(128, 64)  # what is not stored replaces nothing
+    vescale_ckpt.load(folder, {"a.weight": tied, "lm_head": tied})
+    assert_equal_bits(tied, values["a.weight"])
+    memory = torch.zeros(192, 64)
+    with pytest.raises(CheckpointError, match="overlap in part"):
+        vescale_ckpt.load(folder, {"a.weight": memory[:128], "plain": memory[64:]})
+    assert not memory.any()
+
+
 def test_damaged_scales_are_found(tmp_path: Path) -> None:
     """In files of this package, which have checksums."""
     state = float8_model()

@@ -35,6 +35,7 @@ from .._state.flatten import flatten, nest, place
 from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, suggest_rename
 from .._state.load_targets import allocate_targets, find_shared
 from .._state.per_rank import PerRank, Restoring, set_rank
+from .._state.shared_targets import replaced_in_state
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
@@ -391,6 +392,7 @@ class _TargetState:
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
         self._new: dict[str, torch.Tensor] = {}  # {checkpoint key: replacement for a tensor without memory}
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
+        self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
 
     def names_below_the_empty_one(self) -> None:
@@ -426,9 +428,13 @@ class _TargetState:
         values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
         plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
         planner.set_up_planner({**plain, **dict.fromkeys(extra)}, metadata)
-        planner.quantized = describe_values(values_of)
         missing, mismatched = planner.misfits()
         mismatched += unfit.values()
+        if values_of:  # they are filled after all others
+            loaded = wanted.keys() - {*missing, *(entry.key for entry in mismatched)}
+            replaced = replaced_in_state(wanted, loaded, lambda *keys: values_of.keys().isdisjoint(keys))
+            planner.quantized = describe_values({key: values_of[key] for key in values_of if key not in replaced})
+        self._of_values = frozenset(values_of)
         self._shared = find_shared(missing, values)
         if self._shared:
             planner.leave_out(set(self._shared))
@@ -445,7 +451,7 @@ class _TargetState:
         return planner, _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
 
     def hand_over(self, planner: FillPlanner) -> None:
-        loaded = {*planner.state_dict, *(planner.quantized.names if planner.quantized is not None else ())}
+        loaded = {*planner.state_dict, *self._of_values}
         for name, value in chain(self._new.items(), planner.objects.items()):
             if name in loaded and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)
