@@ -16,7 +16,7 @@ from ._versions import check_version, hook
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-TESTED = ("1.15", "1.16")
+TESTED = ("1.14", "1.16")
 #: What Accelerate keeps of what it prepared, by the names under which `state_of` has it.
 _PREPARED = {
     "model": "_models",
