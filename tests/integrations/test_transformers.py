@@ -190,11 +190,26 @@ class _Evaluates(_OneCommitTrainer):
         return {"eval_loss": abs(self.state.global_step - 2.0)}
 
 
-def _one_commit(kind: Any, place: str, path: Path, steps: int, **options: Any) -> Any:
+def _one_commit(
+    kind: Any, place: str, path: Path, steps: int, manager_options: dict[str, Any] | None = None, **options: Any
+) -> Any:
     arguments = TrainingArguments(
         str(path), use_cpu=True, report_to=[], max_steps=steps, save_strategy="steps", save_steps=1, **options
     )
-    return kind(_Model(), arguments, train_dataset=[{"x": torch.ones(2)}] * 64, eval_dataset=[], checkpoints=place)
+    return kind(
+        _Model(), arguments, train_dataset=[{"x": torch.ones(2)}] * 64, eval_dataset=[],
+        checkpoints=place, manager_options=manager_options,
+    )  # fmt: skip
+
+
+def test_a_step_without_an_evaluation_is_not_taken_for_the_best(tmp_path: Path) -> None:
+    trainer = _one_commit(
+        _Evaluates, str(tmp_path / "run"), tmp_path, 5, eval_strategy="steps", eval_steps=2,
+        manager_options={"best": "eval_loss", "best_mode": "min", "max_to_keep": 2},
+    )  # fmt: skip
+    trainer.train()
+    with vescale_ckpt.CheckpointManager(tmp_path / "run", best="eval_loss", best_mode="min") as manager:
+        assert manager.steps() == [2, 4, 5] and manager.best_step() == 2  # 3 and 5 were not evaluated
 
 
 def test_the_best_steps_stay_in_an_object_store_and_the_best_is_loaded(url: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import tempfile
@@ -136,7 +137,7 @@ class OneCommit:
         self._manager: CheckpointManager | None = None
         self._resumed: tuple[str, int] | None = None  # the folder that the Trainer takes for the checkpoint, the step
         self._random = _LaterRandomState()
-        self._metrics: dict[str, float] = {}
+        self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and the metrics of its evaluation
 
     def _retention(self: Any) -> dict[str, Any]:
         options: dict[str, Any] = {"max_to_keep": self.args.save_total_limit}
@@ -160,7 +161,7 @@ class OneCommit:
             )
         with CheckpointManager(self._checkpoints, **self._manager_options) as manager, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
-            self._manager, self._metrics = manager, {}
+            self._manager, self._measured = manager, (-1, {})
             if resume_from_checkpoint and (step := manager.latest()) is not None:
                 self._resumed = folder, step
                 files: dict[str, bytes] = {}
@@ -201,17 +202,25 @@ class OneCommit:
         self._manager.save(
             self.state.global_step,
             self._whole_state(),
-            metrics=self._metrics,
+            metrics=self._metrics_of_this_step(),
             extra_files={_LAST_WRITTEN: content} if self.is_world_process_zero() else None,
         )
         self._name_best()
+
+    def _metrics_of_this_step(self: Any) -> dict[str, float]:
+        step, metrics = self._measured
+        found = dict(metrics) if step == self.state.global_step else {}
+        if (best := self._manager.retention.best) is not None:
+            found.setdefault(best, math.nan)  # a step without an evaluation ranks below all others
+        return found
 
     def _name_best(self: Any) -> None:
         if (step := self.state.best_global_step) is not None:
             self.state.best_model_checkpoint = f"{os.fspath(self._checkpoints).rstrip('/')}/step-{step}"
 
     def _determine_best_metric(self: Any, metrics: Any, trial: Any) -> bool:
-        self._metrics = {name: value for name, value in metrics.items() if name == self._metric_name}
+        found = {name: value for name, value in metrics.items() if name == self._metric_name}
+        self._measured = self.state.global_step, found
         return bool(super()._determine_best_metric(metrics=metrics, trial=trial))
 
     def _load_best_model(self: Any) -> None:
