@@ -426,7 +426,8 @@ def test_a_reader_of_dcp_wants_a_commit(hub: HubServer, tmp_path: Path) -> None:
 
     repository = hub.repository(MODEL, model_files(tmp_path / "model"))
     state = {name: torch.zeros_like(value) for name, value in weights().items()}
-    with pytest.raises(dcp.api.CheckpointException, match="expected a commit"):
+    # torch 2.11 does not tell why
+    with pytest.raises(dcp.api.CheckpointException, match=r"expected a commit|metadata is None"):
         dcp.load(state, storage_reader=vescale_ckpt.StorageReader(URL))
     dcp.load(state, storage_reader=vescale_ckpt.StorageReader(f"{URL}@{repository.branches['main']}"))
     assert same(state, weights())
