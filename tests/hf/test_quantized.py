@@ -77,6 +77,9 @@ def test_a_cast_never_leaves_scales_out(tmp_path: Path, suffix: str) -> None:
         assert isinstance(cause(error) if isinstance(error, CheckpointException) else error, CheckpointError)
     assert not target["a.weight"].any()
     assert not (tmp_path / "out").exists()
+    with pytest.raises(IncompatibleStateError, match=f"its scales a.weight{suffix}") as refused:
+        vescale_ckpt.load(folder, target)
+    assert "allow_cast" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

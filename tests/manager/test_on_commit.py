@@ -176,11 +176,11 @@ def test_checkpoints_are_pushed_and_a_push_that_fails_leaves_the_model_before(
     manager = CheckpointManager(tmp_path, on_commit=push)
     manager.save(1, state(1))
     manager.wait()
-    manager._commit_calls.finish(PATIENCE)  # type: ignore[union-attr]
+    manager._commit_calls.end_within(PATIENCE)  # type: ignore[union-attr]
     hub.fail_with("POST .*/commit/", 412)
     manager.save(2, state(2))
     manager.wait()
-    manager._commit_calls.finish(PATIENCE)  # type: ignore[union-attr]
+    manager._commit_calls.end_within(PATIENCE)  # type: ignore[union-attr]
     assert "on_commit failed for step 2" in caplog.text and "The repository is as it was" in caplog.text
     assert _pushed(repository.files()) == 1.0 and len(hub.received) == 3
     manager.save(3, state(3))

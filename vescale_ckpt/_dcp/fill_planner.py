@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .._checkpoint.quantized_names import scales_of
 from .._engine import _C
 from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
 from .._state.describe import Description
@@ -39,6 +40,10 @@ class FillPlanner(LoadPlanner):
     def misfits(self) -> tuple[list[str], list[Mismatch]]:
         """Keys that the checkpoint does not have, and those whose stored value does not fit. Raises
         `CorruptCheckpointError` if the stored chunks of a tensor do not cover it."""
+        missing, mismatched = self._compared()
+        return missing, [self._without_vain_advice(entry) for entry in mismatched]
+
+    def _compared(self) -> tuple[list[str], list[Mismatch]]:
         if self._index is not None:
             try:
                 found = self._misfits_on_index(self._index)
@@ -47,6 +52,16 @@ class FillPlanner(LoadPlanner):
             except _C.EngineError:
                 self._index = None  # damaged: `.metadata` is used
         return self._misfits_in_metadata()
+
+    def _without_vain_advice(self, entry: Mismatch) -> Mismatch:
+        """Names the scales of numbers that no load converts without them."""
+        assert self.metadata is not None
+        if entry.found.endswith(_CASTS):
+            stored = self.metadata.state_dict_metadata
+            dtype = cast(TensorStorageMetadata, stored[entry.key]).properties.dtype
+            if (scales := scales_of(entry.key, str(dtype).removeprefix("torch."), stored)) is not None:
+                return entry._replace(found=f"dtype {dtype} with its scales {scales}, not one without the other")
+        return entry
 
     def leave_out(self, keys: set[str]) -> None:
         if keys:

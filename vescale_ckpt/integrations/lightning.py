@@ -109,7 +109,7 @@ def _sound(path: str) -> bool:
 
 
 def _is_folder(path: str) -> bool:
-    return is_folder(checkpoint_path(path)) if is_url(path) else os.path.isdir(path)
+    return is_folder(checkpoint_path(path))
 
 
 def _found(path: str) -> tuple[str, bool]:

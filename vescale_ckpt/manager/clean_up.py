@@ -41,7 +41,7 @@ def clean_up(
     Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
     went on from an older step.
     """
-    checkpoints = [] if retention.max_to_keep is None else _candidates(root, retention)
+    checkpoints = _at_stake(root, retention)
     surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
     step_directories.remove(root, sorted(surplus - sound - spared))
     step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
@@ -72,7 +72,7 @@ def clean_up_part(
 
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """Returns the steps that `clean_up` removes unless they are in use."""
-    checkpoints = [] if retention.max_to_keep is None else _candidates(root, retention)
+    checkpoints = _at_stake(root, retention)
     return _to_remove(root, retention, checkpoints, saved, frozenset())[0]
 
 
@@ -142,6 +142,11 @@ def _to_remove(
     if not surplus | lost:
         logger.warning("nothing is removed from %s: all sound checkpoints there are needed", root)
     return surplus | lost, sound
+
+
+def _at_stake(root: str, retention: Retention) -> list[Candidate]:
+    """Returns none where retention keeps all, and reads nothing for that."""
+    return [] if retention.max_to_keep is None else _candidates(root, retention)
 
 
 def _candidates(root: str, retention: Retention) -> list[Candidate]:

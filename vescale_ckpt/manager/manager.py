@@ -616,8 +616,7 @@ class CheckpointManager:
 
     def _finish_uploads(self, uploads: Uploads) -> None:
         try:
-            if not uploads.wait(settings.number("exit_timeout")):
-                logger.warning("%s is not uploaded yet: the next manager goes on with it", self.directory)
+            uploads.end_within(settings.number("exit_timeout"))
         finally:
             uploads.stop()
         failures, uploads.failures = uploads.failures, {}
@@ -629,7 +628,7 @@ class CheckpointManager:
             ) from failure
 
     def _finish_calls(self, calls: CommitCalls) -> None:
-        calls.finish(settings.number("exit_timeout"))
+        calls.end_within(settings.number("exit_timeout"))
         failures, calls.failures = calls.failures, {}
         if failures and self.on_error == "raise":
             steps, (failure, *_) = some([*map(str, failures)]), failures.values()

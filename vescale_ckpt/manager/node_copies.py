@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,17 +16,17 @@ from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import path_of
 from .._collective.node_files import NodeFiles
-from .._engine.live_objects import LiveObjects
 from .._observe.amounts import size
 from .._ranks.exchange import Exchange
 from .._ranks.file_places import Places, copies_of_each
 from .._storage.open_storage import storage_at
+from .background_work import EndsWithProcess
 from .node_tier import part_in
 
 logger = logging.getLogger(__name__)
 
 
-class NodeCopies:
+class NodeCopies(EndsWithProcess):
     """The copies of one manager's steps on other nodes. Each rank has one, with a thread while a step is sent.
 
     Args:
@@ -56,7 +54,7 @@ class NodeCopies:
         self._last: int | None = None  # the step that was sent last, equal on all ranks
         self.complete: int | None = None  #: the last step that has its copies
         self._thread: threading.Thread | None = None
-        _running.add(self)
+        super().__init__()
 
     def is_idle(self) -> bool:
         """Whether nothing is sent, nor will be when a running save ends."""
@@ -90,6 +88,10 @@ class NodeCopies:
         if (thread := self._thread) is not None:
             thread.join(timeout)
         return thread is None or not thread.is_alive()
+
+    def end_within(self, seconds: float) -> None:
+        if not self.wait(seconds):
+            logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
 
     def _run(self, step: int, before: threading.Thread | None) -> None:
         if before is not None:
@@ -129,17 +131,3 @@ class NodeCopies:
         files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)
         if own:
             logger.debug("%s of other nodes are in %s", size(sum(places[name][exchange.rank] for name in own)), path)
-
-
-_running: LiveObjects[NodeCopies] = LiveObjects()
-
-
-def _finish_at_exit() -> None:
-    until = time.monotonic() + settings.number("exit_timeout")
-    for copies in _running:
-        if not copies.wait(max(0.0, until - time.monotonic())):
-            logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
-
-
-atexit.register(_finish_at_exit)
-os.register_at_fork(after_in_child=_running.clear)  # a child has none of the threads

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._checkpoint.verify import verify
-from .._collective import at_exit
 from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
 from .._engine.engine_errors import named_system_errors
-from .._engine.live_objects import LiveObjects
 from .._observe.amounts import size
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
+from .background_work import BackgroundWork
 from .clean_up import clean_up, to_remove
 from .retention import Retention
 
@@ -42,7 +37,7 @@ class Copy(Protocol):
         """Ends `run` soon, from any thread."""
 
 
-class Uploads:
+class Uploads(BackgroundWork[bool]):
     """The uploads of one manager. Only the coordinator has one.
 
     One checkpoint is copied at a time, beginning with the one that was saved last. If the network is slower than the
@@ -60,36 +55,26 @@ class Uploads:
         self.bytes_per_second = bytes_per_second
         self.every = every
         self.failures: dict[int, CheckpointError] = {}  #: {step: error of its last upload}
-        self._changed = threading.Condition()  # guards the attributes below
-        self._thread: threading.Thread | None = None
+        # `_changed` guards these:
         self._has_work = False  # whether something was saved since the thread last looked
         self._stopped = False
         self._step: int | None = None  # the step that is being copied
         self._cancel: Callable[[], None] | None = None  # ends the copy
         self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the store}
-        _running.add(self)
+        super().__init__("vescale_ckpt tiers")
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
         with self._changed:
-            self._has_work = True
-            if self._thread is not None or self._stopped:
+            if self._stopped:
                 return
-            self._thread = threading.Thread(target=self._run, name="vescale_ckpt tiers", daemon=True)
-            if not (ending := at_exit.process_is_ending()):
-                self._thread.start()
-        if ending:  # nothing would wait for a thread; but the process waits for the save that calls this
-            self._run()
+            self._has_work = True
+        self._begin()
 
     def uploading(self) -> int | None:
         """The step that is being copied."""
         with self._changed:
             return self._step
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is left to copy. False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout)
 
     def stop(self) -> None:
         """Cancels the running copy and waits for its end. The next manager continues it."""
@@ -99,23 +84,25 @@ class Uploads:
                 self._cancel()
         self.wait()
 
+    def end_within(self, seconds: float) -> None:
+        if not self.wait(seconds):
+            logger.warning("%s is not uploaded yet: the next manager goes on with it", self.local)
+            self.stop()
+
     # --- In the thread
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._stopped or not self._has_work:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                self._has_work = False
-            try:
-                self._upload_all()
-            except Exception as error:
-                logger.warning("checkpoints in %s are not uploaded now: %s", self.local, error)
-                with contextlib.suppress(Exception):
-                    if (last := SavedOrder(self.local).last) is not None:
-                        self.failures[last] = CheckpointError(str(error), path=self.remote)
+    def _next_work(self) -> bool | None:
+        has_work, self._has_work = self._has_work and not self._stopped, False
+        return has_work or None
+
+    def _do(self, work: bool) -> None:
+        try:
+            self._upload_all()
+        except Exception as error:
+            logger.warning("checkpoints in %s are not uploaded now: %s", self.local, error)
+            with contextlib.suppress(Exception):
+                if (last := SavedOrder(self.local).last) is not None:
+                    self.failures[last] = CheckpointError(str(error), path=self.remote)
 
     def _upload_all(self) -> None:
         tried: set[int] = set()
@@ -188,19 +175,3 @@ class Uploads:
             clean_up(self.remote, self.retention, step, frozenset())
         except (CheckpointError, OSError) as error:  # the upload itself has succeeded
             logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.remote, error)
-
-
-_running: LiveObjects[Uploads] = LiveObjects()
-
-
-def _finish_at_exit() -> None:
-    until = time.monotonic() + settings.number("exit_timeout")
-    for uploads in _running:
-        with contextlib.suppress(Exception):
-            if not uploads.wait(max(0.0, until - time.monotonic())):
-                logger.warning("%s is not uploaded yet: the next manager goes on with it", uploads.local)
-                uploads.stop()
-
-
-atexit.register(_finish_at_exit)
-os.register_at_fork(after_in_child=_running.clear)  # a child has none of the threads
