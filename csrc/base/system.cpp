@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 #include <mutex>
 #include <string>
@@ -27,7 +28,7 @@ constexpr size_t kCalls = 18;
 
 struct Fault {
   bool armed = false;
-  int error = 0;
+  int error = 0;  // negative: a signal, which this process gets at the call
   uint64_t skip = 0;
   uint64_t times = 0;
 };
@@ -56,6 +57,7 @@ int64_t with_faults(Call call, int64_t result) {
   }
   if (fault.times == 0) return result;
   --fault.times;
+  if (fault.error < 0) ::kill(::getpid(), -fault.error);
   if (fault.error != 0) return -fault.error;
   constexpr int64_t kBlock = 4096;
   return result <= 1 ? result : std::max<int64_t>(result / 2 / kBlock * kBlock, std::min(result - 1, kBlock));

@@ -9,7 +9,8 @@ from vescale_ckpt._engine import _C
 
 
 def inject(call: str, error: int, skip: int = 0, times: int = 1) -> None:
-    """System calls of a kind fail from now on with this `errno`, but the first `skip`."""
+    """System calls of a kind fail from now on with this `errno`, but the first `skip`. A negative one is a signal that
+    this process gets before the call, or behind it where it reads, writes or closes."""
     _C.inject_fault(call, error, skip, times)
 
 
