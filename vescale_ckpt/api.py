@@ -22,6 +22,7 @@ from ._dcp.storage_writer import chosen_format
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping, trained_tensors
 from ._state.key_selection import Rename, Selection
+from ._state.stacking import Stack
 from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
@@ -166,6 +167,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     extra_files: dict[str, bytes] | None = None,
+    stack: Stack | None = None,
 ) -> dict[str, Any]: ...
 
 
@@ -185,6 +187,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     extra_files: dict[str, bytes] | None = None,
+    stack: Stack | None = None,
 ) -> LoadReport: ...
 
 
@@ -203,6 +206,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     extra_files: dict[str, bytes] | None = None,
+    stack: Stack | None = None,
 ) -> LoadReport | dict[str, Any]:
     """Loads the checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -238,6 +242,10 @@ def load(
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         extra_files: a dict that is cleared and filled with the contents of the files that were saved with
             `extra_files=`, by name. The copies in the directory are not read.
+        stack: makes tensors of those in safetensors files while loading. `{"layers.*.w": "layers.w"}` stacks them along
+            a new first dimension, in the order of the numbers for which `*` stands; `{"layers.w": "layers.*.w"}` splits
+            them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension. A rank reads what it needs. `keys`
+            and `rename` have the names that the rules give. See docs/loading.md.
 
     Raises on all ranks if any fails, in bounded time: `MissingKeysError` (with `missing`, `unexpected`, `mismatched`),
     `IncompatibleStateError`, `CorruptCheckpointError`, `UntrustedCheckpointError`, `LoadFailedError` with the rank for
@@ -262,7 +270,7 @@ def load(
                 "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
             )
     selection = Selection(keys)
-    reader = StorageReader(path, verify=verify, weights_only=weights_only)
+    reader = StorageReader(path, verify=verify, weights_only=weights_only, stack=stack)
     with start_load(reader, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
         if state is None:
             return loading.all()

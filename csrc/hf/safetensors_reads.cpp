@@ -18,7 +18,8 @@ namespace {
                        path, 0);
 }
 
-// Makes of an item that names a record and the CRC-32 of a head one of that tensor in `file`, which must outlive it.
+// Makes of an item that names a record and the CRC-32 of a head one of that tensor in `file`, which must outlive it. A
+// record may be a range of a tensor's elements (an index of its first dimension): the item becomes a box of the tensor.
 void complete(read::ReadItem& item, const SafetensorsFile& file, const std::string& path) {
   if (item.crc != int64_t{file.head_crc}) replaced(path);
   item.bare = true;
@@ -27,12 +28,17 @@ void complete(read::ReadItem& item, const SafetensorsFile& file, const std::stri
   const auto tensors = file.header.tensors();
   const auto found = std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
                                               &SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
-  if (found == tensors.end() || found->begin != item.record_offset ||
-      found->end != item.record_offset + item.record_length ||
+  if (found == tensors.end() || found->begin > item.record_offset ||
+      (item.record_offset - found->begin) % item.record_length != 0 ||
+      (found->end - found->begin) % item.record_length != 0 ||
       format::tensor_bytes(format::dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
     throw Error::invalid("file " + path + " has no such tensor at offset " + std::to_string(item.record_offset));
   }
   item.blocks = file.header.blocks(*found);
+  if (found->end - found->begin == item.record_length) return;
+  item.box = item.box.in_larger(item.record_offset - found->begin);
+  item.record_offset = found->begin;
+  item.record_length = found->end - found->begin;
 }
 
 // Calls `work(item)` for each item. What it throws becomes an Error with the item's row.

@@ -81,6 +81,14 @@ Box::Box(uint32_t item_bytes, std::span<const int64_t> chunk_sizes, std::span<co
   }
 }
 
+Box Box::in_larger(uint64_t bytes) const {
+  Box box = *this;
+  box.begin_ += bytes;
+  box.end_ += bytes;
+  box.whole_ = false;
+  return box;
+}
+
 // Runs come in rising body order, because the body is row-major and the box lies inside it. `copy` is called with
 // (body offset, memory offset, bytes, count, body stride, memory stride).
 template <typename Copy>

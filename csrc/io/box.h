@@ -20,6 +20,9 @@ class Box {
   Box(uint32_t item_bytes, std::span<const int64_t> chunk_sizes, std::span<const int64_t> box_offsets,
       std::span<const int64_t> box_sizes, std::span<const int64_t> memory_strides);
 
+  // The same box in a larger chunk, in which the chunk's data begin at body offset `bytes`.
+  Box in_larger(uint64_t bytes) const;
+
   uint64_t bytes() const { return bytes_; }  // in the box
   uint64_t begin() const { return begin_; }  // body range that covers the box
   uint64_t end() const { return end_; }

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from .._engine import _C
 from .._engine.torch_private import StorageInfo
-from ..errors import CorruptCheckpointError, UntrustedCheckpointError
+from .._state.stacking import Stack
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
 from .quantized_tensors import Quantized
 from .record_reader import RecordReader
@@ -42,6 +43,19 @@ class LoadableCheckpoint(Checkpoint):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, read_metadata=lambda: metadata, metadata=metadata, index=index)
         return other
+
+    def stacked(self, stack: Stack) -> LoadableCheckpoint:
+        """Returns the checkpoint with the tensors that rules make of the stored ones. Raises ValueError and
+        `CheckpointError` for rules that do not fit it."""
+        raise CheckpointError(
+            f"stack: {self.path} is of format {self.format!r}, and loads stack tensors of safetensors files only: make "
+            "a checkpoint of stacked tensors with vescale_ckpt.convert(..., stack=...), and load that",
+            path=self.path,
+        )
+
+    def stored_key(self, file: str, offset: int) -> str | None:
+        """The stored key of what lies at a place of a file; None if rules have changed no keys."""
+        return None
 
     @cached_property
     def metadata(self) -> Metadata:

@@ -14,16 +14,18 @@ The scheme is that of `quantization_config` in `config.json` beside the files:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from .._engine import _C
 from .._engine.overlap import overlap
+from .._state.stacking import Composite, Stack, check_names, joined, restacked
 from .._state.tensor_table import narrowed
-from ..errors import CheckpointError
+from ..errors import CheckpointError, some
 from .checkpoint import Read, TensorInfo, cut
 from .quantized_names import BLOCKS, SCALES, scales_of
 
@@ -98,7 +100,9 @@ def _of_float8(tensors: Mapping[str, TensorInfo], suffix: str, block: tuple[int,
             size = block
             if scales.shape != (*others, -(-rows // size[0]), -(-columns // size[1])):
                 continue
-        elif scales.shape in ((1,), (rows, 1)) and not others and scales.dtype in _ENGINE_DTYPES:
+        elif scales.dtype in _ENGINE_DTYPES and (
+            scales.shape == (*others, rows, 1) or (scales.shape == (1,) and not others)
+        ):
             size = (max(1, rows) if scales.shape == (1,) else 1, max(1, columns))
         else:
             continue
@@ -258,6 +262,85 @@ def _piece(of: Quantized, offsets: Sequence[int], target: torch.Tensor) -> tuple
         scale_read = Read(of.scales, starts[:1], scales.view(-1))
     piece = _Piece(of, target, numbers, scales, (first[0], first[1]))
     return piece, [Read(of.numbers, number_offsets, numbers), scale_read]
+
+
+# --- Stacked, concatenated and split
+
+
+def stacked_with_scales(
+    tensors: Sequence[Composite], stack: Stack, present: Container[str], known: Mapping[str, Quantized]
+) -> list[Composite]:
+    """Applies rules as `restacked` does, and those that take numbers of quantised tensors to their scales, too, unless
+    these have rules of their own. Raises `CheckpointError` if numbers and scales would not belong together then.
+
+    `present`: all keys of the checkpoint. `known`: the quantised tensors whose scheme is known.
+    """
+    made = restacked(tensors, stack)
+    stored, result = {of.keys[0]: of for of in tensors}, {of.name: of for of in made}
+    added: list[Composite] = []
+    followed: set[str] = set()  # names of scales that no rule of their own takes
+    kept: list[Composite] = []  # scales of tensors that no rule takes
+    for of in made:
+        found = [scales_of(key, str(of.stored_dtype).removeprefix("torch."), present) for key in of.keys]
+        scales = [stored[key] for key in found if key in stored]
+        if of.is_stored:
+            kept += scales
+        elif any(found):
+            if len(scales) != len(found):
+                raise CheckpointError(f"stack: {of.name}: not all of {some(of.keys)} have scales", key=of.name)
+            wanted = _scales_of_composite(of, [stored[key] for key in of.keys], scales, known)
+            if result.get(wanted.name) == wanted:
+                continue
+            if any(result.get(scale.name) != scale for scale in scales):
+                raise CheckpointError(
+                    f"stack: a rule takes the scales {scales[0].name}, and does not make {wanted.name} of them as "
+                    f"{of.name} is made. Without a rule of their own, scales are made as their numbers are",
+                    key=of.name,
+                )
+            followed.update(scale.name for scale in scales)
+            added.append(wanted)
+    made = [of for of in made if of.name not in followed or not of.is_stored] + added
+    there = set(made)
+    for scale in kept:
+        if scale not in there:
+            text = f"stack: a rule takes the scales {scale.name}, and not the numbers that they belong to"
+            raise CheckpointError(text, key=scale.name)
+    check_names(made)
+    return made
+
+
+def _scales_of_composite(
+    of: Composite, numbers: Sequence[Composite], scales: Sequence[Composite], known: Mapping[str, Quantized]
+) -> Composite:
+    """Returns the scales of a composite of quantised tensors, made as it is made."""
+    ends = set()
+    for number, scale in zip(numbers, scales, strict=True):
+        common = len(os.path.commonprefix([number.keys[0], scale.keys[0]]))  # noqa: RUF071  # of letters
+        ends.add((number.keys[0][common:], scale.keys[0][common:]))
+    (end, of_scales), *others = ends
+    if others or not of.name.endswith(end):
+        text = f"stack: {of.name}: expected a name that ends with {end!r}, so that its scales are found beside it"
+        raise CheckpointError(text, key=of.name)
+    name = of.name.removesuffix(end) + of_scales
+    in_layer = max(1, len(of.rows))
+    own_rows = all(of.shape[:1] == scale.shape[:1] for of, scale in zip(numbers[:in_layer], scales, strict=False))
+    if not own_rows and (of.index is not None or (of.rows and not _end_with_blocks(numbers[:in_layer], known))):
+        raise CheckpointError(
+            f"stack: {of.name}: the scales {scales[0].name} of shape {scales[0].shape} belong to blocks of "
+            f"{numbers[0].name}, of shape {numbers[0].shape}, that a rule cuts, or that are not known",
+            key=of.name,
+        )
+    if of.index is not None:
+        return replace(scales[0], name=name, shape=scales[0].shape[1:], index=of.index)
+    return joined(name, scales, in_layer, of.stacked)
+
+
+def _end_with_blocks(numbers: Sequence[Composite], known: Mapping[str, Quantized]) -> bool:
+    """Whether each of the tensors that are concatenated, but the last, ends with a whole block."""
+    found = [known[number.keys[0]] for number in numbers if number.keys[0] in known]
+    return len(found) == len(numbers) and all(
+        not of.flat_scales and len(of.shape) == 2 and of.shape[0] % of.block[0] == 0 for of in found[:-1]
+    )
 
 
 # --- Casts that would leave scales out

@@ -133,6 +133,7 @@ class CollectiveLoad:
             "broadcast_checkpoint": broadcast,
             "verify": reader.verify,
             "weights_only": reader.weights_only,
+            "stack": reader.stack,
         }
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:

@@ -88,7 +88,8 @@ def convert(
             values are written, without the scales.
         max_shard_size: most bytes of tensors in a shard, or text ("5GB"). A larger tensor has a shard of its own.
         stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers;
-            `{"layers.w": "layers.*.w"}` splits them. Names are those after `rename`.
+            `{"layers.w": "layers.*.w"}` splits them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension.
+            Names are those after `rename`.
         on_objects: what to do with values that are no tensors, in formats that hold tensors only (all but "dcp" and
             "torch"): "warn" and leave them out, "drop" them silently, or "error".
         overwrite: whether an existing `dst` may be replaced.

@@ -7,39 +7,30 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
 
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read
-from .._checkpoint.quantized_tensors import check_cast
+from .._checkpoint.quantized_tensors import check_cast, stacked_with_scales
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
+from .._state.stacking import Composite, check_names
+from .._state.stacking import Stack as Stack
 from .._state.structure import Path
-from ..errors import CheckpointError
 
 #: The same as for `load`, or pairs of a regular expression and its replacement.
 RenameRules = Rename | Sequence[tuple[str, str]]
-#: `{"layers.*.w": "layers.w"}` stacks, `{"layers.w": "layers.*.w"}` splits; a `*` stands for a number.
-Stack = Mapping[str, str]
 DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
 
 _SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch has no conversion of this dtype
 
 
-@dataclass(frozen=True)
-class Output:
-    """A tensor to write: a stored tensor, one index of its first dimension, or several stored tensors stacked along a
-    new first dimension."""
+@dataclass(frozen=True, kw_only=True)
+class Output(Composite):
+    """A tensor to write."""
 
-    name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
-    stored_dtype: torch.dtype
-    keys: tuple[str, ...]  #: the source's keys
-    stacked: bool = False
-    index: int | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -52,13 +43,22 @@ class Output:
 
     def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
         """The reads that fill `target` with the box at `offsets` that has the sizes of `target`."""
-        if self.stacked:
-            for number in range(target.shape[0]):
-                yield Read(self.keys[offsets[0] + number], offsets[1:], target[number])
-        elif self.index is not None:
+        if self.index is not None:
             yield Read(self.keys[0], (self.index, *offsets), target.unsqueeze(0))
+        elif self.stacked:
+            for number in range(target.shape[0]):
+                yield from self._reads_of_layer(offsets[0] + number, offsets[1:], target[number])
         else:
-            yield Read(self.keys[0], offsets, target)
+            yield from self._reads_of_layer(0, offsets, target)
+
+    def _reads_of_layer(self, layer: int, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
+        for key, begin, rows in self.parts_of_layer(layer):
+            if rows is None:
+                yield Read(key, offsets, target)
+                continue
+            start, end = max(offsets[0], begin), min(offsets[0] + target.shape[0], begin + rows)
+            if start < end:
+                yield Read(key, (start - begin, *offsets[1:]), target[start - offsets[0] : end - offsets[0]])
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,12 @@ def plan(
     stored = [*tensors, *source.objects]
     selection.check(stored)
     names = rename_keys([key for key in stored if key in selection], new_name)
-    outputs = [
-        Output(names[key], info.shape, info.dtype, info.dtype, (key,)) for key, info in tensors.items() if key in names
-    ]
+    selected = [Composite(names[key], info.shape, info.dtype, (key,)) for key, info in tensors.items() if key in names]
     objects = {names[key]: key for key in source.objects if key in names}
-    outputs = restacked(outputs, stack or {})
-    _check_names(outputs, objects)
+    made = stacked_with_scales(selected, {} if stack is None else stack, source.tensors, {})
+    check_names(made, objects)
     kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
-    outputs = [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs]
+    outputs = [Output(**vars(of), dtype=of_dtype(of.name, of.stored_dtype)) for of in made]
     for output in outputs:
         for key in output.keys:
             check_cast(key, output.stored_dtype, output.dtype, source.tensors, source.not_dequantized)
@@ -111,14 +109,6 @@ def _structure(source: Checkpoint, selection: Selection, with_other_names: bool)
         return None
     empty = {path for path in structure.empty if not with_other_names and ".".join(map(str, path)) in selection}
     return replace(structure, empty=empty).pack()
-
-
-def _check_names(outputs: Sequence[Output], objects: Mapping[str, str]) -> None:
-    seen = dict(objects)
-    for output in outputs:
-        first = seen.setdefault(output.name, output.keys[0])
-        if first != output.keys[0] or output.name in objects:
-            raise ValueError(f"{first!r} and {output.keys[0]!r} would both be {output.name!r}")
 
 
 # --- New names
@@ -146,81 +136,6 @@ def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
         return key
 
     return of
-
-
-# --- Stacked and split layers
-
-
-def restacked(outputs: Sequence[Output], stack: Stack) -> list[Output]:
-    """Applies each rule to the tensors that the rules before it have left.
-
-    The side of a rule with one `*` more names single layers; its last `*` is the number of the layer. Other `*` stand
-    for the same numbers on both sides. Raises ValueError for rules that are invalid or match no tensor, and
-    `CheckpointError` for layers that are missing or differ from each other, or tensors without dimensions to split.
-    """
-    if not isinstance(stack, Mapping) or not all(isinstance(text, str) for pair in stack.items() for text in pair):
-        raise ValueError(f"stack: expected a mapping of names such as {{'layers.*.w': 'layers.w'}}, got {stack!r}")
-    result = list(outputs)
-    for old, new in stack.items():
-        layers = old.count("*") - new.count("*")
-        if layers not in (1, -1):
-            raise ValueError(f"stack: {old!r} and {new!r}: one of them wants one * more than the other")
-        pattern = re.compile(r"(\d+)".join(map(re.escape, old.split("*"))))
-        matches = [(output, match) for output in result if (match := pattern.fullmatch(output.name))]
-        if not matches:
-            raise ValueError(f"stack: no tensor is named {old!r}")
-        taken = {output.name for output, _ in matches}
-        result = [output for output in result if output.name not in taken]
-        if layers == 1:
-            groups: dict[str, dict[int, Output]] = {}
-            for output, match in matches:
-                *others, number = match.groups()
-                group = groups.setdefault(_filled(new, others), {})
-                if (first := group.setdefault(int(number), output)) is not output:
-                    raise ValueError(f"stack: {first.name!r} and {output.name!r} have the same number")
-            result += [_stacked(name, group) for name, group in groups.items()]
-        else:
-            for output, match in matches:
-                result += _split(output, new, match.groups())
-    return result
-
-
-def _filled(pattern: str, numbers: Sequence[str]) -> str:
-    pieces = pattern.split("*")
-    return "".join(text + number for text, number in zip(pieces, [*numbers, ""], strict=True))
-
-
-def _stacked(name: str, layers: Mapping[int, Output]) -> Output:
-    count = max(layers) + 1
-    if len(layers) != count:
-        first_missing = islice((number for number in range(count) if number not in layers), 10)  # of trillions, maybe
-        shown, others = ", ".join(map(str, first_missing)), count - len(layers) - 10
-        more = f" and {others} more" if others > 0 else ""
-        raise CheckpointError(f"{name}: layers {shown}{more} of {count} are missing", key=name)
-    ordered = [layers[number] for number in range(len(layers))]
-    first = ordered[0]
-    for output in ordered:
-        if output.index is not None or output.stacked:
-            raise ValueError(f"stack: {output.name} was stacked or split by another rule")
-        if (output.shape, output.stored_dtype) != (first.shape, first.stored_dtype):
-            raise CheckpointError(
-                f"{name}: {output.name} has shape {output.shape} and {output.stored_dtype}, {first.name} has "
-                f"{first.shape} and {first.stored_dtype}",
-                key=output.name,
-            )
-    keys = tuple(output.keys[0] for output in ordered)
-    return replace(first, name=name, shape=(len(keys), *first.shape), keys=keys, stacked=True)
-
-
-def _split(output: Output, pattern: str, numbers: Sequence[str]) -> list[Output]:
-    if output.index is not None or output.stacked:
-        raise ValueError(f"stack: {output.name} was stacked or split by another rule")
-    if not output.shape:
-        raise CheckpointError(f"{output.name}: a tensor without dimensions cannot be split", key=output.name)
-    return [
-        replace(output, name=_filled(pattern, [*numbers, str(index)]), shape=output.shape[1:], index=index)
-        for index in range(output.shape[0])
-    ]
 
 
 # --- Other dtypes

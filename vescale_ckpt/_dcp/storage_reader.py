@@ -37,6 +37,7 @@ from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.groups import resolve_group
 from .._routes.broadcast_load import BroadcastLoad
+from .._state.stacking import Stack, checked_rules
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -70,6 +71,7 @@ class StorageReader(DcpStorageReader):
         direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if it is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
+        stack: that of `vescale_ckpt.load`.
         _extension_registry: torch's option: of the stream extensions of items that were written through some.
 
     Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
@@ -86,6 +88,7 @@ class StorageReader(DcpStorageReader):
         weights_only: bool = True,
         direct_io: DirectIO = "auto",
         process_group: dist.ProcessGroup | None = None,
+        stack: Stack | None = None,
         _extension_registry: Any = None,
     ) -> None:
         super().__init__()
@@ -98,6 +101,7 @@ class StorageReader(DcpStorageReader):
         self.process_group = process_group
         self.weights_only = checked_flag("weights_only", weights_only)
         self.direct_io = direct_io_setting(direct_io)
+        self.stack = None if stack is None else checked_rules(stack)
         self._extension_registry = _extension_registry
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
@@ -190,6 +194,8 @@ class StorageReader(DcpStorageReader):
 
     def _metadata_of(self, found: LoadableCheckpoint) -> Metadata:
         """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
+        if self.stack is not None:
+            found = found.stacked(self.stack)
         self.checkpoint, load_id = found, self._load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
@@ -288,6 +294,11 @@ class StorageReader(DcpStorageReader):
                     "are done",
                     path=self.path,
                 ) from error
+            if isinstance(error, CorruptCheckpointError):
+                stored = self.checkpoint.stored_key(error.file, error.offset)
+                if stored not in (None, error.key):
+                    text = f"{error.message} (stored as {stored})"
+                    raise CorruptCheckpointError(text, key=error.key, file=error.file, offset=error.offset) from error
             raise
         finally:
             self._unlock()

@@ -271,7 +271,10 @@ COMMANDS = (
             ),
             _DTYPE,
             value(
-                "--stack", "stack layers.*.w=layers.w, or split layers.w=layers.*.w", metavar="OLD=NEW", action="append"
+                "--stack",
+                "stack layers.*.w=layers.w, split layers.w=layers.*.w, or concatenate q,k,v=qkv",
+                metavar="OLD=NEW",
+                action="append",
             ),
             value("--max-shard-size", "of safetensors", default="5GB", metavar="SIZE"),
             value(

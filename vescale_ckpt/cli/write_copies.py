@@ -16,7 +16,7 @@ from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
 from .._convert.formats import Format, format_of
 from .._convert.model_config import fitting
-from .._convert.plan import Plan, RenameRules, plan
+from .._convert.plan import Plan, RenameRules, Stack, plan
 from .._observe.amounts import size
 from .._storage.open_storage import checkpoint_path, commits_whole, readable_path, storage_at
 from ..errors import MissingKeysError
@@ -39,7 +39,8 @@ def convert(options: Namespace) -> int:
         or output.pairs("--rename-pattern", options.rename_pattern)
         or None
     )
-    stack = dict(output.pairs("--stack", options.stack)) or None
+    rules = output.pairs("--stack", options.stack)
+    stack = {tuple(old.split(",")) if "," in old else old: new for old, new in rules} or None
     return _convert(options, format, options.keys, rename, stack, options.on_objects, "convert")
 
 
@@ -100,7 +101,7 @@ def _convert(
     format: Format,
     keys: list[str] | None,
     rename: RenameRules | None,
-    stack: dict[str, str] | None,
+    stack: Stack | None,
     on_objects: Objects,
     schema: str,
     beside: dict[str, bytes] | None = None,

@@ -21,6 +21,7 @@ from ..._engine.dtype_codes import CODE_DTYPES
 from ..._engine.options import threads_of
 from ..._engine.rows import LOCATION_ROW, words
 from ..._engine.torch_private import StorageInfo
+from ..._state.stacking import Stack
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
 from ..checkpoint import Chunk, Read, TensorInfo
@@ -28,6 +29,7 @@ from ..loadable import LoadableCheckpoint, fill_parts
 from ..quantized_tensors import Quantized, fill, find, of_values
 from ..record_reader import ReadOptions, RecordReader
 from .headers import INDEX_SUFFIX, SUFFIXES, HeaderTables
+from .stack_rows import stack_rows
 
 
 class SafetensorsCheckpoint(LoadableCheckpoint):
@@ -38,6 +40,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
     """
 
     format = "safetensors"
+    _stored: SafetensorsCheckpoint | None = None  # without rules, if there are some
 
     def __init__(self, path: str, headers: HeaderTables) -> None:
         index = headers.index()
@@ -53,6 +56,17 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         for name in opened.headers.files:
             opened._seen.look(os.path.join(opened.root, name))
         return opened
+
+    def stacked(self, stack: Stack) -> SafetensorsCheckpoint:
+        other = SafetensorsCheckpoint(self.path, stack_rows(self.headers, stack, self.quantized))
+        other.save_id, other._stored = self.save_id, self
+        return other
+
+    def stored_key(self, file: str, offset: int) -> str | None:
+        for name, *_, chunk in () if self._stored is None else _chunks(self._stored.headers):
+            if chunk.offset <= offset < chunk.offset + chunk.bytes and os.path.join(self.root, chunk.file) == file:
+                return name
+        return None
 
     def file_names(self) -> list[str]:
         return self.headers.files
