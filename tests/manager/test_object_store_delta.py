@@ -94,12 +94,12 @@ def test_users_and_removers_keep_out_of_each_others_way(url: str, monkeypatch: p
     monkeypatch.setattr(object_leases, "_REMOVAL_SECONDS", 0.3)
     directory = storage_at(f"{url}/step-0")
     directory.keep_marker(LEASE_MARKER)
-    lease = object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
+    lease = object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE, make=True)
     with object_leases.removing(directory, LEASE_MARKER, SAVE_GRACE) as unused:
         assert not unused
         with pytest.raises(CheckpointError, match="being cleaned up"):
-            object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
-    object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE)
+            object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE, make=True)
+    object_leases.lease(directory, LEASE_MARKER, SAVE_GRACE, make=True)
     lease.release()
     lease.release()
     with object_leases.removing(directory, LEASE_MARKER, SAVE_GRACE) as unused:
@@ -130,7 +130,7 @@ def test_a_save_waits_for_a_remover(url: str) -> None:
 def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
     save_steps(url, range(2))
     with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
-        lease = object_leases.lease(storage_at(f"{url}/step-0"), LEASE_MARKER, SAVE_GRACE)
+        lease = object_leases.lease(storage_at(f"{url}/step-0"), LEASE_MARKER, SAVE_GRACE, make=True)
         manager.save(2, lora(2, 7))
         assert manager.steps() == [0, 2], "step 1 is not used"
         assert remove_orphans(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []

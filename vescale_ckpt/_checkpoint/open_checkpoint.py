@@ -115,6 +115,11 @@ def pack_for_ranks(path: str, verify: bool) -> bytes:
         return pack(b"", metadata_file.metadata_bytes(path, None), b"")
 
 
+def is_by_index(message: bytes) -> bool:
+    """Whether a message of `pack_for_ranks` has an index, which names only files that nobody writes again."""
+    return bool(unpack(message)[0])
+
+
 def unpack_from_rank(path: str, message: bytes) -> LoadableCheckpoint:
     """Makes the checkpoint from a message of `pack_for_ranks`. Raises as `open_to_load` does."""
     index, metadata, headers = unpack(message)

@@ -48,7 +48,8 @@ class SeenFiles:
         for path in paths:
             if self._seen.get(path) is None:
                 continue
-            seen, now = self._seen.get(path), _identity(path)
+            with storage_at(path).look(fresh=True):
+                seen, now = self._seen.get(path), _identity(path)
             if now is None and self._is_written_once(os.path.basename(path)):
                 continue  # a later save removed the file; nobody overwrote it before
             if seen is not None and seen != now:

@@ -23,6 +23,7 @@ from .._ranks.shared_directory import (
 from .._ranks.steps import Steps
 from .._state.describe import Description
 from .._state.per_rank import set_rank
+from .._storage.paths import is_url
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
 
@@ -99,6 +100,8 @@ class CollectivePlan:
             if local:
                 raise
             raise separate_directories(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
+        if is_url(marker.directory):
+            self._exchange.kept[marker.bucket] = True
 
     def _vote(self) -> tuple[bool, bool, int]:
         """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas;

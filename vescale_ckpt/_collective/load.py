@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.non_contiguous_records import stored_class
-from .._checkpoint.open_checkpoint import pack_for_ranks
+from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.storage_reader import StorageReader
@@ -237,15 +237,17 @@ class CollectiveLoad:
     def _metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         """The metadata for planners, and the checkpoint that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
-        with phase("metadata"):
+        with phase("metadata"), storage_at(self._reader.path).look():
             return self._shared_metadata()
 
     def _shared_metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         exchange, reader = self._exchange, self._reader
-        try:
-            fingerprint = reader.fingerprint()
-        except OSError:
-            fingerprint = f"unreadable on rank {exchange.rank}"  # reading it raises the error
+        # One object is the same for all ranks. The coordinator alone asks for it, unless its files may have another
+        # content under the same names elsewhere.
+        asks_once = storage_at(reader.path).by_requests
+        fingerprint = reader.path if asks_once and not exchange.is_coordinator else self._fingerprint()
+        if asks_once and fingerprint:
+            fingerprint = reader.path
         hashed, options = digest(fingerprint.encode()), digest(repr(self._options).encode())
         least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
             (hashed, ~hashed, int(fingerprint != ""), options, ~options), self._phase("metadata")
@@ -259,6 +261,9 @@ class CollectiveLoad:
                 with suppress(Exception):  # after an error each rank reads for itself below, and all raise
                     packed = pack_for_ranks(reader.path, reader.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
+            if asks_once and shared and not is_by_index(shared):
+                own = self._fingerprint().encode()
+                shared = shared if exchange.all_have(own, self._phase("compare metadata")) else b""
 
         def read() -> tuple[Metadata, LoadableCheckpoint]:
             metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
@@ -274,6 +279,12 @@ class CollectiveLoad:
         ):
             raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
         return metadata, checkpoint
+
+    def _fingerprint(self) -> str:
+        try:
+            return self._reader.fingerprint()
+        except OSError:
+            return f"unreadable on rank {self._exchange.rank}"  # reading it raises the error
 
     def _own_metadata(self) -> Metadata:
         try:

@@ -119,7 +119,7 @@ class Save:
         layout.begin(exchange.is_coordinator)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
-                marker.make()
+                marker.make(exchange.kept)
         plan.describe(values, self._storage_meta())
         if plan.description is not None and (left_out := layout.left_out(plan.description)):
             plan.leave_out(left_out)

@@ -109,7 +109,7 @@ class StorageReader(DcpStorageReader):
         self.checkpoint: LoadableCheckpoint | None = None  #: the one that is read
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
-        self._seen = SeenFiles()  # identities of the files of this load, to detect a replaced file
+        self._seen = SeenFiles("", is_data_file)  # identities of the files of this load, to detect a replaced file
         self._lock: Lease | None = None  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,10 +166,11 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        self._begin(rank)
-        self._lock_checkpoint(rank)
-        found = open_to_load(self.path, rank, self.verify, by_index=type(self) is StorageReader)
-        return self._metadata_of(found)
+        with storage_at(self.path).look():
+            self._begin(rank)
+            self._lock_checkpoint(rank)
+            found = open_to_load(self.path, rank, self.verify, by_index=type(self) is StorageReader)
+            return self._metadata_of(found)
 
     def fingerprint(self) -> str:
         """A short text that differs between the checkpoints of two saves; empty if there is none. Raises OSError."""

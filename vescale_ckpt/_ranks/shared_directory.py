@@ -1,7 +1,8 @@
 """Checks for saves that all ranks write to one directory, before they write anything.
 
 A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
-coordinator makes a file with a random name in the directory, and the other ranks look for it. With
+coordinator makes a file with a random name in the directory, and the other ranks look for it; in object stores only at
+the first save to a bucket, because each look is a request. With
 `placement="local"` each node has its own directory; then the ranks of a node compare its device and inode numbers.
 """
 
@@ -11,10 +12,11 @@ import contextlib
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from .._engine import _C
 from .._storage.open_storage import stat_of, storage_at
+from .._storage.paths import is_url, split
 from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
@@ -51,11 +53,14 @@ class MarkerFile:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
+        self.bucket = split(directory)[0] if is_url(directory) else directory
         self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
         self._name: str | None = None
 
-    def make(self) -> None:
-        """Raises OSError."""
+    def make(self, checked: Container[str] = ()) -> None:
+        """`checked`: buckets that are known to be one for all ranks. Raises OSError."""
+        if self.bucket in checked:
+            return
         number = secrets.randbelow(NO_NUMBER)
         storage_at(self.directory).make_marker(_name(number))
         self.number, self._name = number, _name(number)

@@ -102,6 +102,9 @@ class FileSystem(Storage):
             at = begin if begin >= 0 else max(0, found.size + begin)
             return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
 
+    def drop_read_ahead(self) -> None:
+        """Does nothing: the page cache holds what was read ahead."""
+
     def drop_caches(self) -> None:
         _ask_server(self.path)
 

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -158,6 +158,10 @@ class HubClient(Client):
         end = min(end, size)
         return found, lambda: self._bytes(begin, end) if begin < end else b""
 
+    def tail(self, length: int) -> tuple[dict[str, Any], bytes]:
+        found, content = self.get({"suffix": length})
+        return found, content()
+
     def _bytes(self, begin: int, end: int) -> bytes:
         package = hub()
         here = package.hf_hub_url(self.repository, self.key, revision=self.revision)
@@ -194,7 +198,7 @@ class HubClient(Client):
 
     some_below = all_below
 
-    def put(self, content: Any, *, create: bool = False) -> None:
+    def put(self, content: Any, *, create: bool = False) -> str | None:
         raise ObjectStoreError(errno.EROFS, f"{self.url}: {_NOT_WRITTEN}", self.url)
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
@@ -216,6 +220,9 @@ class HubStore(ObjectStore):
 
     def make(self) -> None:
         raise CheckpointError(f"{self.path}: {_NOT_WRITTEN}", path=self.path)
+
+    def look(self, *, lists: bool = False, fresh: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()  # one request has told of all files of a commit
 
     def drop_caches(self) -> None:
         """Does nothing: the files of a commit do not change."""

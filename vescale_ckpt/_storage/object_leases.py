@@ -38,22 +38,31 @@ class ObjectLease:
             self._storage.remove(self._name)
 
 
-def lease(storage: Storage, marker: str, grace_seconds: float) -> ObjectLease:
-    """Leases the files of the folder, and waits for those who are removing some. Raises `CheckpointError` if that takes
-    too long, and OSError."""
+def lease(storage: Storage, marker: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
+    """Leases the files of the folder, and waits for those who are removing some. Without the marker file, makes it, or
+    returns None. Raises `CheckpointError` if that takes too long, and OSError."""
     name = marker + _LEASE + secrets.token_hex(8)
     storage.write(name, b"")
     made = ObjectLease(storage, name)
     deadline = time.monotonic() + _REMOVAL_SECONDS
     try:
-        while _is_any(storage, marker + _REMOVER, grace_seconds):
+        while True:
+            with storage.look(lists=True, fresh=True):  # what was known before the lease does not count
+                is_free, is_marked = not _is_any(storage, marker + _REMOVER, grace_seconds), storage.has(marker)
+            if is_free:
+                break
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{storage.path} is being cleaned up by another process", path=storage.path)
             time.sleep(_POLL_SECONDS)
+        if not is_marked and make:
+            storage.write(marker, b"")
     except BaseException:
         made.release()
         raise
-    return made
+    if is_marked or make:
+        return made
+    made.release()
+    return None
 
 
 @contextlib.contextmanager
@@ -63,7 +72,8 @@ def removing(storage: Storage, marker: str, grace_seconds: float) -> Iterator[bo
     name = marker + _REMOVER + secrets.token_hex(8)
     storage.write(name, b"")
     try:
-        yield not _is_any(storage, marker + _LEASE, grace_seconds)
+        with storage.look(lists=True, fresh=True):  # what was known before the notice does not count
+            yield not _is_any(storage, marker + _LEASE, grace_seconds)
     finally:
         with contextlib.suppress(OSError):
             storage.remove(name)

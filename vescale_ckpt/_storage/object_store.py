@@ -23,7 +23,7 @@ from .. import settings
 from .._engine import _C
 from .._engine.engine_errors import of_system
 from ..errors import CheckpointError
-from . import object_leases, paths
+from . import object_leases, object_looks, paths
 from .object_clients import (
     ObjectChangedError,
     ObjectExistsError,
@@ -46,8 +46,12 @@ _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a ret
 # These names are random, so no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
+_TAIL_BYTES = 2 << 20  # the request that opens a data file brings so much of its end: reads skip as much, too
+_MOST_TAILS = 8
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
+_NO_RANGE = re.compile(r"status code: 416|InvalidRange")
+_PAGE = 1000  # objects that stores list with one request
 _ATTEMPTS = 3  # a range or a list that came short is requested so often
 
 
@@ -74,6 +78,8 @@ class Client:
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
+        if (look := object_looks.covering(self.url)) is not None:
+            return look.head(self)
         try:
             found: dict[str, Any] = obstore().head(self.store, self.key)
         except BaseException as error:
@@ -95,6 +101,9 @@ class Client:
     def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
         """Returns the object's properties, and a function that reads the object or a `part` of it (obstore's
         ranges)."""
+        look = object_looks.covering(self.url)
+        if look is not None and (known := look.content(self, part)) is not None and etag in (None, known[0]["e_tag"]):
+            return known[0], lambda: known[1]
         options: dict[str, Any] = {}
         if part is not None:
             options["range"] = part
@@ -108,15 +117,43 @@ class Client:
 
         def content() -> Any:
             with self._named():
-                return result.bytes()
+                content = result.bytes()
+            if look is not None and part is None and len(content) == found["size"]:
+                object_looks.keep(self, found["e_tag"], bytes(content))
+                look.note(self, found)
+            return content
 
         return found, content
 
-    def put(self, content: Any, *, create: bool = False) -> None:
+    def tail(self, length: int) -> tuple[dict[str, Any], bytes]:
+        """Returns the object's properties, and so many bytes from its end; none if all answers were cut off. Asks the
+        store, whatever looks know."""
+        options: dict[str, Any] = {"range": {"suffix": length}}
+        for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
+            with self._named():
+                try:
+                    result = obstore().get(self.store, self.key, options=options)
+                except Exception as error:
+                    # Azure knows no such range, and an empty object has none.
+                    if type(error).__name__ != "NotSupportedError" and not _NO_RANGE.search(str(error)):
+                        raise
+                    size = obstore().head(self.store, self.key)["size"]
+                    options = {"range": (max(0, size - length), size)} if size else {}
+                    result = obstore().get(self.store, self.key, options=options)
+                found: dict[str, Any] = result.meta
+                if len(content := bytes(result.bytes())) == min(length, found["size"]):
+                    return found, content
+        return found, b""
+
+    def put(self, content: Any, *, create: bool = False) -> str | None:
+        """Returns the ETag of the new version, if the store gives one."""
         single = create or len(content) <= _MOST_SINGLE_PUT
-        with self._named():
+        with object_looks.changing(self), self._named():
             mode = "create" if create else "overwrite"
-            obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
+            made = obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
+        e_tag: str | None = made["e_tag"]
+        object_looks.note_put(self, len(content), e_tag)
+        return e_tag
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
         """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error."""
@@ -131,8 +168,9 @@ class Client:
             )
 
     def delete(self) -> None:
-        with self._named():
+        with object_looks.changing(self), self._named():
             obstore().delete(self.store, self.key)
+        object_looks.note_deleted(self)
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Removes objects anywhere in the store: a thousand with one request, if the store can."""
@@ -141,6 +179,8 @@ class Client:
         try:
             with self._named():
                 obstore().delete(self.store, [*keys])
+            for key in keys:
+                object_looks.note_deleted(client_at(paths.joined(self.root, key)))
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
@@ -148,16 +188,46 @@ class Client:
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Returns the keys of the folders directly below, and the objects directly below."""
-        found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
-        return list(found["common_prefixes"]), self._without_itself(found["objects"])
+        if (known := self._known_below()) is None:
+            found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
+            return list(found["common_prefixes"]), self._without_itself(found["objects"])
+        start = len(self.key) + 1 if self.key else 0
+        folders = {one["path"][: one["path"].index("/", start)] for one in known if "/" in one["path"][start:]}
+        return sorted(folders), [one for one in known if "/" not in one["path"][start:]]
 
     def all_below(self) -> list[dict[str, Any]]:
+        if (known := self._known_below()) is not None:
+            return known
         return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
 
     def some_below(self) -> list[dict[str, Any]]:
         """Returns the objects that one request lists: all, unless there are very many."""
+        if (known := self._known_below()) is not None:
+            return known
         found = self._list(lambda: next(iter(obstore().list(self.store, self.key or None)), []))
         return self._without_itself(found)
+
+    def list_below(self, most: int) -> list[dict[str, Any]] | None:
+        """Returns all objects below, and None if they are more. Asks the store, whatever looks know."""
+
+        def listed() -> list[dict[str, Any]] | None:
+            found: list[dict[str, Any]] = []
+            for page in obstore().list(self.store, self.key or None, chunk_size=_PAGE):
+                found += page
+                if len(found) > most:
+                    return None
+            return found
+
+        found = self._list(listed)
+        return None if found is None else self._without_itself(found)
+
+    def _known_below(self) -> list[dict[str, Any]] | None:
+        """Returns all objects below, if a look knows them."""
+        look = object_looks.covering(self.url)
+        if look is None or not look.lists():
+            return None
+        start = f"{self.key}/" if self.key else ""
+        return self._without_itself(one for one in look.listed() if one["path"].startswith(start))
 
     def _list(self, request: Callable[[], Any]) -> Any:
         """Returns the answer to a request for a list. Repeats a request whose answer broke off: obstore does not."""
@@ -198,6 +268,9 @@ class ObjectStore(Storage):
     def limit_wait(self, seconds: int) -> contextlib.AbstractContextManager[None]:
         return limit_wait(seconds)
 
+    def look(self, *, lists: bool = False, fresh: bool = False) -> contextlib.AbstractContextManager[None]:
+        return object_looks.look(self._client, lists=lists, fresh=fresh)
+
     # --- What is there
 
     def names(self) -> list[str]:
@@ -235,6 +308,9 @@ class ObjectStore(Storage):
         identity = int.from_bytes(hashlib.sha256(client.url.encode()).digest()[:7], "big")
         return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
 
+    def size_to_read(self, name: str) -> int:
+        return _OpenObject(self._client.at(name).url).size
+
     def sizes(self) -> dict[str, int]:
         return {_last(found["path"]): found["size"] for found in self._client.listed()[1]}
 
@@ -259,9 +335,11 @@ class ObjectStore(Storage):
 
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         client = self._client.at(name)
-        wanted: Any = {"suffix": -begin} if begin < 0 else (begin, begin + length)
         try:
-            found, content = client.get(wanted)
+            if begin < 0 and object_looks.covering(client.url) is None:
+                found, end = client.tail(-begin)
+                return _stat(found), end[:length]
+            found, content = client.get({"suffix": -begin} if begin < 0 else (begin, begin + length))
             return _stat(found), bytes(content())[:length]
         except ObjectMissingError:
             raise
@@ -271,11 +349,18 @@ class ObjectStore(Storage):
                 raise
             return _stat(found), b""  # there is no such range
 
+    def drop_read_ahead(self) -> None:
+        with _known_lock:
+            for url in [url for url in _tails if paths.split(url)[0] == self._client.root]:
+                del _tails[url]
+
     def drop_caches(self) -> None:
         """Makes new connections, and forgets known objects."""
         with _known_lock:
             for known in [each for each in _known if paths.split(each)[0] == self._client.root]:
                 del _known[known]
+        self.drop_read_ahead()
+        object_looks.forget_contents(self._client.root)
         reconnect(self._client.root)
 
     # --- Writes
@@ -288,13 +373,14 @@ class ObjectStore(Storage):
 
     def write(self, name: str, content: bytes) -> None:
         """Puts an object, which appears when it is complete and is durable then."""
-        self._client.at(name).put(content)
+        client = self._client.at(name)
+        object_looks.keep(client, client.put(content), content)
 
     def commit(self, name: str, content: bytes, overwrite: bool) -> None:
         """Makes one conditional request. Of several jobs with `overwrite=False` one succeeds."""
         client = self._client.at(name)
         try:
-            client.put(content, create=not overwrite)
+            object_looks.keep(client, client.put(content, create=not overwrite), content)
         except OSError as error:
             # The answer to the first request may have been lost. A repeated request then finds its own object.
             try:
@@ -421,10 +507,7 @@ class ObjectStore(Storage):
     # --- Those who name its data files from elsewhere
 
     def lease(self, marker: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
-        if not make and not self.has(marker):
-            return None
-        self.keep_marker(marker)
-        return object_leases.lease(self, marker, grace_seconds)
+        return object_leases.lease(self, marker, grace_seconds, make=make)
 
     def lock_if_unleased(self, marker: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
         return object_leases.removing(self, marker, grace_seconds)
@@ -435,7 +518,7 @@ def _last(key: str) -> str:
 
 
 def _stat(found: dict[str, Any]) -> Stat:
-    modified = int(found["last_modified"].timestamp() * 1e9)
+    modified = int(found["last_modified"].timestamp()) * 10**9  # a list has milliseconds, other answers have none
     tag = int.from_bytes(hashlib.sha256(str(found["e_tag"]).encode()).digest()[:7], "big")
     return Stat(found["size"], modified, (tag, found["size"], modified), modified, True, False)
 
@@ -443,6 +526,7 @@ def _stat(found: dict[str, Any]) -> Stat:
 # --- What the engine reads and writes
 
 _known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # {URL: (size, ETag)} of objects that never change
+_tails: OrderedDict[str, bytes] = OrderedDict()  # {URL: last bytes} of those that were opened last
 _known_lock = threading.Lock()
 
 
@@ -452,19 +536,26 @@ class _OpenObject:
     def __init__(self, url: str) -> None:
         self._client = client_at(url)
         with _known_lock:
-            known = _known.get(url)
-        if known is None:
+            known, self._tail = _known.get(url), _tails.get(url, b"")
+        if known is None and _OUR_DATA_FILE.search(url):
+            # Nobody writes to such a name again, so one request is enough for all loads. Objects and checksums are at
+            # the end of the file, and a small file is read as a whole.
+            found, self._tail = self._client.tail(_TAIL_BYTES)
+            known = found["size"], found["e_tag"]
+            with _known_lock:
+                _known[url], _tails[url] = known, self._tail
+                while len(_known) > _MOST_KNOWN:
+                    _known.popitem(last=False)
+                while len(_tails) > _MOST_TAILS:
+                    _tails.popitem(last=False)
+        elif known is None:
             found = self._client.head()
             known = found["size"], found["e_tag"]
-            # Nobody writes to such a name again, so one HEAD request is enough for all loads.
-            if _OUR_DATA_FILE.search(url):
-                with _known_lock:
-                    _known[url] = known
-                    while len(_known) > _MOST_KNOWN:
-                        _known.popitem(last=False)
         self.size, self._etag = known
 
     def read(self, offset: int, length: int) -> Any:
+        if (at := offset - self.size + len(self._tail)) >= 0:
+            return memoryview(self._tail)[at : at + length]
         try:
             for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
                 _, content = self._client.get((offset, offset + length), self._etag)
@@ -472,9 +563,14 @@ class _OpenObject:
                     break
             return found
         except (ObjectChangedError, ObjectMissingError):
-            with _known_lock:
-                _known.pop(self._client.url, None)
+            _forget(self._client.url)
             raise
+
+
+def _forget(url: str) -> None:
+    with _known_lock:
+        _known.pop(url, None)
+        _tails.pop(url, None)
 
 
 def _upload(window: _C.PartWindow) -> None:

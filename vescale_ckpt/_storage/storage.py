@@ -10,7 +10,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple, Protocol
 
 #: Names of marker files begin with this. Clean-ups find them as temporary files of a checkpoint's metadata.
@@ -74,6 +74,12 @@ class Storage(ABC):
     def limit_wait(self, seconds: int) -> AbstractContextManager[None]:
         """A context in which requests of this thread time out after so many seconds, where there are requests."""
 
+    def look(self, *, lists: bool = False, fresh: bool = False) -> AbstractContextManager[None]:
+        """A context in which this thread's questions about files in the folder and in those below it may be answered
+        from earlier answers of the same context, where each question is a request. `lists`: one request may list all of
+        them. `fresh`: knows nothing of a context around it."""
+        return nullcontext()
+
     # --- What is there
 
     @abstractmethod
@@ -92,6 +98,11 @@ class Storage(ABC):
     @abstractmethod
     def stat(self, name: str = "") -> Stat:
         """Returns the `Stat` of a file; without a name, that of the folder."""
+
+    def size_to_read(self, name: str) -> int:
+        """Returns the length of a file that the engine reads next. It is that of the version that reads will ask
+        for."""
+        return self.stat(name).size
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -120,6 +131,11 @@ class Storage(ABC):
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         """Returns the `Stat` of the file, and `length` bytes of it from `begin` on; fewer if the file is shorter. A
         negative `begin` counts from the end."""
+
+    @abstractmethod
+    def drop_read_ahead(self) -> None:
+        """Forgets bytes of data files that were read before they were asked for. A load does so when it begins and when
+        it ends: it reads nothing that has been removed before it began."""
 
     @abstractmethod
     def drop_caches(self) -> None:

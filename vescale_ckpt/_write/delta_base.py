@@ -79,13 +79,19 @@ class DeltaBase:
             raise CheckpointError(f"{storage.path} holds no checkpoint", path=storage.path)
         if (lock := storage.share(METADATA_NAME)) is not None:
             self._leases.append(lock)
-        table = delta_table.read(storage.path)
-        self._protect(storage, make=True)
-        places = [in_sibling(name) or InSibling(folder, name) for name in table.files]
-        older = {place.folder for place in places} - {folder}
-        lost = {name for name in older if not self._protect(storage_at(os.path.join(self._above, name)), make=False)}
-        rows = [row for row in table.rows() if row.file < len(places) and places[row.file].folder not in lost]
-        rows = self._affordable(rows, places)
+        with contextlib.ExitStack() as looks:  # each begins with the lease
+            looks.enter_context(storage.look(lists=True, fresh=True))
+            self._protect(storage, make=True)  # before the table is read: a remover that sees no lease relies on it
+            table = delta_table.read(storage.path)
+            places = [in_sibling(name) or InSibling(folder, name) for name in table.files]
+            lost = set()
+            for name in {place.folder for place in places} - {folder}:
+                older = storage_at(os.path.join(self._above, name))
+                looks.enter_context(older.look(lists=True, fresh=True))
+                if not self._protect(older, make=False):
+                    lost.add(name)
+            rows = [row for row in table.rows() if row.file < len(places) and places[row.file].folder not in lost]
+            rows = self._affordable(rows, places)
         self.table = DeltaTable.of(table.seed, [self._name(place) for place in places], rows)
 
     def _protect(self, storage: Storage, *, make: bool) -> bool:

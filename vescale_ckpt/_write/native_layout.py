@@ -20,7 +20,7 @@ from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import data_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
-from .._checkpoint.native.named_files import named_files
+from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
@@ -68,7 +68,7 @@ class NativeLayout(Layout):
         super().__init__(options)
         self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
         self._extra_files = extra_copies.check_files(extra_files)
-        self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
+        self._replaced = Replaced()  # the checkpoint that was there when the save began
         self._names: list[str] = []
         self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
         self._token = ""
@@ -88,6 +88,12 @@ class NativeLayout(Layout):
         path = self.options.path
         drop_dead_locks(path)
         storage_at(path).make()
+        with storage_at(path).look():
+            self._begin(path, is_coordinator)
+
+    def _begin(self, path: str, is_coordinator: bool) -> None:
+        if not is_coordinator and storage_at(path).by_requests and self.metadata_rank is None:
+            return  # the coordinator asks for all
         if not self.options.overwrite and has_metadata(path, self.metadata_rank):
             raise _holds_checkpoint(path)
         if self.metadata_rank is not None and has_metadata(path, None):
@@ -99,7 +105,7 @@ class NativeLayout(Layout):
         if is_coordinator:
             if not self.options.overwrite:
                 storage_at(path).check_exclusive_commits()
-            self._superseded = named_files(path, self.metadata_rank)
+            self._replaced = Replaced.read(path, self.metadata_rank)
             self._remove_orphans()
 
     # --- With the other ranks
@@ -304,7 +310,8 @@ class NativeLayout(Layout):
         try:
             with named_system_errors(path):
                 if self.options.overwrite:
-                    extra.withdraw()
+                    with storage_at(path).look():
+                        extra.withdraw(self._replaced.extra_names_now(path, self.metadata_rank))
                 commit_metadata.commit(path, self.metadata_rank, metadata, index, delta, self.options.overwrite)
         except BaseException as error:
             extra.put_back(metadata)
@@ -316,9 +323,10 @@ class NativeLayout(Layout):
             raise
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
-        if self._superseded or storage_at(path).has_locks:
-            commit_metadata.remove_orphans(path, self._superseded, only_rank=self.metadata_rank)
-        self._superseded = set()
+        if (superseded := self._replaced.files) or storage_at(path).has_locks:
+            with storage_at(path).look(lists=True, fresh=True):
+                commit_metadata.remove_orphans(path, superseded, only_rank=self.metadata_rank)
+        self._replaced = Replaced()
 
     def _remove_orphans(self) -> None:
         # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.

@@ -41,10 +41,11 @@ def clean_up(
     Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
     went on from an older step.
     """
-    checkpoints = _at_stake(root, retention)
-    surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
-    step_directories.remove(root, sorted(surplus - sound - spared))
-    step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
+    with storage_at(root).look(lists=True, fresh=True):
+        checkpoints = _at_stake(root, retention)
+        surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
+        step_directories.remove(root, sorted(surplus - sound - spared))
+        step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
     return sound
 
 
@@ -107,7 +108,7 @@ def _to_remove(
     by_rank = replace(retention, keep_period=None)
     found: dict[int, VerifyReport] = {}  # {step: report} of the checkpoints that would be kept
     # A load may have failed for another reason than the files.
-    whole = {step: verify(path_of(root, step)) for step in sorted(complete & doubted)}
+    whole = {step: _verify_whole(root, step) for step in sorted(complete & doubted)}
     sound = frozenset(step for step, report in whole.items() if report.ok)
     uncounted = whole.keys() - sound
     while True:
@@ -126,7 +127,8 @@ def _to_remove(
             break
         uncounted |= unsound
     if uncounted:
-        uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
+        with storage_at(root).look(lists=True, fresh=True):
+            uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
     for step in sorted(uncounted):
         reason = (found[step] if step in found else whole[step]).reason
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, reason)
@@ -134,7 +136,7 @@ def _to_remove(
     # A checkpoint whose files could not be read may still be whole.
     lost = {step for step in lost if step in whole or found[step].damaged}
     for step in sorted(lost - whole.keys()):
-        whole[step] = verify(path_of(root, step))
+        whole[step] = _verify_whole(root, step)
     lost = {step for step in lost if whole[step].damaged and not whole[step].unreadable}
     if not kept:
         logger.warning("nothing is removed from %s: none of the checkpoints that would stay is sound", root)
@@ -147,6 +149,11 @@ def _to_remove(
 def _at_stake(root: str, retention: Retention) -> list[Candidate]:
     """Returns none where retention keeps all, and reads nothing for that."""
     return [] if retention.max_to_keep is None else _candidates(root, retention)
+
+
+def _verify_whole(root: str, step: int) -> VerifyReport:
+    with storage_at(root).look(fresh=True):  # it takes long, and damage may make the manager remove the step
+        return verify(path_of(root, step))
 
 
 def _candidates(root: str, retention: Retention) -> list[Candidate]:

@@ -358,8 +358,8 @@ class CheckpointManager:
         running = self._running = self._save_after(self._running, step)
         if self._node_work is not None:
             self._node_work.begin(running)
-        self._prepare(running, numbers)
-        handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
+        base = self._prepare(running, numbers)
+        handle = self._begin_save(running, state, base, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         return handle
 
@@ -435,19 +435,26 @@ class CheckpointManager:
             ).encode()
         return exchange.broadcast(answer, phase).decode()
 
-    def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
-        """Prepares the step's directory on the coordinator. Raises on all ranks if the branch cannot be recorded."""
+    def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> str | None:
+        """Prepares the step's directory on the coordinator. Returns the base of a delta save. Raises on all ranks if
+        the branch cannot be recorded."""
         abandoned: list[int] = []
+        base: str | None = None
         phase = f"preparing {running.path}"
 
         def prepare() -> None:
+            nonlocal base
             if self._node_work is not None and self._node_work.uploads is not None:
                 if running.before is not None:
                     running.before.wait_until_ended()
                 self._node_work.uploads.give_way()  # it may copy an earlier save of this step
             if running.is_coordinator:
-                branch, abandoned[:] = self._branches.branch_of(running.step)
-                running.prepare(numbers, branch)
+                with storage_at(running.root).look(lists=True, fresh=True):
+                    branch, abandoned[:] = self._branches.branch_of(running.step)
+                    running.prepare(numbers, branch)
+                    base = self._base(running)
+            else:
+                base = self._base(running)
 
         def prepare_on_node() -> None:
             if running.is_coordinator:
@@ -472,6 +479,7 @@ class CheckpointManager:
                 some([*map(str, abandoned)]),
                 running.root,
             )
+        return base
 
     def _wait_for_previous_save(self, *, is_last: bool) -> None:
         """Waits for the last save of the process group, whoever has begun it. The next save raises its error."""
@@ -490,6 +498,7 @@ class CheckpointManager:
         self,
         running: RunningSave,
         state: Mapping[str, Any],
+        base: str | None,
         *,
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
@@ -500,7 +509,7 @@ class CheckpointManager:
         running.has_begun = True
         nodes, node_work = (self._nodes, self._node_work) if running.on_nodes else (None, None)
         save = api.save if nodes is None else nodes.save
-        others = {"base": self._base(running), "frozen": frozen} if nodes is None else {}
+        others = {"base": base, "frozen": frozen} if nodes is None else {}
         try:
             handle = running.handle = save(
                 running.path,
@@ -889,7 +898,8 @@ class CheckpointManager:
         def find() -> tuple[int, str] | None:
             where, tier = roots or self._roots, self._tier
             if tier is None or len(where) == 1:
-                return newest_sound(where, quick=quick, on_damage=warn, but=self._damaged | but)
+                with storage_at(where[0]).look(lists=quick, fresh=True):
+                    return newest_sound(where, quick=quick, on_damage=warn, but=self._damaged | but)
             if not tier.ask(lambda: all_steps(tier.url) is not None, False):
                 where = [self.directory]
             with tier.patience() if quick else nullcontext():

@@ -13,16 +13,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Container, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from .._checkpoint.native import file_names, step_order
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.native.named_files import needed_beside
+from .._checkpoint.native.named_files import named_beside, needed_beside
 from .._engine import _C
 from .._storage.open_storage import is_folder, stat_of, storage_at
 from .._storage.orphans import SAVE_GRACE
 from .._storage.paths import folder_above, is_url
 from .._storage.storage import LOCK_NAME
+from ..errors import CheckpointError
 from . import step_metrics
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,8 @@ def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]
         found = _names(path)
         if found is None or file_names.METADATA_NAME in found:
             continue
-        if file_names.LEASE_MARKER in found and not dry_run:
-            _strip_again(path)
+        if file_names.LEASE_MARKER in found and not dry_run and (_is_needed(path, found) or not _strip_again(path)):
+            continue
         if not _is_orphan(path):
             continue
         old = _age(path) > SAVE_GRACE
@@ -115,25 +116,37 @@ def is_marked(path: str) -> bool:
     return storage_at(path).has(file_names.LEASE_MARKER)
 
 
-def _strip_again(path: str) -> None:
-    """Removes the unneeded files of a directory without `.metadata`. An interrupted `_strip` may have left some."""
+def _is_needed(path: str, found: Iterable[str]) -> bool:
+    """Whether checkpoints beside a directory need all of its files, so that no notice of a removal is written."""
+    if not storage_at(path).by_requests:
+        return False
+    with suppress(CheckpointError, OSError):
+        return {name for name in found if not name.startswith(file_names.LEASE_MARKER)} <= named_beside(path)
+    return False
+
+
+def _strip_again(path: str) -> bool:
+    """Removes the unneeded files of a directory without `.metadata`. An interrupted `_strip` may have left some.
+    Returns whether none of its files is needed."""
     with exclusive(path) as unused, needed_beside(path) as needed:
         if unused is not False and needed and not has_metadata(path, None):
             _strip(path, needed)
+    return needed == set()
 
 
 def _strip(path: str, needed: set[str]) -> bool:
     """Removes all files of a checkpoint except `needed`, the marker file and the lock file. If this is interrupted
     before `.metadata` is removed, the checkpoint is whole; afterwards all its files count as orphans."""
-    kept = {*needed, file_names.LEASE_MARKER, LOCK_NAME}
+    kept, leases = {*needed, LOCK_NAME}, file_names.LEASE_MARKER  # the notice of this removal begins so, too
     storage = storage_at(path)
     try:
-        found = [name for name in storage.names() if name not in kept]
+        found = [name for name in storage.names() if name not in kept and not name.startswith(leases)]
         foreign = [name for name in found if name != file_names.METADATA_NAME and not _is_ours(name)]
-        if file_names.METADATA_NAME not in found:  # other programs wrote the foreign files later
+        is_whole = file_names.METADATA_NAME in found
+        if not is_whole:  # other programs wrote the foreign files later
             found = [name for name in found if name not in foreign]
             foreign = []
-        for name in [*foreign, file_names.METADATA_NAME]:
+        for name in [*foreign, file_names.METADATA_NAME] if is_whole else []:
             if is_folder(os.path.join(path, name)):
                 storage.remove_folder(name)
             else:

@@ -33,7 +33,8 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     """
     storage = storage_at(directory)
     if not metrics:
-        storage.remove(FILE_NAME)
+        if not storage.by_requests or storage.has(FILE_NAME):
+            storage.remove(FILE_NAME)
         return
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}

@@ -48,7 +48,7 @@ def check_native(directory: str, report: VerifyReport, progress: Progress | None
 def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
     path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
     data = metadata_file.metadata_bytes(directory, rank)
-    index = metadata_file.index_of(data, directory, rank)
+    index = metadata_file.read_index(directory, rank, data)
     ends = None
     if index is not None:
         metadata_check.check(data, path)  # the index matches the checksum at its end

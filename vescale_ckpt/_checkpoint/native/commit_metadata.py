@@ -98,7 +98,7 @@ def remove_orphans(
         left = [name for name in candidates if name not in named]
         is_marked = storage.has(LEASE_MARKER) if only_superseded else LEASE_MARKER in found
         looks = is_marked or left
-        with needed_beside(directory, dry_run=dry_run) if looks else nullcontext(set[str]()) as needed:
+        with needed_beside(directory, dry_run=dry_run, unnamed=True) if looks else nullcontext(set[str]()) as needed:
             if needed is None:
                 left = [name for name in left if file_names.is_temporary_file(name)]
             elif needed:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..._engine import _C
-from ..._state import extra_files
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import final_name, temporary_ones
 from ..._storage.storage import LOCK_NAME
 from ...errors import CheckpointError
-from . import file_names, metadata_file
-from .native_checkpoint import NativeCheckpoint
+from . import file_names
 from .step_order import ORDER_NAME
 
 logger = logging.getLogger(__name__)
@@ -69,11 +67,11 @@ class ExtraFiles:
         self._metadata_rank = metadata_rank
         self._withdrawn: dict[str, bytes] = {}
 
-    def withdraw(self) -> None:
-        """Removes the copies of the present checkpoint that differ from those of this save. Call it before the commit.
-        Raises OSError and `_C.EngineError`."""
+    def withdraw(self, before: Iterable[str]) -> None:
+        """Removes the copies of the present checkpoint, which has files of the names `before`, that differ from those
+        of this save. Call it before the commit. Raises OSError and `_C.EngineError`."""
         storage = storage_at(self._path)
-        for name in dict.fromkeys((*self._files, *self._names_before())):
+        for name in dict.fromkeys((*self._files, *before)):
             if not storage.has(name):
                 continue
             with contextlib.suppress(OSError):  # it may be a folder: `publish` reports that
@@ -112,14 +110,6 @@ class ExtraFiles:
                 if storage.has(name) and storage.read(name) == content:
                     continue
             _write(self._path, name, content)
-
-    def _names_before(self) -> list[str]:
-        if not metadata_file.has_metadata(self._path, self._metadata_rank):
-            return []
-        try:
-            return extra_files.names_in(NativeCheckpoint.by_index(self._path, self._metadata_rank).keys())
-        except CheckpointError:
-            return []  # loads cannot read it, either
 
 
 def write_missing(path: str, files: Mapping[str, bytes], *, dry_run: bool = False) -> list[str]:

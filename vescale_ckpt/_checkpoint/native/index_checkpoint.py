@@ -13,7 +13,7 @@ from ...reports import SavedBy
 from ..checkpoint import Checkpoint, Chunk, TensorInfo
 from ..safetensors.headers import HeaderTables
 from . import metadata_check, metadata_file
-from .file_names import NODE_MARKER, metadata_name
+from .file_names import INDEX_NAME, NODE_MARKER, metadata_name
 from .save_facts import unstamped
 
 
@@ -57,13 +57,15 @@ class IndexCheckpoint(Checkpoint):
     def open(cls, path: str) -> IndexCheckpoint | None:
         """Opens the checkpoint; None without a sound index, which only saves of this package have. Raises as
         `metadata_file.metadata_bytes` and `metadata_check.check`."""
-        index = metadata_file.read_index(path)
-        if index is None:
+        if not storage_at(path).has(INDEX_NAME):
             return None
         data = metadata_file.metadata_bytes(path, None)
+        index = metadata_file.read_index(path, None, data)
+        if index is None:
+            return None
         metadata_check.check(data, os.path.join(path, metadata_name(None)))
         try:
-            return cls(path, index) if index.matches(data[-metadata_check.TRAILER_BYTES :], len(data)) else None
+            return cls(path, index)
         except (_C.EngineError, KeyError):  # the metadata has the same content
             return None
 

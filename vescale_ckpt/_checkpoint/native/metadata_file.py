@@ -10,7 +10,7 @@ from ..._engine import _C
 from ..._engine.engine_errors import of_system
 from ..._storage.open_storage import is_folder, read_twice, storage_at
 from ...errors import CheckpointError, UntrustedCheckpointError
-from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
+from .file_names import index_name, is_metadata_file, metadata_name, rank_of_metadata
 from .metadata_check import TRAILER_BYTES, TRAILER_MAGIC, check, check_beginning, has_checksum
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
 
 
-def metadata_fingerprint(directory: str) -> str:
+def metadata_fingerprint(directory: str, rank: int | None = None) -> str:
     """Returns a text that differs between the metadata of different saves: its length and its end, which holds a
     checksum. Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
-        found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+        found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
     # Files of stock DCP have no checksum, so their time counts: a copy on another disk has another fingerprint.
@@ -97,22 +97,12 @@ def _fingerprint(length: int, end: bytes) -> str:
     return f"{length}:{end.hex()}"
 
 
-def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
+def read_index(directory: str, rank: int | None = None, metadata: bytes | None = None) -> _C.Index | None:
     """Returns the index of the checkpoint in a directory, or None if it has none that is sound and belongs to its
     metadata. Raises `CheckpointError` if an object store cannot be read: a read of the metadata would fail, too, after
-    another long wait."""
+    another long wait. `metadata`: the bytes of the metadata file, if they have been read."""
     try:
-        return _matching(open_index(directory, rank), directory, rank)
-    except (OSError, _C.EngineError) as error:
-        _check_is_harmless(error, directory)
-        return None
-
-
-def index_of(data: bytes, directory: str, rank: int | None) -> _C.Index | None:
-    """Does the same for metadata that was read: its bytes."""
-    try:
-        index = open_index(directory, rank)
-        return index if index.matches(data[-TRAILER_BYTES:], len(data)) else None
+        return _matching(open_index(directory, rank), directory, rank, metadata)
     except (OSError, _C.EngineError) as error:
         _check_is_harmless(error, directory)
         return None
@@ -137,12 +127,16 @@ def index_bytes(directory: str) -> bytes | None:
     try:
         data = storage_at(directory).read(index_name(None))
         index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
-        return None if _matching(index, directory, None) is None else data
+        return None if _matching(index, directory, None, None) is None else data
     except (OSError, _C.EngineError) as error:
         _check_is_harmless(error, directory)
         return None
 
 
-def _matching(index: _C.Index, directory: str, rank: int | None) -> _C.Index | None:
-    found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
-    return index if index.matches(end, found.size) else None
+def _matching(index: _C.Index, directory: str, rank: int | None, metadata: bytes | None) -> _C.Index | None:
+    if metadata is not None:
+        length, end = len(metadata), metadata[-TRAILER_BYTES:]
+    else:
+        found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+        length = found.size
+    return index if index.matches(end, length) else None

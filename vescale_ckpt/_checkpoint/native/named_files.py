@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..._engine import _C
+from ..._state import extra_files
 from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.paths import folder_above, in_sibling
@@ -20,7 +23,42 @@ from ..._storage.storage import Storage
 from ...errors import CheckpointError
 from . import file_names
 from .file_names import DELTA_NAME, LEASE_MARKER
-from .metadata_file import has_metadata
+from .metadata_file import has_metadata, metadata_fingerprint
+
+if TYPE_CHECKING:
+    from .native_checkpoint import NativeCheckpoint
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a save needs to know of the checkpoint that it replaces."""
+
+    fingerprint: str = ""  #: of its metadata; empty if there is none
+    files: frozenset[str] = frozenset()  #: data files that it names
+    extra_names: tuple[str, ...] = ()  #: of its extra files
+
+    @classmethod
+    def read(cls, directory: str, rank: int | None) -> Replaced:
+        """Reads it from one metadata file of the directory. Nothing is known if that is missing or cannot be read."""
+        if not has_metadata(directory, rank):
+            return cls()
+        try:
+            found = metadata_fingerprint(directory, rank)
+            checkpoint = _opened(directory, rank)
+            files = frozenset(checkpoint.named_files())
+        except (CheckpointError, OSError):
+            return cls()
+        try:
+            return cls(found, files, tuple(extra_files.names_in(checkpoint.keys())))
+        except CheckpointError:
+            return cls(found, files)  # loads cannot read it, either
+
+    def extra_names_now(self, directory: str, rank: int | None) -> tuple[str, ...]:
+        """Returns the names of the present checkpoint's extra files. Reads them if it is another one by now."""
+        with contextlib.suppress(OSError):
+            if metadata_fingerprint(directory, rank) == self.fingerprint:
+                return self.extra_names
+        return self.read(directory, rank).extra_names
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
@@ -33,10 +71,14 @@ def named_files(directory: str, rank: int | None) -> set[str]:
         return set()
 
 
-def _named(directory: str, rank: int | None) -> set[str]:
+def _opened(directory: str, rank: int | None) -> NativeCheckpoint:
     from .native_checkpoint import NativeCheckpoint  # it imports torch, and most checkpoints name no others' files
 
-    return NativeCheckpoint.by_index(directory, rank).named_files()
+    return NativeCheckpoint.by_index(directory, rank)
+
+
+def _named(directory: str, rank: int | None) -> set[str]:
+    return _opened(directory, rank).named_files()
 
 
 def named_by_any(directory: str) -> set[str]:
@@ -64,19 +106,28 @@ def named_beside(directory: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str] | None]:
+def needed_beside(directory: str, *, dry_run: bool = False, unnamed: bool = False) -> Iterator[set[str] | None]:
     """A context that gives `named_beside`. While it lasts, no delta save begins to name files of the directory, if it
     has a marker file or is in an object store. It gives None if the files of the directory must stay, because a running
     delta save may name any of them, or because metadata cannot be read. Makes a marker file that is missing and needed,
-    unless `dry_run`."""
+    unless `dry_run`.
+
+    `unnamed`: only files will be removed that the metadata of the directory, which was read before, does not name. If
+    there is neither a marker file nor a lease now, a delta save that leases the directory later reads that metadata,
+    and so names none of them."""
     with contextlib.ExitStack() as held:
         needed = None
         with contextlib.suppress(CheckpointError, OSError, _C.EngineError):
             storage = storage_at(directory)
-            found = set[str]() if storage.has(LEASE_MARKER) else _named_without_marker(storage)
+            if unnamed and storage.by_requests:
+                is_marked = any(name.startswith(LEASE_MARKER) for name in storage.names())
+            else:
+                is_marked = storage.has(LEASE_MARKER)
+            found = set[str]() if is_marked else _named_without_marker(storage)
             if found and not dry_run:
                 storage.keep_marker(LEASE_MARKER)
-            if storage.has_locks and not storage.has(LEASE_MARKER):
+                is_marked = True
+            if not is_marked and (storage.has_locks or unnamed):
                 needed = found
             elif held.enter_context(storage.lock_if_unleased(LEASE_MARKER, orphans.SAVE_GRACE)):
                 # In an object store a save may have made the marker file before the remover's notice was written.
