@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from harness.ranks import RanksFailedError, run_ranks
 from harness.states import assert_same, random_tensor
 from test_quantized import FP8, MXFP4, assert_equal_bits, by_torch, float8_model, mxfp4_model, written
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadFailedError, StorageReader
@@ -107,7 +108,7 @@ WRITERS = [one_file, many_files, with_checksums, in_chunks]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def assert_states(found: State, expected: State) -> None:
@@ -301,6 +302,86 @@ def test_shared_tensors_are_taken_under_all_of_their_names_or_none(tmp_path: Pat
 def _load_shared(folder: Path, target: State, expected: torch.Tensor) -> None:
     vescale_ckpt.load(folder, target, stack={"e.*": "e"}, broadcast_checkpoint=True)
     assert_same(target["e"], expected)
+
+
+def test_models_in_object_stores(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="object stores need obstore")
+    state = model()
+    vescale_ckpt.save("memory://stacked/model", state, format="safetensors", max_shard_size="4KB")
+    assert_states(vescale_ckpt.load("memory://stacked/model", stack=RULES), by_hand(state))
+
+
+# --- Random rules
+
+
+def random_model(seed: int) -> tuple[State, dict[Any, str], State]:
+    """Returns tensors, rules and what they make."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    state: State = {}
+    rules: dict[Any, str] = {}
+    made: State = {}
+    for number in range(chance.randint(2, 4)):
+        dtype = chance.choice([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
+        rest = tuple(chance.choice([1, 2, 3, 33, 257]) for _ in range(chance.randint(0, 2)))
+        experts, name = chance.randint(1, 5), f"t{number}"
+        if (kind := chance.choice(["stack", "concatenate", "both", "split"])) == "split":
+            state[name] = random_tensor((experts, *rest), dtype)
+            rules[name] = f"{name}.*.w"
+            made |= {f"{name}.{index}.w": value for index, value in enumerate(state[name].unbind())}
+            continue
+        rows = [chance.choice([1, 2, 70]) for _ in range(1 if kind == "stack" else chance.randint(2, 3))]
+        layers = [
+            [random_tensor((length, *rest), dtype) for length in rows]
+            for _ in range(1 if kind == "concatenate" else experts)
+        ]
+        for layer, part in [(layer, part) for layer in range(len(layers)) for part in range(len(rows))]:
+            state[f"{name}.{layer}.p{part}"] = layers[layer][part]
+        star = "0" if kind == "concatenate" else "*"
+        left = tuple(f"{name}.{star}.p{part}" for part in range(len(rows)))
+        rules[left if len(left) > 1 else left[0]] = name
+        whole = [torch.cat(parts) for parts in layers]
+        made[name] = whole[0] if kind == "concatenate" else torch.stack(whole)
+    keys = chance.sample(list(state), len(state))
+    return {key: state[key] for key in keys}, rules, made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rules(tmp_path: Path, seed: int) -> None:
+    state, rules, made = random_model(seed)
+    WRITERS[seed % 3](tmp_path / "model", state)
+    assert_states(vescale_ckpt.load(tmp_path / "model", stack=rules), made)
+    target = {
+        key: torch.zeros(value.shape[::-1], dtype=value.dtype).permute(list(range(value.dim()))[::-1])
+        for key, value in made.items()
+    }
+    dcp.load(target, storage_reader=StorageReader(tmp_path / "model", stack=rules), no_dist=True)
+    assert_states(target, made)
+    vescale_ckpt.convert(tmp_path / "model", tmp_path / "out.safetensors", format="safetensors", stack=rules)
+    assert_states(stock_torch.load_file(tmp_path / "out.safetensors"), made)
+
+
+def test_random_rules_on_shards(tmp_path: Path) -> None:
+    for seed in range(20, 32):
+        WRITERS[seed % 3](tmp_path / f"{seed}", random_model(seed)[0])
+    run_ranks(3, _load_random, tmp_path)
+
+
+def _load_random(folder: Path) -> None:
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    for seed in range(20, 32):
+        _, rules, made = random_model(seed)
+        chance = random.Random(seed)
+        target: dict[str, Any] = {}
+        for key, value in made.items():
+            placement = chance.choice([Replicate(), *(Shard(dim) for dim in range(value.dim()))])
+            target[key] = distribute_tensor(torch.zeros_like(value), mesh, [placement], src_data_rank=None)
+            if chance.random() < 0.3 and rank == 1:
+                del target[key]
+        vescale_ckpt.load(folder / f"{seed}", target, stack=rules, broadcast_checkpoint=seed % 2 == 0)
+        for key, value in target.items():
+            wanted = distribute_tensor(made[key], mesh, value.placements, src_data_rank=None).to_local()
+            assert torch.equal(bits(value.to_local()), bits(wanted)), (seed, key)
 
 
 # --- Quantised

@@ -106,6 +106,31 @@ def _after_the_users_stream(directory: Path) -> None:
         assert_same(found, state)
 
 
+def _stacked(directory: Path) -> None:
+    experts = [numbers(300, 1001, first=number) for number in range(6)]
+    packed = numbers(5, 700, 999)
+    state = {f"e.{number}.w": value for number, value in enumerate(experts)} | {"packed": packed}
+    vescale_ckpt.save(directory, state, format="safetensors")
+    wanted = {"e.w": torch.stack(experts)}
+    wanted |= {f"p.{number}": value for number, value in enumerate(packed.unbind())}
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        _small_memory(patch)
+        fake.delay_copies(100)
+        for rules, expected in (
+            ({"e.*.w": "e.w", "packed": "p.*"}, wanted),
+            ({("e.1.w", "e.0.w"): "two"}, {"two": torch.cat(experts[1::-1])}),
+        ):
+            before = fake.count("bytes to device")
+            found = _blank(expected)
+            vescale_ckpt.load(directory, found, stack=rules)
+            assert_same(found, expected)
+            assert fake.count("bytes to device") - before == sum(value.nbytes for value in expected.values())
+
+
+def test_stacks_and_parts_come_to_their_devices(tmp_path: Path) -> None:
+    in_fork(_stacked, tmp_path)
+
+
 def test_copies_come_after_what_the_users_streams_have_queued(tmp_path: Path) -> None:
     in_fork(_after_the_users_stream, tmp_path)
 
