@@ -327,6 +327,21 @@ def test_tied_weights_that_the_file_knows_by_one_name_are_not_missing(tmp_path: 
 # --- Damage and lies
 
 
+def test_two_values_for_one_memory_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The checksum of the header, which both have in common, does not make them equal."""
+    vescale_ckpt.save(tmp_path, {"a": torch.ones(4), "b": torch.full((4,), 2.0)}, format="safetensors")
+    memory = torch.zeros(4)
+    vescale_ckpt.load(tmp_path, {"a": memory, "b": memory})
+    assert_same(memory, torch.full((4,), 2.0))
+    assert "both get the value of b" in caplog.text
+    caplog.clear()
+    tied = torch.ones(4)
+    vescale_ckpt.save(tmp_path, {"a": tied, "b": tied}, format="safetensors")
+    vescale_ckpt.load(tmp_path, {"a": memory, "b": memory})
+    assert_same(memory, tied)
+    assert not caplog.text
+
+
 def test_a_flipped_bit_of_ours_is_found(tmp_path: Path) -> None:
     values = state()
     directory = write(tmp_path / "d", values, "us")

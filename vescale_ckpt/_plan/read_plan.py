@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
-from .._engine.rows import OBJECT, OBJECT_ROW, words
+from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from .lazy_list import LazyList
@@ -87,7 +88,7 @@ class PackedReads(LazyList):
         (rows, others), at_crc = map(sorted, stored.values()), 3
         if rows == others:
             return True
-        known = all(row[at_crc] != -1 for row in rows)
+        known = all(row[at_crc] != -1 and not _has_header_crc(*row[2:]) for row in rows)
         return known and sorted(row[at_crc:] for row in rows) == sorted(row[at_crc:] for row in others)
 
     def bytes_read_alone(self, verify: bool) -> int:
@@ -155,3 +156,8 @@ class PackedReads(LazyList):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
+
+
+def _has_header_crc(length: int, crc: int, dtype: int, dims: int, *lists: int) -> bool:
+    """Whether a record is a tensor's bytes alone, as in safetensors files: its CRC-32 is that of the file's header."""
+    return length == math.prod(lists[:dims]) * ITEM_BYTES[dtype]
