@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,9 @@ def test_a_trainer_of_one_commit_goes_on_bit_for_bit(way: str, ranks: int, tmp_p
     assert left["model"].keys() == right["model"].keys()
     assert all(torch.equal(left["model"][key], right["model"][key]) for key in left["model"])
 
+    _damage(whole / "step-8")  # is found when all is made
+    jobs.assert_same(jobs.run(WITHOUT_GPU, str(ONE_COMMIT), str(whole), way, ranks=ranks), expected, 8)
+
 
 def test_a_trainer_of_one_commit_goes_on_from_an_object_store(bucket_url: str, tmp_path: Path) -> None:
     expected = jobs.run(WITHOUT_GPU, str(ONE_COMMIT), str(tmp_path), ranks=1)
@@ -190,14 +196,23 @@ class _Evaluates(_OneCommitTrainer):
         return {"eval_loss": abs(self.state.global_step - 2.0)}
 
 
+def _samples(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.tensor([float(number), 1.0])} for number in range(count)]
+
+
 def _one_commit(
-    kind: Any, place: str, path: Path, steps: int, manager_options: dict[str, Any] | None = None, **options: Any
+    kind: Any,
+    place: str,
+    path: Path,
+    steps: int,
+    manager_options: dict[str, Any] | None = None,
+    samples: int = 512,
+    **options: Any,
 ) -> Any:
-    arguments = TrainingArguments(
-        str(path), use_cpu=True, report_to=[], max_steps=steps, save_strategy="steps", save_steps=1, **options
-    )
+    given = {"save_strategy": "steps", "save_steps": 1, **options}
+    arguments = TrainingArguments(str(path), use_cpu=True, report_to=[], max_steps=steps, **given)
     return kind(
-        _Model(), arguments, train_dataset=[{"x": torch.ones(2)}] * 64, eval_dataset=[],
+        _Model(), arguments, train_dataset=_samples(samples), eval_dataset=[],
         checkpoints=place, manager_options=manager_options,
     )  # fmt: skip
 
@@ -228,6 +243,224 @@ def test_the_best_steps_stay_in_an_object_store_and_the_best_is_loaded(url: str,
     again.train(resume_from_checkpoint=True)
     assert again._initial_global_step == 4 and again.state.global_step == 6
     assert torch.equal(again.model.weight, saved)
+
+
+class _Metrics(_Evaluates):
+    """Its metric is one of a list, by the step."""
+
+    values: tuple[float, ...] = ()
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        return {"eval_loss": self.values[self.state.global_step - 1]}
+
+
+class _Stock(Trainer):
+    values: tuple[float, ...] = ()
+    evaluate = _Metrics.evaluate  # type: ignore[assignment]
+
+
+_EACH = {"eval_strategy": "steps", "eval_steps": 1}
+_BEST = {"load_best_model_at_end": True, **_EACH}
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ((3, 2, 2, 4, 2, 5), {"save_total_limit": 1, **_BEST}),  # of equal ones a Trainer takes the first
+        ((3, 2, 2, 4, 2, 5), {"save_total_limit": 2, **_BEST}),
+        ((3, 1, 5, 4, 2, 2), {"save_total_limit": 3, **_BEST}),
+        ((3, 1, 5, 4, 2, 2), {"save_total_limit": 2, "metric_for_best_model": "loss", **_EACH}),
+        ((1, 3, 3, 2, 1, 0), {"save_total_limit": 2, "greater_is_better": True, **_BEST}),
+        ((math.nan, 3, math.nan, 4, 2, math.nan), {"save_total_limit": 2, **_BEST}),
+        ((math.nan,) * 6, {"save_total_limit": 2, **_BEST}),
+        ((3, 1, 5, 4, 2, 2), {"save_total_limit": 0, **_BEST}),
+        ((5, 4, 3, 1, 2, 2), {"save_steps": 3, "save_total_limit": 1, **_BEST}),  # the best one is not saved
+        ((5, 4, 3, 1, 2, 0), {"save_steps": 3, "save_total_limit": 1, **_BEST}),
+        (
+            (5, 6, 3, 4, 2, 7),
+            {"save_strategy": "best", "metric_for_best_model": "loss", "save_total_limit": 2, **_EACH},
+        ),
+        ((9, 4, 9, 3, 9, 5), {"save_strategy": "epoch", **_BEST, "eval_strategy": "epoch", "save_total_limit": 1}),
+    ],
+)
+def test_a_trainer_of_one_commit_keeps_and_loads_what_a_trainer_does(
+    values: tuple[float, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Trained at once, and with a resume after the fourth step."""
+    for name, all_steps in (("at once", (6,)), ("resumed", (4, 6))):
+        place = tmp_path / name
+        for steps_ in all_steps:
+            ours = _one_commit(_Metrics, str(place / "run"), place, steps_, samples=16, **options)
+            stock = _trainer_as_it_is(place / "stock", steps_, **options)
+            ours.values = stock.values = values
+            found = [*(place / "stock").glob("checkpoint-*")]
+            stock.train(resume_from_checkpoint=bool(found))
+            ours.train(resume_from_checkpoint=True)
+        kept = {int(path.name.removeprefix("checkpoint-")) for path in (place / "stock").glob("checkpoint-*")}
+        with vescale_ckpt.CheckpointManager(place / "run") as manager:
+            last = manager.latest()
+            assert {*manager.steps()} == kept | {last}, name  # a Trainer with limit 1 ends with the best one alone
+        assert ours.state.best_global_step == stock.state.best_global_step
+        named = [trainer.state.best_model_checkpoint for trainer in (ours, stock)]
+        assert named[0] == (named[1] and f"{place / 'run'}/step-{named[1].rpartition('-')[2]}")
+        assert torch.equal(ours.model.weight, stock.model.weight), name
+
+
+def _trainer_as_it_is(path: Path, steps: int, **options: Any) -> Any:
+    given = {"save_strategy": "steps", "save_steps": 1, **options}
+    arguments = TrainingArguments(str(path), use_cpu=True, report_to=[], max_steps=steps, **given)
+    return _Stock(_Model(), arguments, train_dataset=_samples(16), eval_dataset=[])
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_other_gradient_accumulation_after_a_resume_is_as_with_a_trainer(accumulated: int, tmp_path: Path) -> None:
+    weights = []
+    for kind in (_one_commit_noting, _stock_noting):
+        for steps_, accumulation in ((3, 2), (6, accumulated)):
+            trainer = kind(tmp_path, steps_, gradient_accumulation_steps=accumulation)
+            trainer.train(resume_from_checkpoint=steps_ == 6)
+        weights.append(trainer.model.weight)
+        losses = [{k: entry[k] for k in ("step", "loss")} for entry in trainer.state.log_history if "loss" in entry]
+        weights.append(losses)
+    assert torch.equal(weights[0], weights[2]) and weights[1] == weights[3]
+
+
+def _one_commit_noting(path: Path, steps: int, **options: Any) -> Any:
+    return _one_commit(_OneCommitTrainer, str(path / "run"), path, steps, samples=64, logging_steps=1, **options)
+
+
+def _stock_noting(path: Path, steps: int, **options: Any) -> Any:
+    arguments = TrainingArguments(
+        str(path / "stock"), use_cpu=True, report_to=[], max_steps=steps, save_steps=1, logging_steps=1, **options
+    )
+    return Trainer(_Model(), arguments, train_dataset=_samples(64))
+
+
+@pytest.mark.parametrize(
+    "manager_options",
+    [
+        {"max_to_keep": 1},
+        {"best": "eval_loss", "best_mode": "max", "max_to_keep": 1},
+        {"local": "local", "durable_interval_steps": 100, "max_to_keep": 1},
+    ],
+)
+def test_the_best_step_stays_whatever_the_manager_is_told(manager_options: dict[str, Any], tmp_path: Path) -> None:
+    if "local" in manager_options:
+        manager_options = {**manager_options, "local": str(tmp_path / "local")}
+    trainer = _one_commit(_Evaluates, str(tmp_path / "run"), tmp_path, 5, manager_options=manager_options, **_BEST)
+    trainer.train()
+    saved = vescale_ckpt.load(tmp_path / ("local" if "local" in manager_options else "run") / "step-2")
+    assert torch.equal(trainer.model.weight, saved["model"]["weight"])
+    assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-2"
+
+
+def test_a_best_step_whose_save_fails_is_not_taken_for_the_best(tmp_path: Path) -> None:
+    class Fails(_Metrics):
+        values = (3, 2, 1, 4, 5)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self._manager.wait()
+            if self.state.global_step == 3:
+                faults.inject("write", errno.EIO, times=100)
+            super()._save_checkpoint(model, trial)
+            self._manager.wait()
+            faults.clear()
+
+    options = {"max_to_keep": 1, "on_error": "warn"}
+    trainer = _one_commit(Fails, str(tmp_path / "run"), tmp_path, 5, manager_options=options, **_BEST)
+    trainer.train()
+    with vescale_ckpt.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == [2, 5]
+    assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-2"
+    assert torch.equal(trainer.model.weight, vescale_ckpt.load(tmp_path / "run" / "step-2")["model"]["weight"])
+
+
+def test_old_checkpoints_of_a_trainer_stay(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-9").mkdir()
+    trainer = _one_commit(_Evaluates, str(tmp_path), tmp_path, 4, save_total_limit=1, **_BEST)
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == ["checkpoint-9", "step-2", "step-4"]
+
+
+def test_damaged_data_is_passed_over_for_an_older_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = _one_commit(_OneCommitTrainer, str(tmp_path / "run"), tmp_path, 4)
+    whole.train()
+    _damage(tmp_path / "run" / "step-4")
+    resumed = _one_commit(_OneCommitTrainer, str(tmp_path / "run"), tmp_path, 4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 3 and "step 4 is passed over" in caplog.text
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert vescale_ckpt.verify(tmp_path / "run" / "step-4").ok
+
+
+def _damage(step: Path) -> None:
+    for file in step.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def test_a_gradient_scaler_is_saved_and_restored(tmp_path: Path) -> None:
+    scales = []
+
+    class Scales(_OneCommitTrainer):
+        def create_optimizer(self, *args: Any) -> Any:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+            return super().create_optimizer(*args)
+
+        def _load_rng_state(self, checkpoint: Any) -> None:
+            super()._load_rng_state(checkpoint)
+            scales.append(self.accelerator.scaler.state_dict())
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.accelerator.scaler.update(32.0)
+            super()._save_checkpoint(model, trial)
+
+    _one_commit(Scales, str(tmp_path / "run"), tmp_path, 2).train()
+    _one_commit(Scales, str(tmp_path / "run"), tmp_path, 3).train(resume_from_checkpoint=True)
+    assert scales[-1]["scale"] == 32.0
+
+
+def test_a_model_of_several_devices_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    trainer = _one_commit(_OneCommitTrainer, str(tmp_path / "run"), tmp_path, 1)
+    trainer.args._n_gpu = 2  # then a Trainer takes `nn.DataParallel`, which without devices calls the model
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, nn.DataParallel)
+    assert vescale_ckpt.inspect(tmp_path / "run" / "step-1").tensors.keys() >= {"model.weight"}
+
+
+def test_an_error_in_training_is_the_one_that_is_raised_and_the_save_before_is_durable(tmp_path: Path) -> None:
+    class Fails(_OneCommitTrainer):
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            if self.state.global_step == 2 and not self._resumed:
+                faults.inject("write", errno.EIO)
+                raise KeyError("in training")
+            return super().training_step(*args, **options)
+
+    place = str(tmp_path / "run")
+    with pytest.raises(KeyError, match="in training"):
+        _one_commit(Fails, place, tmp_path, 4).train()
+    faults.clear()
+    with vescale_ckpt.CheckpointManager(place) as manager:
+        assert manager.latest() in (1, 2)
+    again = _one_commit(Fails, place, tmp_path, 4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+
+
+def test_a_signal_ends_the_training_with_a_durable_step(tmp_path: Path) -> None:
+    class Signalled(_OneCommitTrainer):
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            if self.state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return super().training_step(*args, **options)
+
+    trainer = _one_commit(
+        Signalled, str(tmp_path / "run"), tmp_path, 6, manager_options={"save_on_signal": signal.SIGUSR1}
+    )
+    trainer.train()
+    with vescale_ckpt.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.latest() == trainer.state.global_step == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ on from the newest with the losses of a run that was not killed."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -151,27 +152,36 @@ import os, runpy, signal, sys
 sys.path.insert(0, {str(HERE.parent)!r})
 from harness import faults
 job = runpy.run_path({str(HERE / "trainer_job.py")!r})
-place, way, rank, call, number = sys.argv[1:]
+place, way, rank, call, number, error = sys.argv[1:]
 def on_step_end(self, args, state, control, **_):
     if state.global_step == 3 and os.environ["RANK"] == rank:
-        faults.inject(call, -signal.SIGKILL, int(number))
+        faults.inject(call, int(error), int(number))
 job["PrintLoss"].on_step_end = on_step_end
 job["main"](place, way)
 """
 
 
 @pytest.mark.parametrize(
-    ("way", "rank", "call", "number"),
-    [("plain", 1, "write", 0), ("fsdp", 1, "sync", 0), ("fsdp", 0, "rename", 0), ("fsdp", 0, "sync_directory", 3)],
+    ("way", "rank", "call", "number", "error"),
+    [
+        ("plain", 1, "write", 0, -signal.SIGKILL),
+        ("fsdp", 1, "sync", 0, -signal.SIGKILL),
+        ("fsdp", 0, "rename", 0, -signal.SIGKILL),
+        ("fsdp", 0, "sync_directory", 3, -signal.SIGKILL),
+        ("fsdp", 1, "write", 0, errno.EIO),
+    ],
 )
-def test_a_kill_of_one_rank_leaves_a_whole_step(way: str, rank: int, call: str, number: int, tmp_path: Path) -> None:
+def test_a_kill_or_an_error_of_one_rank_ends_all_and_leaves_a_whole_step(
+    way: str, rank: int, call: str, number: int, error: int, tmp_path: Path
+) -> None:
     job, without_gpu, place = HERE / "trainer_job.py", HERE / "without_gpu.py", str(tmp_path / "killed")
     expected = jobs.run(without_gpu, str(job), str(tmp_path / "whole"), way)
     killed = tmp_path / "killed.py"
     killed.write_text(_KILLED_JOB)
-    with jobs.started(without_gpu, str(killed), place, way, str(rank), call, str(number)) as running:
+    given = (place, way, str(rank), call, str(number), str(int(error)))
+    with jobs.started(without_gpu, str(killed), *given) as running:
         statuses = running.wait()
-    assert statuses[rank] == -signal.SIGKILL and 0 not in statuses, running.text
+    assert statuses[rank] == (error if error < 0 else 1) and 0 not in statuses, running.text
     resumed = jobs.run(without_gpu, str(job), place, way)
     assert min(resumed) in (3, 4)  # the save of step 3 may have been committed
     jobs.assert_same(resumed, expected, min(resumed))

@@ -22,6 +22,7 @@ rules = st.builds(
     st.one_of(st.none(), st.integers(1, 7)),
     st.one_of(st.none(), st.just("loss")),
     st.sampled_from(["max", "min"]),
+    st.lists(st.integers(0, 60), max_size=3),
 )
 
 
@@ -31,11 +32,17 @@ rules = st.builds(
 def test_what_is_kept(found: list[Candidate], rule: Retention) -> None:
     surplus = rule.surplus(found)
     assert surplus == sorted(set(surplus)) and set(surplus) <= {kept.step for kept in found}
+    pinned = [step for step in rule.pinned if step in {kept.step for kept in found}][-1:]
     for candidate in found:
-        better = sum(is_better(other, candidate, rule) for other in found)
+        better = sum(
+            other.step in pinned or (candidate.step not in pinned and is_better(other, candidate, rule))
+            for other in found
+            if other is not candidate
+        )
         wanted = (
             rule.max_to_keep is None
             or better < rule.max_to_keep
+            or candidate.step in pinned
             or candidate.step == max(kept.step for kept in found)
             or (rule.keep_period is not None and candidate.step % rule.keep_period == 0)
         )

@@ -107,7 +107,7 @@ class OneCommit:
     while training goes on. It works on one process, with DDP and with FSDP. `train(resume_from_checkpoint=True)` goes
     on from the newest sound checkpoint, and begins anew if there is none. An error of a save is raised by the next
     one, or at the end of `train`. Of the Trainer's arguments, `save_strategy`, `save_steps`, `save_total_limit`,
-    `metric_for_best_model` and `load_best_model_at_end` keep their meaning.
+    `metric_for_best_model` and `load_best_model_at_end` keep their meaning: the best checkpoint stays, too.
 
     Args:
         checkpoints: a folder or URL (`s3://...`), in which there will be `step-N`; None: the Trainer's `output_dir`.
@@ -125,26 +125,22 @@ class OneCommit:
     ) -> None:
         check_version("transformers", TESTED)
         for name in ("_save_checkpoint", "_init_training_state", "_load_from_checkpoint", "_load_scaler",
-                     "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model",
-                     "_determine_best_metric"):  # fmt: skip
+                     "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model", "_get_output_dir",
+                     "_inner_training_loop", "_determine_best_metric"):  # fmt: skip
             hook("transformers", f"Trainer.{name}")
         super().__init__(*args, **options)
         for name in ("save_only_model", "push_to_hub", "auto_find_batch_size", "deepspeed"):
             if getattr(self.args, name, None):
                 raise ValueError(f"OneCommit: its checkpoints know no {name}: leave it out, or use the Trainer without")
         self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
-        self._manager_options = self._retention() | dict(manager_options or {})
+        limit = self.args.save_total_limit
+        self._manager_options = {"max_to_keep": limit if limit and limit > 0 else None, **(manager_options or {})}
         self._manager: CheckpointManager | None = None
-        self._resumed: tuple[str, int] | None = None  # the folder that the Trainer takes for the checkpoint, the step
+        self._folder = ""  # where the Trainer looks for what it writes itself
+        self._resumed: int | None = None  # the step
         self._random = _LaterRandomState()
         self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and the metrics of its evaluation
-
-    def _retention(self: Any) -> dict[str, Any]:
-        options: dict[str, Any] = {"max_to_keep": self.args.save_total_limit}
-        if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
-            mode = "max" if self.args.greater_is_better else "min"
-            return options | {"best": self._metric_name, "best_mode": mode}
-        return options
+        self._best = _BestStep([])
 
     @property
     def _metric_name(self: Any) -> str:
@@ -161,22 +157,41 @@ class OneCommit:
             )
         with CheckpointManager(self._checkpoints, **self._manager_options) as manager, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
-            self._manager, self._measured = manager, (-1, {})
-            if resume_from_checkpoint and (step := manager.latest()) is not None:
-                self._resumed = folder, step
-                files: dict[str, bytes] = {}
-                manager.restore({}, step, strict=False, prepare=False, extra_files=files)
-                if _LAST_WRITTEN not in files:
-                    raise CheckpointError(f"step {step} of {self._checkpoints} was not saved by OneCommit")
-                Path(folder, _LAST_WRITTEN).write_bytes(files[_LAST_WRITTEN])
+            self._manager, self._folder, self._measured = manager, folder, (-1, {})
+            self._best = _BestStep(manager.retention.pinned)
             try:
-                return super().train(folder if self._resumed else None, trial, *args, **options)
+                if resume_from_checkpoint and (step := manager.latest()) is not None:
+                    self._take_state_of(step)
+                return super().train(None if self._resumed is None else folder, trial, *args, **options)
             finally:
                 self._manager = self._resumed = None
 
+    def _take_state_of(self: Any, step: int) -> None:
+        files: dict[str, bytes] = {}
+        self._manager.restore({}, step, strict=False, prepare=False, extra_files=files)
+        if _LAST_WRITTEN not in files:
+            raise CheckpointError(f"step {step} of {self._checkpoints} was not saved by OneCommit")
+        state = json.loads(files[_LAST_WRITTEN])
+        # A Trainer would look for a folder of that name, which may be a URL or have moved.
+        best = re.fullmatch(r".*step-(\d+)", state.pop("best_model_checkpoint", None) or "")
+        self._best = _BestStep(self._manager.retention.pinned)
+        self._manager.retention.pinned[:] = [] if best is None else [int(best[1])]
+        Path(self._folder, _LAST_WRITTEN).write_text(json.dumps(state))
+        self._resumed = step
+
+    def _inner_training_loop(self: Any, *args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return super()._inner_training_loop(*args, **options)
+            except _OlderStepError as older:  # all ranks found damage in the data of the step
+                self._take_state_of(older.step)
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        return str(super()._get_output_dir(trial)) if self._manager is None else str(self._folder)
+
     def _whole_state(self: Any) -> dict[str, Any]:
         state = {
-            "model": self.model_wrapped,
+            "model": self.model,
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
             "scheduler": self.lr_scheduler,
             "random": PerRank(self._random),
@@ -195,17 +210,23 @@ class OneCommit:
                     self.state.stateful_callbacks[name].append(state)
                 else:
                     self.state.stateful_callbacks[name] = state
-        self.state.best_model_checkpoint = None  # a step is no folder of the Trainer: `best_global_step` says it
+        step = self.state.global_step
+        if self.state.best_global_step in (step, self._best.saved_last):
+            self._best.is_now(self.state.best_global_step)
+        self._name_best()
         with tempfile.TemporaryDirectory() as folder:
             self.state.save_to_json(os.path.join(folder, _LAST_WRITTEN))
             content = Path(folder, _LAST_WRITTEN).read_bytes()
-        self._manager.save(
-            self.state.global_step,
+        handle = self._manager.save(
+            step,
             self._whole_state(),
             metrics=self._metrics_of_this_step(),
             extra_files={_LAST_WRITTEN: content} if self.is_world_process_zero() else None,
         )
+        self._best.is_being_saved(step, handle)
         self._name_best()
+        if self._manager.preempted:
+            self.control.should_training_stop = True
 
     def _metrics_of_this_step(self: Any) -> dict[str, float]:
         step, metrics = self._measured
@@ -215,8 +236,8 @@ class OneCommit:
         return found
 
     def _name_best(self: Any) -> None:
-        if (step := self.state.best_global_step) is not None:
-            self.state.best_model_checkpoint = f"{os.fspath(self._checkpoints).rstrip('/')}/step-{step}"
+        place, step = os.fspath(self._checkpoints).rstrip("/"), self._best.step
+        self.state.best_model_checkpoint = None if step is None else f"{place}/step-{step}"
 
     def _determine_best_metric(self: Any, metrics: Any, trial: Any) -> bool:
         found = {name: value for name, value in metrics.items() if name == self._metric_name}
@@ -225,7 +246,9 @@ class OneCommit:
 
     def _load_best_model(self: Any) -> None:
         self._manager.wait()
-        api.load(self.state.best_model_checkpoint, {"model": self.model_wrapped})
+        self._name_best()
+        if self._best.step is not None:
+            self._manager.restore({"model": self.model}, self._best.step, prepare=False)
 
     # A Trainer reads a checkpoint in pieces. Here `_load_optimizer_and_scheduler`, when all is made, reads it at once.
 
@@ -241,12 +264,52 @@ class OneCommit:
         pass
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> None:
-        if self._resumed is not None:
-            self._manager.restore(self._whole_state(), self._resumed[1])
+        if self._resumed is None:
+            return
+        if (found := self._manager.restore(self._whole_state())) != self._resumed:
+            raise _OlderStepError(found)
 
     def _load_rng_state(self: Any, checkpoint: Any) -> None:
         if self._resumed is not None:
             self._random.set_now()
+
+
+class _OlderStepError(Exception):
+    """A restore has passed over the step with which the Trainer began."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class _BestStep:
+    """The step that a Trainer takes for the best: the last one of those that were, whose save has not failed."""
+
+    def __init__(self, pinned: list[int]) -> None:
+        self._pinned = pinned  # of a `Retention`
+        self._handles: dict[int, SaveHandle] = {}  # of saves that may fail
+        self.saved_last: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        return next((step for step in reversed(self._pinned) if not self._has_failed(step)), None)
+
+    def _has_failed(self, step: int) -> bool:
+        handle = self._handles.get(step)
+        return handle is not None and handle.done() and handle.stats is None
+
+    def is_now(self, step: int) -> None:
+        if self.step != step:
+            self._pinned.append(step)
+
+    def is_being_saved(self, step: int, handle: SaveHandle | None) -> None:
+        """`handle`: None if the manager does not save it."""
+        if handle is None:
+            self._pinned[:] = [other for other in self._pinned if other != step]
+            return
+        self.saved_last = step
+        self._handles = {other: running for other, running in self._handles.items() if running.stats is None}
+        self._handles[step] = handle
 
 
 class _LaterRandomState(RandomState):

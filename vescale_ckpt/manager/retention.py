@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..settings import checked_count
@@ -26,13 +26,15 @@ class Retention:
     """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones.
 
     The checkpoint saved last and that of the highest step always stay. With `keep_period`, checkpoints whose step is a
-    multiple of it stay for good. `max_to_keep=None` keeps all.
+    multiple of it stay for good. Of the steps in `pinned`, which may be added to, the last one that is there stays, and
+    counts towards `max_to_keep`. `max_to_keep=None` keeps all.
     """
 
     max_to_keep: int | None = None
     keep_period: int | None = None
     best: str | None = None
     best_mode: BestMode | None = None
+    pinned: list[int] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("max_to_keep", "keep_period"):
@@ -54,7 +56,9 @@ class Retention:
         if self.max_to_keep is None:
             return []
         found = list(checkpoints)
-        ranked = sorted(found, key=self._rank, reverse=True)
+        there = {checkpoint.step for checkpoint in found}
+        pinned = next((step for step in reversed(self.pinned) if step in there), None)
+        ranked = sorted(found, key=lambda one: (one.step == pinned, self._rank(one)), reverse=True)
         kept = {checkpoint.step for checkpoint in ranked[: self.max_to_keep]}
         if found:
             kept |= {max(found, key=_order).step, max(checkpoint.step for checkpoint in found)}
