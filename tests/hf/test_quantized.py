@@ -112,6 +112,23 @@ def test_a_config_that_cannot_be_read_is_of_no_known_scheme(tmp_path: Path) -> N
     assert vescale_ckpt.load(folder).keys() == {"a.weight", "a.weight_scale_inv", "a.bias"}
 
 
+def test_a_cast_by_another_name_of_a_shared_tensor_leaves_no_scales_out(tmp_path: Path) -> None:
+    folder = written(tmp_path, float8_model(), FP8)
+    state = float8_model() | {"b.weight": torch.zeros(2)}
+    stock_torch.save_file(
+        {key: value for key, value in state.items() if key != "b.weight"},
+        folder / "model.safetensors",
+        {"b.weight": "a.weight"},
+    )
+    target = torch.zeros(300, 261)
+    for rules in (None, {"a.bias": "bias.*"}):
+        with pytest.raises(CheckpointError, match=r"a\.weight: it is quantised.*b\.weight is another name"):
+            vescale_ckpt.load(folder, {"b.weight": target}, allow_cast=True, stack=rules)
+    with pytest.raises(CheckpointException, match=r"a\.weight: it is quantised"):
+        dcp.load({"b.weight": target}, storage_reader=StorageReader(folder), planner=OtherPlanner(allow_cast=True))
+    assert not target.any()
+
+
 @pytest.mark.parametrize("config", [None, FP8])
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 def test_quantised_tensors_load_and_convert_as_they_are(

@@ -268,12 +268,17 @@ def _piece(of: Quantized, offsets: Sequence[int], target: torch.Tensor) -> tuple
 
 
 def stacked_with_scales(
-    tensors: Sequence[Composite], stack: Stack, present: Container[str], known: Mapping[str, Quantized]
+    tensors: Sequence[Composite],
+    stack: Stack,
+    present: Container[str],
+    known: Mapping[str, Quantized],
+    aliases: Mapping[str, str],
 ) -> list[Composite]:
     """Applies rules as `restacked` does, and those that take numbers of quantised tensors to their scales, too, unless
     these have rules of their own. Raises `CheckpointError` if numbers and scales would not belong together then.
 
-    `present`: all keys of the checkpoint. `known`: the quantised tensors whose scheme is known.
+    `present`: all keys of the checkpoint. `known`: the quantised tensors whose scheme is known. `aliases`: {other name:
+    stored name}; scales are named after the stored one.
     """
     made = restacked(tensors, stack)
     stored, result = {of.keys[0]: of for of in tensors}, {of.name: of for of in made}
@@ -281,7 +286,8 @@ def stacked_with_scales(
     followed: set[str] = set()  # names of scales that no rule of their own takes
     kept: list[Composite] = []  # scales of tensors that no rule takes
     for of in made:
-        found = [scales_of(key, str(of.stored_dtype).removeprefix("torch."), present) for key in of.keys]
+        dtype = str(of.stored_dtype).removeprefix("torch.")
+        found = [scales_of(aliases.get(key, key), dtype, present) for key in of.keys]
         scales = [stored[key] for key in found if key in stored]
         if of.is_stored:
             kept += scales

@@ -88,7 +88,7 @@ def plan(
     names = rename_keys([key for key in stored if key in selection], new_name)
     selected = [Composite(names[key], info.shape, info.dtype, (key,)) for key, info in tensors.items() if key in names]
     objects = {names[key]: key for key in source.objects if key in names}
-    made = stacked_with_scales(selected, {} if stack is None else stack, source.tensors, {})
+    made = stacked_with_scales(selected, {} if stack is None else stack, source.tensors, {}, {})
     check_names(made, objects)
     kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
     outputs = [Output(**vars(of), dtype=of_dtype(of.name, of.stored_dtype)) for of in made]

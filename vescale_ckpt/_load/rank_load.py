@@ -101,7 +101,10 @@ class RankLoad(RecordReader):
     def check_cast(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
         """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales."""
         if stored != wanted:
-            check_cast(key, stored, wanted, self._keys, self.checkpoint.not_dequantized)
+            name, why = self.checkpoint.aliases.get(key, key), self.checkpoint.not_dequantized
+            if name != key:
+                why = f"{key} is another name of it, and values are made for the stored name only"
+            check_cast(name, stored, wanted, self._keys, why)
 
     @cached_property
     def _keys(self) -> frozenset[str]:

@@ -47,7 +47,7 @@ def stack_rows(headers: HeaderTables, stack: Stack, known: Mapping[str, Quantize
     names: list[str] = []
     packed: list[bytes] = []
     locations = int_table()
-    made = stacked_with_scales(tensors, stack, rows, known)
+    made = stacked_with_scales(tensors, stack, rows, known, headers.aliases)
     seen: dict[tuple[int, int], tuple[str, int, tuple[int, ...]]] = {}
     for of in made:
         code = codes[of.keys[0]]
