@@ -66,10 +66,12 @@ class PythonObject : public io::RemoteObject {
   const uint64_t size_;
 };
 
-// `open(path)` returns an object with `size` and `read(offset, bytes)`; `upload(window)` returns at once.
-void set_remote_store(const py::object& open, const py::object& upload) {
+// `open(path)` returns an object with `size` and `read(offset, bytes)`; `upload(window)` returns at once;
+// `most_part_bytes(path)` returns a number.
+void set_remote_store(const py::object& open, const py::object& upload, const py::object& most_part_bytes) {
   // Never destroyed: the interpreter may be gone when the process ends.
   const py::handle opens = py::object(open).release(), uploads = py::object(upload).release();
+  const py::handle most = py::object(most_part_bytes).release();
   io::RemoteStore store;
   store.open = [opens](const std::string& path) -> std::unique_ptr<io::RemoteObject> {
     const py::gil_scoped_acquire acquire;
@@ -84,6 +86,14 @@ void set_remote_store(const py::object& open, const py::object& upload) {
     const py::gil_scoped_acquire acquire;
     try {
       uploads(std::move(window));
+    } catch (const py::error_already_set& raised) {
+      throw error_of("write", path, 0, raised);
+    }
+  };
+  store.most_part_bytes = [most](const std::string& path) {
+    const py::gil_scoped_acquire acquire;
+    try {
+      return most(text(path)).cast<uint64_t>();
     } catch (const py::error_already_set& raised) {
       throw error_of("write", path, 0, raised);
     }
@@ -113,7 +123,7 @@ void bind_remote(py::module_& module) {
             window.fail(Error(Error::Kind::io, what, window.path(), 0, code));
           },
           py::arg("what"), py::arg("errno"));
-  module.def("set_remote_store", &set_remote_store, py::arg("open"), py::arg("upload"),
+  module.def("set_remote_store", &set_remote_store, py::arg("open"), py::arg("upload"), py::arg("most_part_bytes"),
              "how objects of paths with a scheme are read and written");
 }
 

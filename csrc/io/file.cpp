@@ -153,9 +153,11 @@ void File::begin(uint64_t expected_size, uint64_t unit) {
     preallocate(expected_size);
     return;
   }
-  window_ = std::make_shared<PartWindow>(path_, part_bytes_for(expected_size, unit));
+  const RemoteStore& store = remote_store();
+  const uint64_t most = store.most_part_bytes ? store.most_part_bytes(path_) : 0;
+  window_ = std::make_shared<PartWindow>(path_, part_bytes_for(expected_size, unit, most));
   try {
-    remote_store().upload(window_);
+    store.upload(window_);
   } catch (...) {
     window_.reset();  // nobody sends it
     throw;

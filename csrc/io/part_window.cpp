@@ -14,7 +14,7 @@ constexpr auto kPoll = std::chrono::milliseconds(50);
 
 PartWindow::Part::~Part() {
   const std::lock_guard lock(window_->mutex_);
-  if (window_->free_.size() < kAhead) window_->free_.push_back(std::move(memory_));
+  if (window_->free_.size() < window_->ahead_) window_->free_.push_back(std::move(memory_));
 }
 
 void PartWindow::check() const {
@@ -31,7 +31,7 @@ void PartWindow::wait_for_room(uint64_t end, const std::function<bool()>& closed
   }
   for (;;) {
     check();
-    if ((end - 1) / part_bytes_ < taken_ + kAhead) return;
+    if ((end - 1) / part_bytes_ < taken_ + ahead_) return;
     if (closed && closed()) throw Error(Error::Kind::cancelled, "writing " + path_ + " was given up", path_);
     changed_.wait_for(lock, kPoll);
   }

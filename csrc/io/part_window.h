@@ -29,7 +29,7 @@ namespace vescale_ckpt::io {
 
 class PartWindow : public std::enable_shared_from_this<PartWindow> {
  public:
-  static constexpr uint64_t kAhead = 4;  // parts that writers may be ahead of the uploader
+  static constexpr uint64_t kAhead = 4;  // parts that writers may be ahead of the uploader; of large ones two
 
   // A complete part; its memory is used again when it is destroyed.
   class Part {
@@ -48,7 +48,8 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
   };
 
   // `path` is for messages.
-  PartWindow(std::string path, uint64_t part_bytes) : path_(std::move(path)), part_bytes_(part_bytes) {}
+  PartWindow(std::string path, uint64_t part_bytes)
+      : path_(std::move(path)), part_bytes_(part_bytes), ahead_(part_bytes > kLarge ? 2 : kAhead) {}
 
   const std::string& path() const { return path_; }
   uint64_t part_bytes() const { return part_bytes_; }
@@ -82,6 +83,7 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
   void fail(const Error& error);
 
  private:
+  static constexpr uint64_t kLarge = 16 << 20;
   struct Filling {
     std::unique_ptr<std::byte[]> memory;
     uint64_t written = 0;
@@ -91,6 +93,7 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
 
   const std::string path_;
   const uint64_t part_bytes_;
+  const uint64_t ahead_;
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::map<uint64_t, Filling> parts_;  // {number: part that is not taken yet}

@@ -36,9 +36,10 @@ const RemoteStore& remote_store() {
   return registered();
 }
 
-uint64_t part_bytes_for(uint64_t expected_bytes, uint64_t unit) {
+uint64_t part_bytes_for(uint64_t expected_bytes, uint64_t unit, uint64_t most) {
   const uint64_t least = std::max(kLeastPart, expected_bytes / kMostParts);
-  return (least + unit - 1) / unit * unit;
+  const uint64_t wanted = std::clamp(expected_bytes, least, std::max(least, most));
+  return (wanted + unit - 1) / unit * unit;
 }
 
 }  // namespace vescale_ckpt::io

@@ -28,6 +28,7 @@ struct RemoteStore {
   std::function<std::unique_ptr<RemoteObject>(const std::string& path)> open;  // throws Error
   // Begins to send what the window gives, on a thread of its own, which ends with uploaded() or fail().
   std::function<void(std::shared_ptr<PartWindow> window)> upload;
+  std::function<uint64_t(const std::string& path)> most_part_bytes;  // larger parts cost less; none: as small as can be
 };
 
 // For all paths with a scheme, in place of what was registered before. Not while files are open.
@@ -37,7 +38,8 @@ bool is_remote(std::string_view path);
 const RemoteStore& remote_store();
 
 // How large the parts of a file of so many bytes (an estimate from above) are: a multiple of `unit`, at least as much
-// as stores want (5 MiB), and so large that they allow as many as there will be (10,000).
-uint64_t part_bytes_for(uint64_t expected_bytes, uint64_t unit);
+// as stores want (5 MiB), and so large that they allow as many as there will be (10,000). They grow with the file up to
+// `most` bytes.
+uint64_t part_bytes_for(uint64_t expected_bytes, uint64_t unit, uint64_t most = 0);
 
 }  // namespace vescale_ckpt::io

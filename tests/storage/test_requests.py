@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.ranks import run_ranks
+from harness.saves import loaded
+from harness.states import assert_same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager
-from vescale_ckpt._storage import object_clients
+from vescale_ckpt._storage import object_clients, object_store
 from vescale_ckpt._storage.open_storage import storage_at
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
+MiB = 1 << 20
 _REQUESTS = ("get", "put", "head", "delete", "list", "list_with_delimiter")
 
 
@@ -131,3 +134,58 @@ def test_each_further_rank_puts_once_and_gets_once(tmp_path: Path, ranks: int) -
     (saved, loaded), *others = run_ranks(ranks, _requests_of_rank, str(tmp_path / "store"))
     assert saved.total() <= 5 and loaded.total() <= 3
     assert others == [(Counter(put=1), Counter(get=1))] * (ranks - 1)
+
+
+def _sent(monkeypatch: pytest.MonkeyPatch, url: str, state: dict[str, Any], writers: int) -> list[tuple[int, int]]:
+    """Saves as one of so many ranks. Returns bytes and number of parts of each multipart upload."""
+    found: list[tuple[int, int]] = []
+    put_parts = object_store.Client.put_parts
+
+    def counted(client: object_store.Client, parts: Iterator[Any], part_bytes: int) -> None:
+        lengths: list[int] = []
+
+        def all_of() -> Iterator[Any]:
+            for part in parts:
+                lengths.append(len(part))
+                yield part
+                del part
+
+        put_parts(client, all_of(), part_bytes)
+        found.append((part_bytes, len(lengths)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store.Client, "put_parts", counted)
+        patch.setattr(object_store.ObjectStore, "expect_writers", lambda storage, number: None)
+        patch.setitem(object_store._writers, "memory://", writers)
+        vescale_ckpt.save(url, state)
+    return found
+
+
+def test_parts_grow_with_the_file_where_many_ranks_write(
+    requests: Requests, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))  # all sizes are half of the usual ones
+    large, small = ({"w": torch.arange(mib << 18, dtype=torch.float32)} for mib in (80, 28))
+    assert _sent(monkeypatch, root + "/a", large, 1) == [(8 * MiB, 11)]  # stores take none below 5 MiB
+    assert _sent(monkeypatch, root + "/b", large, 1024) == [(32 * MiB, 3)]
+    assert _sent(monkeypatch, root + "/c", small, 1024) == []  # one request
+    for name, state in (("a", large), ("b", large), ("c", small)):
+        assert_same(loaded(f"{root}/{name}", state), state)
+
+
+def test_parts_and_requests_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, root = "s3://bucket/run", "s3://bucket"
+    monkeypatch.setattr(object_store, "_writers", {})
+    monkeypatch.setattr(object_store, "_arrives", {})
+    monkeypatch.setattr(object_clients, "_registered", {})
+    assert object_store._most_part_bytes(url) == 0, "no part has shown yet how fast the store is"
+    object_store._arrives[root] = 1 << 30
+    for ranks, in_flight, mib in ((1, 16, 8), (16, 16, 8), (64, 9, 14), (512, 3, 42), (1024, 2, 64), (9000, 2, 64)):
+        storage_at(url).expect_writers(ranks)
+        most = object_store._most_part_bytes(url)
+        assert (object_store._requests_in_flight(root), most // MiB) == (in_flight, mib)
+        assert in_flight * most <= 128 * MiB and object_store._parts_in_flight(root, most) == in_flight
+        # 80 MB/s for each request: so many begin in a second.
+        assert ranks > 1400 or ranks * in_flight * 80e6 / most <= 3500 * 1.1
+    object_store._arrives[root] = 10 * MiB  # a slow link
+    assert object_store._most_part_bytes(url) == 10 * MiB

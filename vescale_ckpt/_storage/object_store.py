@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import re
 import secrets
 import threading
@@ -164,7 +165,7 @@ class Client:
                 parts,
                 use_multipart=True,
                 chunk_size=part_bytes,
-                max_concurrency=settings.number("object_store_requests"),
+                max_concurrency=_parts_in_flight(self.root, part_bytes),
             )
 
     def delete(self) -> None:
@@ -434,6 +435,9 @@ class ObjectStore(Storage):
             path=self.path,
         )
 
+    def expect_writers(self, number: int) -> None:
+        _writers[self._client.root] = number
+
     def sync(self, name: str = "") -> None:
         """Does nothing: an object is durable when it appears."""
 
@@ -581,7 +585,7 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file, in one request if it has one part."""
-    sent, before = _Sent(client.root), None
+    sent, before = _Sent(client.root, window.part_bytes), None
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
             before = client.version()
@@ -617,8 +621,8 @@ class _Sent:
 
     total = 0
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, part_bytes: int) -> None:
+        self._root, self._part_bytes = root, part_bytes
         self._changed = threading.Condition()  # its lock is re-entrant: a part may be freed within
         self._on_their_way = 0
         self._enough = settings.number("object_store_timeout") / 2 / 3  # a part should arrive within so many seconds
@@ -654,12 +658,41 @@ class _Sent:
             seconds = max(1e-6, time.monotonic() - began)
             beside = max(beside, self._on_their_way)  # the number of parts that shared the link
             self._on_their_way -= 1
-            most = settings.number("object_store_requests")
-            _parts_at_a_time[self._root] = max(1, min(most, int(self._enough * beside / seconds)))
+            parts = int(self._enough * beside / seconds)
+            most = _parts_in_flight(self._root, self._part_bytes)
+            _parts_at_a_time[self._root] = max(1, min(most, parts))
+            _arrives[self._root] = parts * self._part_bytes
             self._changed.notify_all()
+
+
+_writers: dict[str, int] = {}  # {root: ranks that write to it at a time}
+_arrives: dict[str, int] = {}  # {root: bytes that arrive within a third of a timeout, as the last part has shown}
+_STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
+
+
+def _requests_in_flight(root: str) -> int:
+    """Returns how many parts a rank sends at a time, of which each holds its share of 128 MiB: so few that all ranks,
+    at 80 MB/s for each request, begin no more than the 3,500 PUT requests a second that S3 takes below one prefix; two
+    at least."""
+    return max(2, min(settings.number("object_store_requests"), math.isqrt(_STARTED_A_SECOND // _writers.get(root, 1))))
+
+
+def _parts_in_flight(root: str, part_bytes: int) -> int:
+    """Does the same for parts of that size, so that a rank's parts take no more memory than small ones."""
+    memory = settings.number("object_store_requests") * settings.number("slot_bytes")
+    return max(2, min(_requests_in_flight(root), memory // part_bytes))
+
+
+def _most_part_bytes(url: str) -> int:
+    """Returns how large the parts of a large file should be. They are small until one has shown how fast the store
+    takes them, because each must arrive in time."""
+    root = paths.split(url)[0]
+    memory = settings.number("object_store_requests") * settings.number("slot_bytes")
+    most = min(_MOST_SINGLE_PUT, memory // _requests_in_flight(root))
+    return min(most, _arrives.get(root, 0)) if is_opened_here(root) else most
 
 
 _parts_at_a_time: dict[str, int] = {}  # {root: limit that the last part has shown}; the next file begins with it
 
 
-_C.set_remote_store(_OpenObject, _upload)
+_C.set_remote_store(_OpenObject, _upload, _most_part_bytes)

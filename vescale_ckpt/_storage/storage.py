@@ -167,6 +167,10 @@ class Storage(ABC):
         """Raises `CheckpointError` if `commit` cannot keep the promise of `overwrite=False` in this storage. A save
         calls it before it sends anything."""
 
+    def expect_writers(self, number: int) -> None:
+        """Notes how many ranks write large files at a time: a store has a limit for all of them."""
+        return
+
     @abstractmethod
     def rename(self, name: str, to: str) -> None:
         """Gives a file another name, and replaces a file of that name. Only a storage that `renames` can do it."""

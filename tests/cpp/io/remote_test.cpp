@@ -118,6 +118,12 @@ TEST_F(RemoteTest, PartsAreMultiplesAndFewEnough) {
     EXPECT_EQ(part_bytes_for(bytes, kPart) % kPart, 0u);
     EXPECT_LE(bytes / part_bytes_for(bytes, kPart), 10'000u);
   }
+  constexpr uint64_t kUnit = 8 << 20, kMost = 64 << 20;
+  EXPECT_EQ(part_bytes_for(1, kUnit, kMost), kUnit);
+  EXPECT_EQ(part_bytes_for(3 * kUnit, kUnit, kMost), 3 * kUnit);  // one request
+  EXPECT_EQ(part_bytes_for(uint64_t{1} << 30, kUnit, kMost), kMost);
+  EXPECT_EQ(part_bytes_for(uint64_t{1} << 30, kUnit, kMost - 1), kMost);
+  EXPECT_EQ(part_bytes_for(uint64_t{1} << 40, kUnit, kMost), uint64_t{136} << 20);
 }
 
 TEST_F(RemoteTest, WhatWasWrittenInAnyOrderIsReadBack) {
