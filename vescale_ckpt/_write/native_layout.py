@@ -311,7 +311,7 @@ class NativeLayout(Layout):
             with named_system_errors(path):
                 if self.options.overwrite:
                     with storage_at(path).look():
-                        extra.withdraw(self._replaced.extra_names_now(path, self.metadata_rank))
+                        extra.withdraw(self._replaced.extra_names(path, self.metadata_rank))
                 commit_metadata.commit(path, self.metadata_rank, metadata, index, delta, self.options.overwrite)
         except BaseException as error:
             extra.put_back(metadata)

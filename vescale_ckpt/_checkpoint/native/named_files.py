@@ -35,7 +35,7 @@ class Replaced:
 
     fingerprint: str = ""  #: of its metadata; empty if there is none
     files: frozenset[str] = frozenset()  #: data files that it names
-    extra_names: tuple[str, ...] = ()  #: of its extra files
+    checkpoint: NativeCheckpoint | None = None
 
     @classmethod
     def read(cls, directory: str, rank: int | None) -> Replaced:
@@ -43,22 +43,21 @@ class Replaced:
         if not has_metadata(directory, rank):
             return cls()
         try:
-            found = metadata_fingerprint(directory, rank)
-            checkpoint = _opened(directory, rank)
-            files = frozenset(checkpoint.named_files())
+            found, checkpoint = metadata_fingerprint(directory, rank), _opened(directory, rank)
+            return cls(found, frozenset(checkpoint.named_files()), checkpoint)
         except (CheckpointError, OSError):
             return cls()
-        try:
-            return cls(found, files, tuple(extra_files.names_in(checkpoint.keys())))
-        except CheckpointError:
-            return cls(found, files)  # loads cannot read it, either
 
-    def extra_names_now(self, directory: str, rank: int | None) -> tuple[str, ...]:
-        """Returns the names of the present checkpoint's extra files. Reads them if it is another one by now."""
+    def extra_names(self, directory: str, rank: int | None) -> list[str]:
+        """Returns the names of the extra files of the checkpoint that is there now. Reads it if it is another one."""
+        is_same = False
         with contextlib.suppress(OSError):
-            if metadata_fingerprint(directory, rank) == self.fingerprint:
-                return self.extra_names
-        return self.read(directory, rank).extra_names
+            is_same = metadata_fingerprint(directory, rank) == self.fingerprint
+        present = self if is_same else self.read(directory, rank)
+        try:
+            return [] if present.checkpoint is None else extra_files.names_in(present.checkpoint.keys())
+        except CheckpointError:
+            return []  # loads cannot read it, either
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
