@@ -12,7 +12,7 @@ BENCHMARKS = {
     "delta": "saves of a LoRA training that write only what changed",
     "export": "exports by several ranks",
     "convert": "a DCP checkpoint becomes safetensors",
-    "quantized": "loads of quantised models into bfloat16",
+    "quantized": "loads of quantised models into bfloat16, and of experts as stacks",
     "nodes": "a folder of each machine: saves, copies on other machines, a lost machine",
     "peers": "a copy on another rank beside torchft's, and saves of two ranks beside DCP's",
     "object_store": "saves to and loads from an S3 server",

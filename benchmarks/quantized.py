@@ -1,10 +1,14 @@
-"""Loads of quantised models into bfloat16: ``python -m benchmarks quantized --gib 1 --rounds 5``.
+"""Loads of quantised models, and of experts as stacks: ``python -m benchmarks quantized --gib 1 --rounds 5``.
 
 FP8 with scales of blocks (DeepSeek) and MXFP4 (GPT-OSS), one safetensors file in the page cache. The ceiling copies as
 many bytes as the values have, within memory and on one thread. ``as stored`` loads numbers and scales as they are;
 ``plain`` loads a plain model with the values; ``values`` makes them while loading. The rival for FP8 is torch's
 ``QuantizedHuggingFaceStorageReader``, for MXFP4 a load of numbers and scales and transformers' arithmetic. Values are
 compared bit for bit. Rates are of bytes of values.
+
+Experts: two weights of each, in bfloat16. ``plain`` loads a file that holds them as one stack, ``stacked`` a file of
+single weights by a rule of ``load(stack=)``. The rival reads the weights with the safetensors library, concatenates and
+stacks them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import safetensors.torch as library
 import torch
@@ -31,6 +36,7 @@ from vescale_ckpt._bench.usage import measure, settle
 
 State = dict[str, torch.Tensor]
 _ROWS, _COLUMNS = 4096, 2048  # of a weight
+_CASES = ["fp8", "mxfp4", "experts"]
 
 
 class Case:
@@ -69,7 +75,7 @@ class Case:
             "values": (self._expected, partial(vescale_ckpt.load, self._model)),
             STOCK: (self._expected, self._by_stock),
         }
-        return {name: partial(self._turn, like, way) for name, (like, way) in ways.items()}
+        return {name: partial(_turn, self._directory, like, self._expected, way) for name, (like, way) in ways.items()}
 
     def _by_arithmetic(self, stored: State) -> State:
         if self._scheme == "mxfp4":
@@ -96,16 +102,59 @@ class Case:
             target, storage_reader=QuantizedHuggingFaceStorageReader(str(self._model), target_dtype=torch.bfloat16)
         )
 
-    def _turn(self, like: State, way: Callable[[State], object]) -> Steps:
-        settle(self._directory)
-        resident = page_cache.prepare(self._directory, warm=True)
-        target = {key: torch.zeros_like(value) for key, value in like.items()}
-        usage = measure(lambda: way(target))
-        for key, value in target.items():
-            if not torch.equal(value.view(torch.uint8), like[key].view(torch.uint8)):
-                raise WrongContentsError(f"{self.name}: {key} has other values")
-        moved = sum(value.nbytes for value in self._expected.values())
-        return {"load": dataclasses.replace(usage, state_bytes=moved, resident=resident)}
+
+class Experts:
+    """Experts in files of single weights and of one stack, and everything that loads them as the stack."""
+
+    name = "experts, stacked"
+    _RULES: ClassVar = {("e.*.gate.weight", "e.*.up.weight"): "e.gate_up"}
+
+    def __init__(self, directory: Path, gib: float, seed: int) -> None:
+        self._directory = directory
+        rows = 512
+        count = max(2, round(gib * 2**30 / (4 * rows * _COLUMNS)))
+        generator = torch.Generator().manual_seed(seed)
+        self._names = [[f"e.{number}.{name}.weight" for name in ("gate", "up")] for number in range(count)]
+        stored = {
+            name: torch.randn(rows, _COLUMNS, generator=generator).bfloat16() for names in self._names for name in names
+        }
+        self._expected = {"e.gate_up": self._stacked(stored)}
+        for folder, state in (("model", stored), ("plain", self._expected)):
+            (directory / folder).mkdir(parents=True)
+            library.save_file(state, directory / folder / "model.safetensors")
+
+    def _stacked(self, state: State) -> torch.Tensor:
+        return torch.stack([torch.cat([state[name] for name in names]) for names in self._names])
+
+    def turns(self) -> dict[str, Turn]:
+        def copy(target: State) -> None:
+            for name, tensor in target.items():
+                ctypes.memmove(tensor.data_ptr(), self._expected[name].data_ptr(), tensor.nbytes)
+
+        def by_stock(target: State) -> None:
+            target["e.gate_up"].copy_(self._stacked(library.load_file(self._directory / "model" / "model.safetensors")))
+
+        ways: dict[str, Callable[[State], object]] = {
+            CEILING: copy,
+            "plain": partial(vescale_ckpt.load, self._directory / "plain"),
+            "stacked": partial(vescale_ckpt.load, self._directory / "model", stack=self._RULES),
+            STOCK: by_stock,
+        }
+        expected = self._expected
+        return {name: partial(_turn, self._directory, expected, expected, way) for name, way in ways.items()}
+
+
+def _turn(directory: Path, like: State, values: State, way: Callable[[State], object]) -> Steps:
+    """Loads tensors like `like`, and compares them with it. Rates are of the bytes of `values`."""
+    settle(directory)
+    resident = page_cache.prepare(directory, warm=True)
+    target = {key: torch.zeros_like(value) for key, value in like.items()}
+    usage = measure(lambda: way(target))
+    for key, value in target.items():
+        if not torch.equal(value.view(torch.uint8), like[key].view(torch.uint8)):
+            raise WrongContentsError(f"{directory}: {key} has other values")
+    moved = sum(value.nbytes for value in values.values())
+    return {"load": dataclasses.replace(usage, state_bytes=moved, resident=resident)}
 
 
 def _weight(scheme: str, number: int, rows: int, generator: torch.Generator) -> State:
@@ -126,11 +175,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
     parser = command.parser("benchmarks quantized", __doc__)
     parser.add_argument("--gib", type=command.size, default=1.0, help="of the values (default %(default)s)")
+    parser.add_argument("--cases", nargs="+", choices=_CASES, default=_CASES, help="(default: all)")
     options = parser.parse_args(arguments)
 
     def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
-        for scheme in ("fp8", "mxfp4"):
-            case = Case(directory / scheme, options.gib, scheme, options.seed)
+        for name in options.cases:
+            kind = Experts if name == "experts" else partial(Case, scheme=name)
+            case = kind(directory / name, options.gib, seed=options.seed)
             yield from alternate(case.name, case.turns())
 
     return command.run(options, measured)

@@ -54,8 +54,8 @@ def steps(rows: Rows) -> dict[str, set[str]]:
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("transformers.integrations.mxfp4")
     rows = run("quantized", tmp_path, "--gib=0.001")
-    assert {candidate for _, candidate in rows} == {CEILING, "as stored", "plain", "values", STOCK}
-    assert rows["load", "values"]["of_ceiling"] > 0
+    assert {candidate for _, candidate in rows} == {CEILING, "as stored", "plain", "values", "stacked", STOCK}
+    assert rows["load", "values"]["of_ceiling"] > 0 and rows["load", "stacked"]["of_ceiling"] > 0
 
 
 def test_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
