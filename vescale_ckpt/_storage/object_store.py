@@ -558,8 +558,14 @@ class _OpenObject:
         self.size, self._etag = known
 
     def read(self, offset: int, length: int) -> Any:
-        if (at := offset - self.size + len(self._tail)) >= 0:
+        known_from = self.size - len(self._tail)
+        if (at := offset - known_from) >= 0:
             return memoryview(self._tail)[at : at + length]
+        if (behind := at + length) > 0 and self._tail:  # no byte is read twice
+            return b"".join((self._read(offset, length - behind), memoryview(self._tail)[:behind]))
+        return self._read(offset, length)
+
+    def _read(self, offset: int, length: int) -> Any:
         try:
             for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
                 _, content = self._client.get((offset, offset + length), self._etag)
