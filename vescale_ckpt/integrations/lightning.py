@@ -52,7 +52,7 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the
     _PACKAGE, _TRAINER, _FABRIC = "pytorch-lightning", "pytorch_lightning", "lightning_fabric"
 else:
     _PACKAGE, _TRAINER, _FABRIC = "lightning", "lightning.pytorch", "lightning.fabric"
-check_version(_PACKAGE, ("2.6", "2.7"))
+check_version(_PACKAGE, ("2.5", "2.7"))
 
 _FITTING = hook(f"{_TRAINER}.trainer.states", "TrainerFn").FITTING
 _LightningOptimizer = hook(f"{_TRAINER}.core.optimizer", "LightningOptimizer")
@@ -158,6 +158,11 @@ def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None)
             key=_META,
         ) from error
     return content
+
+
+def _given(weights_only: bool | None) -> dict[str, bool]:
+    """For a call of Lightning's own, which before 2.6 does not take it."""
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def _only_weights(weights_only: bool | None) -> bool:
@@ -286,7 +291,7 @@ class _TrainerStrategy(_Strategy):
         path, is_folder = self._find(checkpoint_path)
         weights_only = self._weights_only if weights_only is None else weights_only
         if not is_folder:
-            return super().load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, **_given(weights_only))  # type: ignore[no-any-return]
         state: dict[str, Any] = {self._model_key: self._module}
         if self.lightning_module.trainer.state.fn == _FITTING:
             state.update({f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)})
@@ -387,7 +392,7 @@ class _FabricStrategy(_Strategy):
         path, is_folder = self._find(path)
         weights_only = self._weights_only if weights_only is None else weights_only
         if not is_folder or isinstance(state, (nn.Module, Optimizer)):
-            return super().load_checkpoint(path, state, strict, weights_only=weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
         if not state:
             return _whole(path, None, weights_only, self._broadcast_checkpoint)
         parts = {key: value for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))}
@@ -462,7 +467,7 @@ class CheckpointIO(_Plugin):
         self._saves.wait()
         path, is_folder = _found(os.fspath(path))
         if not is_folder:
-            return self._files.load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
+            return self._files.load_checkpoint(path, **_given(weights_only))  # type: ignore[no-any-return]
         checkpoint = _whole(path, self._group(), weights_only, False)
         if "lr_schedulers" in checkpoint:  # of the Trainer, with optimizers
             states = checkpoint["optimizer_states"] = []

@@ -16,7 +16,7 @@ from .. import safetensors
 from .._ranks.exchange import Exchange
 from ._versions import check_version, hook
 
-TESTED = ("0.21", "0.22")
+TESTED = ("0.20", "0.22")
 _FILE = "adapter_model.safetensors"
 
 

@@ -29,7 +29,7 @@ from ..settings import Broadcast
 from ._versions import check_version, hook
 from .dcp import Defaults, enable
 
-TESTED = ("5.23", "5.24")
+TESTED = ("5.22", "5.24")
 _LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
 _SHARDED = "SHARDED_STATE_DICT"
 
