@@ -18,6 +18,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointManager
 from vescale_ckpt._storage import object_clients, object_store
 from vescale_ckpt._storage.open_storage import storage_at
+from vescale_ckpt.manager.listing import listed_steps
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -103,6 +104,16 @@ def test_many_steps_cost_no_more(requests: Requests, root: str) -> None:
             manager.save(step, _state())
             counts.append(requests.taken())
     assert max(counts) <= 8
+
+
+def test_a_listing(requests: Requests, root: str) -> None:
+    with CheckpointManager(root + "/run", async_checkpoint=False) as manager:
+        for step in range(1, 4):
+            manager.save(step, _state())
+    storage_at(root).drop_caches()
+    requests.taken()
+    assert [found.state for found in listed_steps(root + "/run")] == ["complete"] * 3
+    assert requests.taken_by_name() == Counter(list=1, get=2 * 3)  # metadata and index of each
 
 
 def _requests_of_rank(folder: str) -> tuple[Counter[str], Counter[str]]:

@@ -12,6 +12,7 @@ from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._checkpoint.newest import newest_sound
 from .._checkpoint.recognize import committed_at
 from .._checkpoint.verify import verify
+from .._storage.open_storage import storage_at
 from ..reports import SavedBy
 from . import step_metrics
 from .clean_up import data_bytes
@@ -35,8 +36,9 @@ class ListedStep:
 
 def listed_steps(root: str) -> list[ListedStep]:
     """The complete and damaged checkpoints below `root`, in ascending order."""
-    order = SavedOrder(root)
-    return [_listed(root, step, step == order.last) for step in sorted(order.branches)]
+    with storage_at(root).look(lists=True):  # so that an object store gives the index once
+        order = SavedOrder(root)
+        return [_listed(root, step, step == order.last) for step in sorted(order.branches)]
 
 
 def _listed(root: str, step: int, is_last: bool) -> ListedStep:
