@@ -682,6 +682,15 @@ def test_the_command_line(
         "blocks.w": torch.stack([block["w"] for block in model["blocks"]]),
     }
     assert_same(stock_safetensors.load_file(made), {key: value.bfloat16() for key, value in wanted.items()})
+    both = tmp_path / "both.safetensors"
+    assert main(["convert", str(made), str(both), "--keys", "empty", "--stack", "empty,empty=x"]) == 2
+    assert "no tensor is named 'empty'" in capsys.readouterr().err
+    parts = tmp_path / "parts.safetensors"
+    state = {"q": torch.randn(3, 2), "k": torch.randn(2, 2)}
+    stock_safetensors.save_file(state, parts)
+    assert main(["convert", str(parts), str(both), "--stack", "q,k=qk"]) == 0
+    assert_same(stock_safetensors.load_file(both), {"qk": torch.cat([state["q"], state["k"]])})
+    capsys.readouterr()
     assert main(["convert", str(made), str(made)]) == 2
     assert "itself" in capsys.readouterr().err
     assert main(["convert", str(made), str(tmp_path / "what")]) == 2
