@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -57,6 +59,7 @@ __all__ = [
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "flattens_as_torch_2_3",
+    "gloo_of_addresses",
     "local_tensors",
     "new_store_client",
     "profiled",
@@ -182,6 +185,30 @@ def clone_of(store: Any) -> Store:
     """The same store by a new connection."""
     clone: Store = store.clone()
     return clone
+
+
+def gloo_of_addresses(
+    rank: int, size: int, timeout: timedelta
+) -> tuple[dist.ProcessGroupGloo, bytes, Callable[[int, bytes], None]]:
+    """A group of gloo that connects this rank to another one when the first message between them is begun, and blocks
+    the caller until then, at most `timeout`.
+
+    Returns the group; this rank's address; and a function that tells the group another rank's address, which it must
+    have before that message. It takes the first interface of GLOO_SOCKET_IFNAME, as torch does for the first messages.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    addresses: Any = dist.HashStore()  # type: ignore[attr-defined]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    device = gloo.create_device(interface=interface, lazy_init=True) if interface else gloo.create_default_device(True)
+    options = gloo._Options()
+    # gloo waits five times its timeout for a connection (`waitUntil` in its `tcp/pair.h`).
+    options._devices, options._timeout, options._threads = [device], max(timeout / 5, timedelta(milliseconds=1)), 2
+    group = gloo(addresses, rank, size, options)
+
+    def tell(of: int, address: bytes) -> None:
+        addresses.set(f"0/{of}", address)
+
+    return group, bytes(addresses.get(f"0/{rank}")), tell
 
 
 def ranks_of_dcp_save() -> tuple[int, ...] | None:

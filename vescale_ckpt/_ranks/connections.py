@@ -4,6 +4,9 @@ No wait is longer than the timeout of the call plus `GRACE`. That holds for wait
 connecting and while closing; it holds whether a peer is late, stopped, dead or cut off. A rank uses `GRACE` to find out
 which ranks to name: those whose notes are missing in the store. If it cannot reach the store, its error says so.
 
+A rank connects to its neighbours in the tree of ranks at the beginning, and to another rank at the first collective of
+`peers` with it. So sockets do not grow with the number of ranks.
+
 The connections are not made by `new_group`. That numbers groups by how many each rank has made, which differs between
 the ranks of subgroups; and a group that failed cannot be made again under its number.
 
@@ -19,20 +22,20 @@ receipt.
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._engine.torch_private import Store
+from .._engine.torch_private import gloo_of_addresses
 from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
@@ -46,12 +49,11 @@ FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
+_SHORTEST = timedelta(milliseconds=1)
 _LONGEST_END = 5.0  # after a failure a rank waits at most so many seconds for others: less than GRACE
 _CONNECTING = "connecting the ranks"
-# Messages with one gloo tag arrive in the order in which they are sent. Two ranks have one connection for each network
-# interface, and torch chooses the connection by the tag modulo their number. With these tags, up to 16 interfaces still
-# give one connection for all.
-_MESSAGES, _TRAILERS, _RECEIPTS = (index * math.lcm(*range(1, 17)) for index in range(3))
+# Messages with one gloo tag arrive in the order in which they are sent.
+_MESSAGES, _TRAILERS, _RECEIPTS, _HELLOS, _NOTHING = range(5)  # nobody sends the last
 _SHORT_BYTES = 1024  # a message of at most so many bytes fits in one packet of any network, so it has no trailer
 
 
@@ -70,6 +72,18 @@ class _Awaited(NamedTuple):
     receipt: bool = False  #: whether the peer waits for a receipt
 
 
+def subtree(rank: int, size: int) -> list[int]:
+    """Returns a rank and all below it in the tree of ranks: each before those below it, and lower ones first."""
+    found = [rank]
+    for child in _children(rank, size):
+        found += subtree(child, size)
+    return found
+
+
+def _children(rank: int, size: int) -> range:
+    return range(rank * FANOUT + 1, min((rank + 1) * FANOUT + 1, size))
+
+
 def _parent(rank: int) -> int | None:
     """Returns the parent of a rank in the tree of ranks; None for the root."""
     return (rank - 1) // FANOUT if rank else None
@@ -86,7 +100,7 @@ class Connections:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.parent = _parent(self.rank)
-        self.children = range(self.rank * FANOUT + 1, min((self.rank + 1) * FANOUT + 1, self.size))
+        self.children = _children(self.rank, self.size)
         self.calls = 0
         self._step = _CONNECTING
         self._progress = 0
@@ -109,22 +123,61 @@ class Connections:
         self._receipts: deque[_Awaited] = deque()
         self._sent: deque[tuple[int, list[Arrival]]] = deque()  # (number of the collective, sends without a receipt)
         self._short_message = torch.zeros(1, dtype=torch.uint8, device="cpu")  # every trailer and receipt is this
+        self._connected = {self.rank}  # ranks that this one can send to and receive from
+        # gloo ends the process if it is closed while it connects, and then cannot connect.
+        self._connects = False
         self._gloo: dist.ProcessGroupGloo | None = None
-        with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
-            rendezvous.meet(_CONNECTING, timeout)
+        failed: Exception | None = None
+        address = b""
         try:
-            self._gloo = self._connected(rendezvous.store_for_connections())
+            made = partial(gloo_of_addresses, self.rank, self.size, timedelta(seconds=timeout))
+            self._gloo, address, self._tell = in_time(made, timeout, "vescale_ckpt opens a port")
         except (RuntimeError, TimeoutError) as error:
+            failed = error
+        with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
+            rendezvous.meet(_CONNECTING, timeout, address, self._deadline)
+        try:
+            if failed is not None:
+                raise failed
+            self._connect(self._neighbours)
+        except (RuntimeError, TimeoutError, LostError) as error:
             raise self._end(_CONNECTING, _CONNECTING, timeout, error).error() from error
 
-    def _connected(self, store: Store) -> dist.ProcessGroupGloo:
-        """Raises TimeoutError if gloo or the store exceeds the deadline."""
-        left = timedelta(seconds=self._left())
+    @property
+    def _neighbours(self) -> list[int]:
+        """The ranks beside this one in the tree."""
+        return [*self.children] if self.parent is None else [self.parent, *self.children]
 
-        def connect() -> dist.ProcessGroupGloo:
-            return dist.ProcessGroupGloo(store, self.rank, self.size, left)
+    def _connect(self, peers: Iterable[int]) -> None:
+        """Connects this rank to others, which connect to it at the same time. It waits for each in turn, from the
+        lowest rank on: so of all pairs that are not connected, the two ranks of the first wait for each other."""
+        fresh = sorted({*peers} - self._connected)
+        if not fresh:
+            return
+        for peer, address in self._rendezvous.addresses(fresh).items():
+            if not address:
+                raise LostError(peer, in_time=True)  # it has left with an error
+            self._tell(peer, address)
+        gloo: Any = self._gloo
+        waiting_for = [0]
 
-        return in_time(connect, self._left() + 1, "vescale_ckpt connecting")
+        def connect() -> list[_Awaited]:
+            hellos = []
+            for peer in fresh:
+                waiting_for[0] = peer
+                # `recv` returns when there is a connection.
+                came = gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _HELLOS)
+                hellos.append(_Awaited(peer, [gloo.send([self._short_message], peer, _HELLOS), came]))
+            return hellos
+
+        self._connects = True
+        try:
+            self._pending.extend(in_time(connect, self._left(), "vescale_ckpt connects"))
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(waiting_for[0]) from error
+        self._connects = False
+        self._connected.update(fresh)
+        self.wait()
 
     def make_devices(self, device: Device, timeout: float) -> None:
         """Makes `devices`. NCCL connects at the first swap."""
@@ -133,8 +186,9 @@ class Connections:
         self.devices = DeviceGroup(device, nccl.nccl_backend(store, self.rank, self.size, timeout), timeout)
 
     @contextmanager
-    def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
-        """A context for this rank's part of a collective, made of `send`, `receive` and `wait`.
+    def collective(self, kind: str, phase: str, timeout: float, peers: Iterable[int] = ()) -> Iterator[None]:
+        """A context for this rank's part of a collective, made of `send`, `receive` and `wait` to and from neighbours
+        in the tree and `peers`, whose own `peers` must have this rank.
 
         It begins with a greeting between neighbours. It ends when all messages of this rank are done, as after `wait`.
         Any exception raised inside ends these connections on all ranks.
@@ -150,6 +204,7 @@ class Connections:
             try:
                 with observed_phase(WAIT, step, self._whom, meets=True):
                     self._greet(step)
+                    self._connect(peers)
                     yield
                     self.wait()
                 self._rendezvous.note(self.calls, step, inside=False)
@@ -236,6 +291,7 @@ class Connections:
                 awaited.popleft()
 
     def _begin(self, way: str, peer: int, tensor: torch.Tensor, tag: int) -> Arrival:
+        assert peer in self._connected, f"rank {self.rank} is not connected to rank {peer}"
         try:
             work: Arrival = getattr(self._gloo, way)([tensor], peer, tag)
             return work
@@ -252,8 +308,7 @@ class Connections:
         digest = hashlib.blake2b(f"{self.calls} {step}".encode(), digest_size=_DIGEST_BYTES).digest()
         greeting = (digest + step.encode())[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
         said = tensor_over(bytearray(greeting))
-        neighbours = [*self.children] if self.parent is None else [self.parent, *self.children]
-        heard = {peer: bytearray(_GREETING_BYTES) for peer in neighbours}
+        heard = {peer: bytearray(_GREETING_BYTES) for peer in self._neighbours}
         for peer, buffer in heard.items():
             self.receive(peer, tensor_over(buffer))
             self.send(peer, said)
@@ -293,6 +348,9 @@ class Connections:
         return failure
 
     def _close(self) -> None:
+        if self._gloo is not None and not self._connects:
+            with suppress(TimeoutError):
+                in_time(partial(self._cut, self._gloo), STORE_SECONDS, "vescale_ckpt closing")
         for awaited in *self._pending, *self._receipts:
             awaited.works.clear()  # tracebacks may hold the list
         for _, works in self._sent:
@@ -306,6 +364,13 @@ class Connections:
         if self.devices is not None:
             self.devices.end()
         self.kept.clear()
+
+    def _cut(self, gloo: Any) -> None:
+        """Closes the sockets. Without that gloo would go on reading a message whose tensor is gone, and never close
+        (`Loop::shutdown` in its `tcp/loop.cc` waits until nothing comes)."""
+        for peer in self._connected - {self.rank}:
+            with suppress(RuntimeError):  # a wait that ends closes all; one for a rank that is gone begins none
+                gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NOTHING).wait(_SHORTEST)
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Failure(NamedTuple):
                 if silent
                 else ""
             )
-            return self._report(silent, f"{self._this_rank} could not connect: {error}{why}")
+            return self._report(silent, f"{self._this_rank} could not connect{self._where}: {self._cause}{why}")
         if not isinstance(error, LostError):
             text = f"{self._this_rank} has left with {type(error).__name__}: {error}"
             return self._report([self.rendezvous.rank], text)
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
         it is none of these ranks."""
         error = self.error
         if self.calls == 0:
-            return self._report([], f"{self._this_rank} could not connect: {error}; {gone}")
+            return self._report([], f"{self._this_rank} could not connect{self._where}: {self._cause}; {gone}")
         if not isinstance(error, LostError):
             return self.diagnose({})
         # A peer may be silent because it waits for a third rank. It does not if there is no third rank, or if it hosts
@@ -108,6 +108,14 @@ class Failure(NamedTuple):
 
     def _report(self, late: list[int], text: str, mismatch: bool = False) -> FailureReport:
         return FailureReport(self.calls, self.phase, late, f"{self.phase}: {text}", mismatch)
+
+    @property
+    def _where(self) -> str:
+        return f" to {self.rendezvous.named([self.error.peer])}" if isinstance(self.error, LostError) else ""
+
+    @property
+    def _cause(self) -> BaseException:
+        return self.error.__cause__ or self.error
 
     @property
     def _this_rank(self) -> str:

@@ -1,7 +1,7 @@
 """`Exchange` runs the collectives of saves and loads for one group of ranks, each with a timeout.
 
-Messages travel along a tree of ranks (`agree`, `broadcast`) or between each rank and the coordinator (`gather`,
-`scatter`). They are point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective
+Messages travel along a tree of ranks, whose root is the coordinator; those of `peers` from rank to rank. They are
+point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective
 begins with a greeting between neighbours in the tree, which names the collective. So ranks in different collectives
 raise before any data moves.
 """
@@ -15,7 +15,7 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .. import settings
 from .._engine.torch_private import new_store_client
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
-from .connections import Connections, tensor_over
+from .connections import Connections, subtree, tensor_over
 from .first_word import FirstWord
 from .groups import check_alone_on_purpose, resolve_group
 from .message import pack, unpack
@@ -128,21 +128,27 @@ class Exchange:
         if links is None:
             return [data]
         with links.collective("gather", phase, self.timeout):
-            if not self.is_coordinator:
-                _send(links, [0], data)
-                return None
-            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(1, self.size)]
-            for rank, length in enumerate(lengths, 1):
-                links.receive(rank, length)
+            below = [subtree(child, self.size) for child in links.children]
+            lengths = [torch.empty(len(ranks), dtype=torch.int64, device="cpu") for ranks in below]
+            for child, of_ranks in zip(links.children, lengths, strict=True):
+                links.receive(child, of_ranks)
             links.wait()
-            buffers = [bytearray(int(length)) for length in lengths]
-            for rank, buffer in enumerate(buffers, 1):
-                links.receive(rank, tensor_over(buffer), receipt=True)
+            buffers = [bytearray(int(of_ranks.sum())) for of_ranks in lengths]
+            for child, buffer in zip(links.children, buffers, strict=True):
+                links.receive(child, tensor_over(buffer), receipt=True)
+            if links.parent is not None:
+                links.wait()
+                own = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+                links.send(links.parent, torch.cat([own, *lengths]))
+                links.send(links.parent, tensor_over(bytearray().join([data, *buffers])), receipt=True)
+                buffers.clear()
+                return None
+        parts = dict.fromkeys(range(self.size), data)
         buffers.reverse()
-        parts = [data]
-        while buffers:  # each buffer is freed after its copy, so memory never holds all twice
-            parts.append(bytes(buffers.pop()))
-        return parts
+        for ranks, of_ranks in zip(below, lengths, strict=True):
+            buffer = buffers.pop()  # it is freed after its copy, so memory never holds all twice
+            parts.update(zip(ranks, _cut(buffer, of_ranks.tolist()), strict=True))
+        return list(parts.values())
 
     def gather_distinct(self, parts: Sequence[bytes], phase: str) -> list[list[bytes]] | None:
         """Returns every rank's `parts`, by rank, on the coordinator; None on other ranks. All ranks give equally many.
@@ -175,11 +181,23 @@ class Exchange:
         links = self._links
         if links is not None:
             with links.collective("scatter", phase, self.timeout):
-                if not self.is_coordinator:
-                    return _receive(links, 0)
-                for rank, part in enumerate(parts or []):
-                    if rank:
-                        _send(links, [rank], part)
+                ranks = subtree(self.rank, self.size)
+                if links.parent is None:
+                    parts = [parts[rank] for rank in ranks] if parts is not None else []
+                else:
+                    lengths = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
+                    links.receive(links.parent, lengths)
+                    links.wait()
+                    buffer = bytearray(int(lengths.sum()))
+                    links.receive(links.parent, tensor_over(buffer), receipt=True)
+                    links.wait()
+                    parts = _cut(buffer, lengths.tolist())
+                at = 1
+                for child in links.children:
+                    of_child = parts[at : at + len(subtree(child, self.size))]
+                    at += len(of_child)
+                    links.send(child, torch.tensor([*map(len, of_child)], dtype=torch.int64, device="cpu"))
+                    links.send(child, tensor_over(bytearray().join(of_child)), receipt=True)
         assert parts is not None
         return parts[0]
 
@@ -235,11 +253,12 @@ class Exchange:
             ) from error.__cause__
 
     @contextmanager
-    def peers(self, kind: str, phase: str) -> Iterator[Connections]:
+    def peers(self, kind: str, phase: str, whom: Iterable[int]) -> Iterator[Connections]:
         """A context for a collective of messages from rank to rank. All of them must be sent and received within it. An
-        exception raised inside ends the exchange. Needs at least two ranks."""
+        exception raised inside ends the exchange. Needs at least two ranks. `whom`: the ranks that this one sends to or
+        receives from. They are connected at their first collective, which costs each of the two ranks a socket."""
         assert self._links is not None
-        with self._links.collective(kind, phase, self.timeout):
+        with self._links.collective(kind, phase, self.timeout, whom):
             yield self._links
 
     def may_swap_on(self, device: Device | None) -> bool:
@@ -460,6 +479,15 @@ def _receive(links: Connections, peer: int) -> bytes:
     links.receive(peer, tensor_over(buffer), receipt=True)
     links.wait()
     return bytes(buffer)
+
+
+def _cut(data: bytearray, lengths: Iterable[int]) -> list[bytes]:
+    parts, at = [], 0
+    with memoryview(data) as view:
+        for length in lengths:
+            parts.append(bytes(view[at : at + length]))
+            at += length
+    return parts
 
 
 def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -103,12 +103,14 @@ class Rendezvous:
             if not (failed_before and rendezvous.failure() is not None):
                 return rendezvous
 
-    def meet(self, phase: str, timeout: float) -> None:
-        """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not."""
+    def meet(self, phase: str, timeout: float, address: bytes, deadline: float) -> None:
+        """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not until the
+        deadline, `timeout` seconds after this rank came. `address`: this rank's."""
         outcome, present = self._key("outcome"), self._key("present")
         self.note(0, phase)
 
         def come(store: Store) -> None:
+            store.set(self._key(f"address/{self.rank}"), address.hex())
             if store.add(present, 1) == self.size:
                 store.compare_set(outcome, "", "met")
 
@@ -116,8 +118,7 @@ class Rendezvous:
             absent = [rank for rank, note in notes.items() if note is None]
             return FailureReport(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
 
-        deadline = time.monotonic() + timeout
-        self._store_thread.ask(come, timeout)
+        self._store_thread.ask(come, max(STORE_SECONDS, deadline - time.monotonic()))
         self._look_until(lambda store: store.check([outcome]), deadline)
         end = self._store_thread.ask(lambda store: bytes(store.compare_set(outcome, "", "given up")))
         if end != b"met":
@@ -127,9 +128,12 @@ class Rendezvous:
         """Names the ranks that have not come to this generation yet. Any thread may call it."""
         return self.named([rank for rank, note in self.notes().items() if note is None])
 
-    def store_for_connections(self) -> Store:
-        """Returns the store as the client that also writes the notes. Calls must be short."""
-        return PrefixStore(self._key("connections"), self._store_thread.ask(lambda store: store))
+    def addresses(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Returns what ranks gave to `meet`, which has returned."""
+        keys = [self._key(f"address/{rank}") for rank in ranks]
+        seconds = STORE_SECONDS + len(keys) / 1000  # many take long to read
+        found = self._store_thread.ask(lambda store: store.multi_get(keys), seconds)
+        return {rank: bytes.fromhex(address.decode()) for rank, address in zip(ranks, found, strict=True)}
 
     def store_for_devices(self, number: int) -> Store:
         """Returns the store as a new client, because the ranks' devices wait in it for each other. `number`: counts the

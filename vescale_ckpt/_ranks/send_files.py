@@ -85,7 +85,8 @@ def send_files(
     try:
         for round_ in range(transfer.rounds):
             # Ranks with other messages are in another collective: they fail, and do not mix their bytes.
-            with exchange.peers(f"files, round {round_} of {transfer.rounds}, plan {number:x}", phase) as peers:
+            doing = f"files, round {round_} of {transfer.rounds}, plan {number:x}"
+            with exchange.peers(doing, phase, transfer.peers) as peers:
                 transfer.run(peers, round_)
         # Each check has the time of a collective: ranks wait for it here, and not in the caller's next one.
         for count in range(1, max(Counter(message.target for message in messages).values()) + 1):
@@ -292,6 +293,7 @@ class _Transfer:
         self._incoming = {m: _IncomingFile(m, folder, options) for m in messages if m.target == rank}
         # What two ranks send each other in a round they send in the order of these.
         self._streams = [stream for stream in streams if rank in (stream.source, stream.target)]
+        self.peers = {peer for stream in self._streams for peer in (stream.source, stream.target)}
         self._buffers = PageBuffers(piece_bytes)
         self._reading, self._writing, self._checking = (ThreadPoolExecutor(1, "vescale_ckpt") for _ in range(3))
         self._written: list[tuple[torch.Tensor, Future[None]]] = []  # buffers, and when they are written

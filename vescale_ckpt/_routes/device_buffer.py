@@ -18,6 +18,8 @@ _PAGE = 4096
 class DeviceBuffer:
     """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device."""
 
+    sends_by_exchange = False
+
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:
         self._group = group
         self._device = group.device

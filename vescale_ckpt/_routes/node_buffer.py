@@ -55,7 +55,7 @@ def open_on_all(
     if exchange.agree([int(memory is not None)], f"{phase}: take memory") == [1]:
         assert memory is not None
         if exchange.size > 1:
-            with exchange.peers("open buffers", phase) as peers:
+            with exchange.peers("open buffers", phase, near) as peers:
                 error = memory.open_neighbours(peers, near)
         if exchange.agree([int(error is None)], phase) == [1]:
             memory.close()
@@ -71,6 +71,8 @@ class NodeBuffer:
 
     Each buffer starts at a page.
     """
+
+    sends_by_exchange = True
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = _whole_pages(sizes)

@@ -24,6 +24,8 @@ Swap = Callable[[Connections, int, Round], CheckpointError | None]
 class Buffers(Protocol):
     """The memory of the rounds."""
 
+    sends_by_exchange: bool  #: whether messages are sent by the exchange, not by the devices
+
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
         and until the messages of this rank have come."""
@@ -96,7 +98,8 @@ class Pipeline:
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
         # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
         of = f"{len(self._routes.rounds)}, plan {self._routes.number:x}"
-        return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
+        whom = self._routes.peers if self._memory.sends_by_exchange else ()
+        return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase, whom)
 
     def _guarded(self, step: Callable[[int], None], index: int) -> None:
         if self.error is None:

@@ -70,6 +70,12 @@ class Routes:
         """All ranks have the same number of rounds."""
         return [round_ for table in self._parts for round_ in self._rounds_of(table)]
 
+    @cached_property
+    def peers(self) -> frozenset[int]:
+        """The ranks that this one sends to or receives from in any round."""
+        tables = [table for round_ in self.rounds for table in (round_.sends, round_.receives)]
+        return frozenset(peer for table in tables for peer in table[::3])
+
     @staticmethod
     def _rounds_of(table: memoryview) -> list[Round]:
         at, rounds = _HEAD + table[_HEAD - 1], []
