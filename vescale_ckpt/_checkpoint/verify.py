@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from .._engine.gc import gc_paused
-from .._storage.open_storage import readable_path
+from .._storage.open_storage import readable_path, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -56,6 +56,7 @@ def verify_checkpoint(
     where = readable_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
+    storage_at(where).drop_read_ahead()  # that of a load that failed
     try:
         kind = recognize(where)
     except CheckpointError as error:

@@ -49,6 +49,7 @@ _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{
 _MOST_KNOWN = 10_000
 _TAIL_BYTES = 2 << 20  # the request that opens a data file brings so much of its end: reads skip as much, too
 _MOST_TAILS = 8
+_MOST_OPEN_TAILS = 32  # open files that have theirs in memory; for others their size is asked for
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
 _NO_RANGE = re.compile(r"status code: 416|InvalidRange")
@@ -129,11 +130,11 @@ class Client:
     def tail(self, length: int) -> tuple[dict[str, Any], bytes]:
         """Returns the object's properties, and so many bytes from its end; none if all answers were cut off. Asks the
         store, whatever looks know."""
-        options: dict[str, Any] = {"range": {"suffix": length}}
         for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
             with self._named():
+                size = None
                 try:
-                    result = obstore().get(self.store, self.key, options=options)
+                    result = obstore().get(self.store, self.key, options={"range": {"suffix": length}})
                 except Exception as error:
                     # Azure knows no such range, and an empty object has none.
                     if type(error).__name__ != "NotSupportedError" and not _NO_RANGE.search(str(error)):
@@ -142,9 +143,17 @@ class Client:
                     options = {"range": (max(0, size - length), size)} if size else {}
                     result = obstore().get(self.store, self.key, options=options)
                 found: dict[str, Any] = result.meta
-                if len(content := bytes(result.bytes())) == min(length, found["size"]):
+                is_end = size in (None, found["size"])  # otherwise it was replaced between the two requests
+                if is_end and len(content := bytes(result.bytes())) == min(length, found["size"]):
                     return found, content
         return found, b""
+
+    def end(self, length: int) -> tuple[dict[str, Any], bytes]:
+        """Does the same, and raises OSError if all answers were cut off."""
+        found, content = self.tail(length)
+        if len(content) < min(length, found["size"]):
+            raise ObjectStoreError(errno.EIO, f"{self.url}: its last bytes came short {_ATTEMPTS} times", self.url)
+        return found, content
 
     def put(self, content: Any, *, create: bool = False) -> str | None:
         """Returns the ETag of the new version, if the store gives one."""
@@ -310,7 +319,9 @@ class ObjectStore(Storage):
         return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
 
     def size_to_read(self, name: str) -> int:
-        return _OpenObject(self._client.at(name).url).size
+        found = _OpenObject(self._client.at(name).url)
+        found.keep_tail()
+        return found.size
 
     def sizes(self) -> dict[str, int]:
         return {_last(found["path"]): found["size"] for found in self._client.listed()[1]}
@@ -338,7 +349,7 @@ class ObjectStore(Storage):
         client = self._client.at(name)
         try:
             if begin < 0 and object_looks.covering(client.url) is None:
-                found, end = client.tail(-begin)
+                found, end = client.end(-begin)
                 return _stat(found), end[:length]
             found, content = client.get({"suffix": -begin} if begin < 0 else (begin, begin + length))
             return _stat(found), bytes(content())[:length]
@@ -541,21 +552,30 @@ class _OpenObject:
         self._client = client_at(url)
         with _known_lock:
             known, self._tail = _known.get(url), _tails.get(url, b"")
+            asks_for_end = known is None and _OUR_DATA_FILE.search(url) and len(_with_tails) < _MOST_OPEN_TAILS
+            if self._tail or asks_for_end:
+                _with_tails.add(self)
         if known is None and _OUR_DATA_FILE.search(url):
             # Nobody writes to such a name again, so one request is enough for all loads. Objects and checksums are at
             # the end of the file, and a small file is read as a whole.
-            found, self._tail = self._client.tail(_TAIL_BYTES)
+            found, self._tail = self._client.tail(_TAIL_BYTES) if asks_for_end else (self._client.head(), b"")
             known = found["size"], found["e_tag"]
             with _known_lock:
-                _known[url], _tails[url] = known, self._tail
+                _known[url] = known
                 while len(_known) > _MOST_KNOWN:
                     _known.popitem(last=False)
-                while len(_tails) > _MOST_TAILS:
-                    _tails.popitem(last=False)
         elif known is None:
             found = self._client.head()
             known = found["size"], found["e_tag"]
         self.size, self._etag = known
+
+    def keep_tail(self) -> None:
+        """Keeps it for those who open the object next, until `drop_read_ahead`."""
+        if self._tail:
+            with _known_lock:
+                _tails[self._client.url] = self._tail
+                while len(_tails) > _MOST_TAILS:
+                    _tails.popitem(last=False)
 
     def read(self, offset: int, length: int) -> Any:
         known_from = self.size - len(self._tail)
@@ -575,6 +595,9 @@ class _OpenObject:
         except (ObjectChangedError, ObjectMissingError):
             _forget(self._client.url)
             raise
+
+
+_with_tails: weakref.WeakSet[_OpenObject] = weakref.WeakSet()
 
 
 def _forget(url: str) -> None:
