@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import stores
+from harness.saves import loaded
+from harness.states import assert_same
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._checkpoint.native.file_names import LEASE_MARKER
 from vescale_ckpt._checkpoint.record_reader import RecordReader
-from vescale_ckpt._storage import object_store
+from vescale_ckpt._storage import object_leases, object_looks, object_store
 from vescale_ckpt._storage.open_storage import storage_at
+from vescale_ckpt._write import delta_base
+from vescale_ckpt.manager import clean_up
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -79,6 +88,38 @@ def test_verify_reads_nothing_that_a_failed_load_has_read_ahead(url: str, monkey
     assert vescale_ckpt.verify(url).damaged
 
 
+def test_a_weak_etag_keeps_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the same for two contents: of one size and one second, say."""
+    put, get, listed = obstore.put, obstore.get, obstore.list
+
+    class Weak:
+        def __init__(self, answer: Any) -> None:
+            self.meta, self.bytes = {**answer.meta, "e_tag": 'W/"1"'}, answer.bytes
+
+    def list_weakly(*arguments: Any, **options: Any) -> Any:
+        for page in listed(*arguments, **options):
+            yield [{**found, "e_tag": 'W/"1"'} for found in page]
+
+    monkeypatch.setattr(obstore, "put", lambda *one, **more: {**put(*one, **more), "e_tag": 'W/"1"'})
+    monkeypatch.setattr(obstore, "get", lambda *one, **more: Weak(get(*one, **more)))
+    monkeypatch.setattr(obstore, "list", list_weakly)
+    storage = storage_at(url)
+    storage.write("a", b"one")
+    client = storage._client.at("a")
+    _elsewhere(lambda: put(client.store, client.key, b"two"))
+    with storage.look(lists=True):
+        assert storage.read("a") == b"two"
+
+
+def test_the_number_of_contents_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    monkeypatch.setattr(object_looks, "_MOST_KEPT_OF_ALL", 100_000)
+    storage = storage_at(url)
+    for number in range(1000):
+        storage.write(f"{number}", b"")  # a lease is empty
+    assert len(object_looks._contents) < 200
+
+
 def test_the_ends_of_open_files_have_a_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of one rank may have the files of a thousand open."""
     monkeypatch.setattr(object_store, "_MOST_OPEN_TAILS", 4)
@@ -100,7 +141,84 @@ def test_the_ends_of_open_files_have_a_bound(url: str, monkeypatch: pytest.Monke
 # --- Looks
 
 
+def test_a_look_stays_in_its_thread(url: str) -> None:
+    """Threads may take over the context of the thread that started them, as asyncio.to_thread does."""
+    storage = storage_at(url)
+    storage.write("a", b"1")
+    with storage.look(lists=True):
+        assert storage.has("a") and not storage.has("b")
+        context = contextvars.copy_context()
+        found = []
+        _elsewhere(lambda: storage.write("b", b"2"))
+        _elsewhere(lambda: context.run(lambda: found.append(storage.has("b"))))
+        assert found == [True] and not storage.has("b")
+
+
+def test_an_exception_ends_a_look(url: str) -> None:
+    storage = storage_at(url)
+    storage.write("a", b"1")
+    with pytest.raises(KeyboardInterrupt), storage.look(lists=True):
+        assert not storage.has("b")
+        raise KeyboardInterrupt
+    _elsewhere(lambda: storage.write("b", b"2"))
+    assert storage.has("b")
+
+
+def test_after_a_failed_removal_a_list_is_asked_for_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, delete = storage_at(url), obstore.delete
+    storage.write("a", b"1")
+    storage.write("b", b"1")
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError("refused")
+
+    with storage.look(lists=True):
+        assert sorted(storage.names()) == ["a", "b"]
+        monkeypatch.setattr(obstore, "delete", refuse)
+        with pytest.raises(OSError, match="refused"):
+            storage.remove("a")
+        monkeypatch.setattr(obstore, "delete", delete)
+        assert sorted(storage.names()) == ["a", "b"] and storage.has("a")
+
+
+def test_an_empty_object_in_place_of_a_folder_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tools put an object `folder/` for each folder that they show. A list gives its key without the slash."""
+    vescale_ckpt.save(f"{url}/step-1", _state(1))
+    storage, listed = storage_at(url), obstore.list
+
+    def with_folder(store: Any, prefix: str | None = None, **options: Any) -> Any:
+        pages = [page for page in listed(store, prefix, **options)]
+        folder = {**pages[0][0], "path": storage._client.at("step-1").key, "size": 0}
+        yield [folder, *pages[0]]
+        yield from pages[1:]
+
+    before = storage.names(), storage.stat("step-1").is_folder, storage.has("step-1")
+    monkeypatch.setattr(obstore, "list", with_folder)
+    with storage.look(lists=True):
+        assert (storage.names(), storage.stat("step-1").is_folder, storage.has("step-1")) == before
+        assert before == (["step-1"], True, False)
+
+
 # --- Ends
+
+
+def test_an_end_that_is_always_cut_off_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = obstore.get
+    storage = storage_at(url)
+    storage.write("a", bytes(100))
+
+    class CutOff:
+        def __init__(self, answer: Any) -> None:
+            self.meta, self._answer = answer.meta, answer
+
+        def bytes(self) -> bytes:
+            return bytes(self._answer.bytes())[:-1]
+
+    monkeypatch.setattr(obstore, "get", lambda *one, **more: CutOff(get(*one, **more)))
+    with pytest.raises(OSError, match="came short"):
+        storage.read_range("a", -10, 10)
+    with storage.look(), pytest.raises(OSError, match="came short"):
+        storage.read_range("a", -10, 10)
 
 
 def test_an_end_is_that_of_one_version_where_it_takes_two_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +247,107 @@ def test_an_end_is_that_of_one_version_where_it_takes_two_requests(url: str, mon
 
 
 # --- Decisions
+
+
+def test_a_base_that_is_removed_while_a_save_waits_for_the_remover_is_not_named(url: str) -> None:
+    """Retention of another process writes its notice; the save writes its lease, sees the notice, and waits."""
+    for step in (1, 2):
+        vescale_ckpt.save(f"{url}/step-{step}", _state(1), base=f"{url}/step-1")
+    vescale_ckpt.save(f"{url}/step-2", _state(1))  # names nothing of step 1
+    notice = f"{LEASE_MARKER}.remover.0123456789abcdef"
+    stores.write(f"{url}/step-1", notice, b"")
+    real, polls = time.sleep, 0
+
+    def remove_then(seconds: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 1:
+
+            def remove() -> None:
+                for name in stores.names(f"{url}/step-1"):
+                    if ".user." not in name:
+                        stores.remove(f"{url}/step-1", name)
+
+            _elsewhere(remove)
+        real(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_leases.time, "sleep", remove_then)
+        base = delta_base.DeltaBase(f"{url}/step-1", f"{url}/step-3")
+    assert polls == 1
+    assert not base.table.files and not [*base.table.rows()]
+    base.release()
+    assert not stores.names(f"{url}/step-1") - {LEASE_MARKER}
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_a_delta_save_between_the_list_and_the_removal_keeps_its_files(
+    url: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another process names files of a step while retention has decided to remove it."""
+    decide = clean_up._to_remove
+
+    def save_beside() -> None:
+        vescale_ckpt.save(f"{url}/step-9", _lora(9), base=f"{url}/step-2")
+
+    def decide_and_wait(*arguments: Any) -> Any:
+        if moment == "before":
+            _elsewhere(save_beside)
+        found = decide(*arguments)
+        if moment == "behind":
+            _elsewhere(save_beside)
+        return found
+
+    with CheckpointManager(url, max_to_keep=1, delta=True, async_checkpoint=False) as manager:
+        manager.save(1, _lora(1))
+        vescale_ckpt.save(f"{url}/step-2", _lora(2), base=f"{url}/step-1")
+        with monkeypatch.context() as patch:
+            patch.setattr(clean_up, "_to_remove", decide_and_wait)
+            manager.save(3, _lora(3))
+        assert vescale_ckpt.verify(f"{url}/step-9").ok and vescale_ckpt.verify(f"{url}/step-3").ok
+        assert_same(loaded(f"{url}/step-9", _lora(0)), _lora(9))
+        assert_same(loaded(f"{url}/step-3", _lora(0)), _lora(3))
+
+
+def test_loads_beside_saves_to_the_same_folder_are_of_one_save(url: str) -> None:
+    """They share what this process remembers of objects."""
+    vescale_ckpt.save(url, _state(0))
+    is_over, loads, raised = threading.Event(), 0, 0
+
+    def save() -> None:
+        try:
+            for step in range(1, 25):
+                vescale_ckpt.save(url, _state(step), async_checkpoint=True).result()
+        finally:
+            is_over.set()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    while not is_over.is_set():
+        state = _state(0)
+        try:
+            vescale_ckpt.load(url, state)
+        except CheckpointError:  # its files were removed meanwhile
+            raised += 1
+            continue
+        loads += 1
+        assert torch.equal(state["w"], torch.full((5000,), float(state["step"])))
+    thread.join(120)
+    assert not thread.is_alive() and loads > 0
+    assert_same(loaded(url, _state(0)), _state(24))
+
+
+def test_a_step_that_is_saved_removed_and_saved_again_is_the_last(url: str) -> None:
+    with CheckpointManager(url, async_checkpoint=False) as manager:
+        for value in range(3):
+            manager.save(5, _state(value))
+            state = _state(9)
+            assert manager.restore(state) == 5
+            assert_same(state, _state(value))
+            storage_at(url).remove_folder("step-5")
+            assert manager.latest() is None
+        manager.save(5, _state(4))
+        _elsewhere(lambda: vescale_ckpt.save(f"{url}/step-5", _state(7)))
+        state = _state(9)
+        assert manager.restore(state) == 5
+        assert_same(state, _state(7))

@@ -53,8 +53,11 @@ def test_a_look_keeps_its_answers_and_a_fresh_one_has_none(url: str, lists: bool
         with storage.look(fresh=True, lists=lists):
             assert storage.has("new") and storage.read("old") == b"three"
             assert sorted(storage.names()) == ["new", "old", "x"]
-        assert storage.read_range("old", -1, 1)[1] == b"1"
-    assert storage.has("new") and storage.read("old") == b"three"
+        assert storage.read_range("old", -1, 1)[1] == b"e", "the look around it knows it, too"
+        assert storage.has("new") and sorted(storage.names()) == ["new", "old", "x"]
+        _elsewhere(lambda: storage.write("old", b"fourth"))
+        assert storage.read("old") == b"three"
+    assert storage.has("new") and storage.read("old") == b"fourth"
 
 
 @pytest.mark.parametrize("lists", [False, True])

@@ -1,7 +1,8 @@
 """`Look` answers questions about objects again for decisions that ask many: each request takes some 40 ms.
 
 A look belongs to one thread and ends with its context. Within it an object is as it was when it was first asked for, or
-listed, but for what this thread has changed. Decisions that need the present state begin a fresh look.
+listed, but for what this thread has changed. Decisions that need the present state begin a fresh look. When that ends,
+the look around it knows what the fresh one has found.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import contextlib
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from .object_clients import ObjectMissingError
 MOST_LISTED = 10_000  #: objects; where there are more, each is asked for
 TAIL_BYTES = 1 << 16  #: the first question about an object brings so many bytes from its end
 _MOST_KEPT, _MOST_KEPT_OF_ALL = 1 << 20, 16 << 20  # bytes of an object's content, and of all that a process keeps
+_OF_EACH = 1 << 10  # bytes that an entry takes besides its content
 
 Properties = dict[str, Any]
 
@@ -29,7 +30,7 @@ class _Client(Protocol):
     key: str
     store: Any
 
-    def tail(self, length: int) -> tuple[Properties, bytes]: ...
+    def end(self, length: int) -> tuple[Properties, bytes]: ...
 
     def list_below(self, most: int) -> list[Properties] | None: ...
 
@@ -43,7 +44,6 @@ class Look:
         self._lists = lists
         self._found: dict[str, Properties | None] = {}  # {key: properties, or None if there is no such object}
         self._tails: dict[str, bytes] = {}
-        self._unknown: set[str] = set()  # keys that a request of this thread may have changed
         self._is_listed = False
 
     def covers(self, url: str) -> bool:
@@ -60,14 +60,14 @@ class Look:
             with contextlib.suppress(OSError):  # each question raises its own error
                 found = self.root.list_below(MOST_LISTED)
             self._lists = self._is_listed = found is not None
-            self._found = {**{one["path"]: one for one in found or ()}, **self._found}
+            self._found = {**_without_folders(found or ()), **self._found}
         return self._lists
 
     def listed(self) -> list[Properties]:
         return [found for found in self._found.values() if found is not None]
 
     def head(self, client: _Client) -> Properties:
-        """Raises OSError, as `Client.tail` does."""
+        """Raises OSError, as `Client.end` does."""
         if self._asks(client):
             try:
                 self._ask(client, TAIL_BYTES)
@@ -98,7 +98,7 @@ class Look:
         return (found, whole[begin:end]) if part is None or is_end or begin < len(whole) else None
 
     def _ask(self, client: _Client, length: int) -> tuple[Properties, bytes]:
-        found, tail = client.tail(length)
+        found, tail = client.end(length)
         self.note(client, found)
         self._tails[client.key] = tail
         if len(tail) == found["size"]:
@@ -107,23 +107,46 @@ class Look:
 
     def _asks(self, client: _Client) -> bool:
         """Whether nothing is known of an object."""
-        return client.key in self._unknown or (client.key not in self._found and not self.lists())
+        return client.key not in self._found and not self.lists()
 
     def note(self, client: _Client, found: Properties | None) -> None:
         self._tails.pop(client.key, None)
-        self._unknown.discard(client.key)
         self._found[client.key] = found
 
     def forget(self, client: _Client) -> None:
+        """After a request that may have changed the object: the list does not tell of it any more."""
         self._tails.pop(client.key, None)
         self._found.pop(client.key, None)
-        self._unknown.add(client.key)
+        self._lists = False
+
+    def take(self, newer: Look) -> None:
+        """Takes over the answers of a look that covered as much and began later."""
+        if newer._is_listed:
+            self._found, self._tails = newer._found, newer._tails
+            self._lists, self._is_listed = newer._lists, True
+        else:
+            self._tails = {key: tail for key, tail in self._tails.items() if key not in newer._found} | newer._tails
+            self._found.update(newer._found)
 
     def forget_all(self) -> None:
         self._tails, self._found, self._lists = {}, {}, False
 
 
-_looks: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())  # the innermost last
+def _without_folders(found: Iterable[Properties]) -> dict[str, Properties]:
+    """Leaves out the empty objects `folder/` that some servers and tools keep. In a list their keys end before the
+    slash."""
+    objects = {one["path"]: one for one in found}
+    folders = {key.rpartition("/")[0] for key in objects}
+    return {key: one for key, one in objects.items() if one["size"] or key not in folders}
+
+
+class _OfThread(threading.local):
+    """Not of a context: that may be handed to another thread, as asyncio.to_thread does."""
+
+    looks: tuple[Look, ...] = ()  #: the innermost last
+
+
+_here = _OfThread()
 
 
 @contextlib.contextmanager
@@ -135,15 +158,18 @@ def look(root: _Client, *, lists: bool, fresh: bool) -> Iterator[None]:
         yield
         return
     made = Look(root if before is None else before.root, lists)
-    token = _looks.set((*_looks.get(), made))
+    outer = _here.looks
+    _here.looks = (*outer, made)
     try:
         yield
     finally:
-        _looks.reset(token)
+        _here.looks = outer
+        if before is not None:
+            before.take(made)
 
 
 def covering(url: str) -> Look | None:
-    return next((one for one in reversed(_looks.get()) if one.covers(url)), None)
+    return next((one for one in reversed(_here.looks) if one.covers(url)), None)
 
 
 @contextlib.contextmanager
@@ -152,19 +178,19 @@ def changing(client: _Client) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for one in _looks.get():
+        for one in _here.looks:
             one.forget(client)
         raise
 
 
 def note_put(client: _Client, size: int, e_tag: str | None) -> None:
     now = datetime.now(timezone.utc)
-    for one in _looks.get():
+    for one in _here.looks:
         one.note(client, {"path": client.key, "size": size, "e_tag": e_tag, "last_modified": now})
 
 
 def note_deleted(client: _Client) -> None:
-    for one in _looks.get():
+    for one in _here.looks:
         one.note(client, None)
 
 
@@ -176,12 +202,13 @@ _lock = threading.Lock()
 
 def keep(client: _Client, e_tag: str | None, content: bytes) -> None:
     """Keeps the content of a version of an object, if it is small."""
-    if e_tag is None or len(content) > _MOST_KEPT:
+    # A weak ETag may be that of another content, too, and an empty object need not be read.
+    if e_tag is None or e_tag.startswith("W/") or not 0 < len(content) <= _MOST_KEPT:
         return
     with _lock:
         _contents[client.url, e_tag] = client.store, content
         _contents.move_to_end((client.url, e_tag))
-        while sum(len(one) for _, one in _contents.values()) > _MOST_KEPT_OF_ALL:
+        while sum(len(one) + _OF_EACH for _, one in _contents.values()) > _MOST_KEPT_OF_ALL:
             _contents.popitem(last=False)
 
 
@@ -196,5 +223,5 @@ def forget_contents(root: str) -> None:
     with _lock:
         for key in [key for key in _contents if key[0].startswith(root)]:
             del _contents[key]
-    for one in _looks.get():
+    for one in _here.looks:
         one.forget_all()
