@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vescale_ckpt._checkpoint.record_reader import RecordReader
 from vescale_ckpt._storage import object_leases, object_looks, object_store
 from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt._write import delta_base
-from vescale_ckpt.manager import clean_up
+from vescale_ckpt.manager import clean_up, step_directories
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -278,6 +279,31 @@ def test_a_base_that_is_removed_while_a_save_waits_for_the_remover_is_not_named(
     assert not base.table.files and not [*base.table.rows()]
     base.release()
     assert not stores.names(f"{url}/step-1") - {LEASE_MARKER}
+
+
+def test_orphans_of_a_folder_into_which_another_process_saves_now_stay(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores.write(f"{url}/step-7", "__0_01234567.distcp", b"half")
+    list_below = object_store.Client.list_below
+
+    def an_old_half(client: object_store.Client, most: int) -> Any:
+        found = list_below(client, most)
+        for one in found or ():
+            if "01234567" in one["path"]:
+                one["last_modified"] = datetime.now(timezone.utc) - timedelta(days=2)
+        return found
+
+    monkeypatch.setattr(object_store.Client, "list_below", an_old_half)
+    with storage_at(url).look(lists=True, fresh=True):
+        assert storage_at(url).folders() == ["step-7"]
+        _elsewhere(lambda: stores.write(f"{url}/step-7", "__0_89abcdef.distcp", b"of a save under way"))
+        assert step_directories.remove_orphans(url) == []
+    assert stores.data_files(f"{url}/step-7") == {"__0_01234567.distcp", "__0_89abcdef.distcp"}
+    stores.remove(f"{url}/step-7", "__0_89abcdef.distcp")
+    with storage_at(url).look(lists=True, fresh=True):
+        assert step_directories.remove_orphans(url) == [7]
+    assert stores.names(f"{url}/step-7") == set()
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])

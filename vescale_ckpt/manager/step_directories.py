@@ -90,13 +90,13 @@ def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]
             continue
         if not _is_orphan(path):
             continue
-        old = _age(path) > SAVE_GRACE
+        versions, old = _versions(path), _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
         with exclusive(path) as unused, needed_beside(path, dry_run=dry_run) as needed:
             # Checked again under the lock: a save may have committed in the meantime.
             removable = (unused or (unused is None and old)) and _is_orphan(path) and needed == set()
-            if removable and (dry_run or _set_aside(root, step)):
+            if removable and _versions(path) == versions and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
@@ -190,6 +190,14 @@ def _tells_if_in_use(path: str) -> bool:
     """Whether the directory has a file that a running save would hold locked. A save without a manager has none at its
     beginning."""
     return any(name == LOCK_NAME or file_names.is_data_file(name) for name in _names(path) or ())
+
+
+def _versions(path: str) -> dict[str, tuple[int, ...]]:
+    """The versions of a directory's files, but for leases and notices, where no lock tells that a save has begun to
+    write some."""
+    storage = storage_at(path)
+    names = () if storage.has_locks else _names(path) or ()
+    return {name: storage.stat(name).identity for name in names if not name.startswith(file_names.LEASE_MARKER)}
 
 
 def _age(path: str) -> float:
