@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import stores
+from harness.fault_proxy import Rule
 from harness.saves import loaded
 from harness.states import assert_same
 
@@ -377,3 +378,17 @@ def test_a_step_that_is_saved_removed_and_saved_again_is_the_last(url: str) -> N
         state = _state(9)
         assert manager.restore(state) == 5
         assert_same(state, _state(7))
+
+
+@pytest.mark.parametrize("action", ["flip", "shorten"])
+def test_metrics_that_change_on_the_way_keep_the_best_step(fault_proxy: Any, bucket_url: str, action: Any) -> None:
+    options: dict[str, Any] = {"max_to_keep": 1, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+    manager = CheckpointManager(bucket_url, **options)
+    manager.save(1, _state(1), metrics={"loss": 0.1})
+    storage_at(bucket_url).drop_caches()  # a new process has not written them
+    rule = Rule(action, kind="get", path=r"step-1/.*metrics")
+    fault_proxy.add(rule)
+    manager.save(2, _state(2), metrics={"loss": 0.5})
+    assert rule.hits == 1 and 1 in manager.steps(), "it is the best"
+    manager.save(3, _state(3), metrics={"loss": 0.4})
+    assert 1 in manager.steps(), "what came is not kept"

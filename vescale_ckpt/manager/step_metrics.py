@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import checksum_of
 from .._engine import _C
 from .._engine.engine_errors import of_system
-from .._storage.open_storage import is_inconclusive, storage_at
+from .._storage.open_storage import is_inconclusive, read_twice, storage_at
+from ..errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +70,27 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def read(directory: str) -> dict[str, float]:
     """Returns the metrics of the checkpoint in a directory, without metrics that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""
+    path = os.path.join(directory, FILE_NAME)
     try:
-        record = json.loads(storage_at(directory).read(FILE_NAME))
-        if record.pop("crc32", None) not in (None, checksum_of(record)):  # older files have none
-            logger.warning("the metrics in %s are damaged, and do not count", directory)
-            return {}
+        record = read_twice(path, lambda: _read(directory, path))
         if record["replaces"] == metadata_fingerprint(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
+    except CorruptCheckpointError:
+        logger.warning("the metrics in %s are damaged, and do not count", directory)
+        return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, OSError) and storage_at(directory).can_be_away and is_inconclusive(error.errno, directory):
             raise of_system(error, directory) from error
         return {}
+
+
+def _read(directory: str, path: str) -> dict[str, Any]:
+    content = storage_at(directory).read(FILE_NAME)
+    try:
+        record: dict[str, Any] = json.loads(content)
+        if record.pop("crc32", None) not in (None, checksum_of(record)):  # older files have none
+            raise ValueError("its checksum does not match")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
+    return record
