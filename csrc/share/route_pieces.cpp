@@ -1,10 +1,9 @@
 #include "share/route_pieces.h"
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <numeric>
-#include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "base/append.h"
@@ -13,35 +12,11 @@
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
 #include "io/transfer_loop.h"
-#include "state/inventory.h"
 
 namespace vescale_ckpt::share {
 namespace {
 
 constexpr int64_t kUnknownCrc = -1;
-
-std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
-  const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
-  if (reads.size() - at < Need::kHead) throw malformed();
-  const int64_t dims = reads[at + Need::kHead - 1];
-  if (dims < 0 || dims > state::kMostDims) throw malformed();
-  const size_t words = Need::kHead + 4 * static_cast<size_t>(dims);
-  if (reads.size() - at < words) throw malformed();
-  return reads.subspan(at, words);
-}
-
-void check(const Need& need, uint64_t files) {
-  const auto malformed = [&need] { return Error::invalid("a rank's reads are malformed", need.rank); };
-  if (need.row[1] < 0 || static_cast<uint64_t>(need.row[1]) >= files) throw malformed();
-  if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= format::dtypes().size()) throw malformed();
-  uint64_t bytes = item_bytes(need);
-  for (size_t dim = 0; dim < need.dims(); ++dim) {
-    const int64_t chunk = need.chunk()[dim], offset = need.box_offset()[dim], size = need.box_size()[dim];
-    if (chunk < 0 || offset < 0 || size < 0 || offset > chunk || size > chunk - offset) throw malformed();
-    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(chunk, 1)), &bytes)) throw malformed();
-  }
-  if (bytes > uint64_t{1} << 62) throw malformed();
-}
 
 bool same_record(const Need& left, const Need& right) {
   return left.file == right.file && left.record_offset() == right.record_offset();
@@ -50,13 +25,14 @@ bool same_record(const Need& left, const Need& right) {
 class Cutter {
  public:
   Cutter(size_t senders, const RouteOptions& options, std::span<const uint32_t> writers, std::span<RankRoutes> routes,
-         std::span<uint64_t> own_bytes)
+         std::span<uint64_t> own_bytes, AlikeOnNodes* alike)
       : limit_(most_bytes_at_once(senders, options)),
         options_(options),
         cuts_(options.writes ? Piece::Cuts::always : Piece::Cuts::if_all_receive_both),
         writers_(writers),
         routes_(routes),
-        own_bytes_(own_bytes) {}
+        own_bytes_(own_bytes),
+        alike_(alike) {}
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
@@ -76,8 +52,8 @@ class Cutter {
     }
     if (!needed) return;
     own_.assign(needs.size(), {});
-    const bool alone =
-        writers_.empty() && std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
+    const bool alone = writers_.empty() && is_one_rank(first) &&
+                       std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
     const bool only_whole = options_.verify && first.crc() == kUnknownCrc;
     if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
       for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Box::of(needs[i])};
@@ -96,6 +72,8 @@ class Cutter {
   }
 
  private:
+  static bool is_one_rank(const Need& need) { return need.replicas->ranks.size() == 1; }
+
   // Whether what only one rank needs is its own affair. What is written in order has to be one range of its file.
   bool is_own(std::span<const Piece::Receiver> receivers, const Box& slab) const {
     const Need& first = *receivers.front().need;
@@ -136,37 +114,73 @@ class Cutter {
   }
 
   void add(std::span<const Need> needs, const Box& box, Piece::Cuts cuts) {
-    Piece piece{};
-    std::optional<Box> needed;
-    std::vector<uint32_t> ranks;
+    std::vector<Piece::Receiver> receivers;
     for (const Need& need : needs) {
-      std::optional<Box> part = box.common(need);
-      if (!part) continue;
-      if (needed) {
-        needed->cover(*part);
-      } else {
-        needed = *part;
-      }
-      if (ranks.empty() || ranks.back() != need.rank) ranks.push_back(need.rank);
-      piece.receivers.push_back({&need, std::move(*part)});
+      if (std::optional<Box> part = box.common(need)) receivers.push_back({&need, std::move(*part)});
     }
-    if (!needed) return;
-    if (ranks.size() == 1 && is_own(piece.receivers, *needed)) {
-      for (Piece::Receiver& receiver : piece.receivers) {
-        std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs.data())];
+    if (!receivers.empty()) add(needs.data(), std::move(receivers), cuts);
+  }
+
+  // `needs`: the first of the record.
+  void add(const Need* needs, std::vector<Piece::Receiver> receivers, Piece::Cuts cuts) {
+    Box needed = receivers.front().box;
+    std::vector<uint32_t> ranks;
+    for (const Piece::Receiver& receiver : receivers) {
+      needed.cover(receiver.box);
+      if (ranks.empty() || ranks.back() != receiver.need->rank) ranks.push_back(receiver.need->rank);
+    }
+    if (ranks.size() == 1 && is_one_rank(*receivers.front().need) && is_own(receivers, needed)) {
+      for (Piece::Receiver& receiver : receivers) {
+        std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs)];
         own.push_back(std::move(receiver.box));
         if (writers_.empty()) join_last(own);
       }
       return;
     }
-    piece.like = piece.receivers.front().need;
-    piece.box = std::move(*needed);
+    if (alike_ != nullptr && cuts != Piece::Cuts::never && alike_->any_spread(receivers) &&
+        !alike_->want_alike(receivers, needed) && add_parts(needs, receivers, needed, cuts)) {
+      return;
+    }
+    Piece piece{};
+    piece.like = receivers.front().need;
+    piece.box = std::move(needed);
     piece.bytes = piece.box.elements() * item_bytes(*piece.like);
+    piece.receivers = std::move(receivers);
     piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
     piece.cuts = cuts;
     piece.order = pieces_.size();
     if (!writers_.empty()) piece.reader = writers_[piece.like->file];
     pieces_.push_back(std::move(piece));
+  }
+
+  // Adds two parts of a box, cut where what receivers on many nodes want begins or ends. Returns whether it is cut.
+  bool add_parts(const Need* needs, std::span<const Piece::Receiver> receivers, const Box& needed, Piece::Cuts cuts) {
+    for (size_t dim = 0; dim < needed.size.size(); ++dim) {
+      std::vector<int64_t> places;
+      for (const Piece::Receiver& receiver : receivers) {
+        if (!alike_->any_spread({&receiver, 1})) continue;
+        for (const int64_t place : {receiver.box.offset[dim], receiver.box.offset[dim] + receiver.box.size[dim]}) {
+          if (place > needed.offset[dim] && place < needed.offset[dim] + needed.size[dim]) places.push_back(place);
+        }
+      }
+      if (places.empty()) continue;
+      const auto middle = places.begin() + std::ssize(places) / 2;
+      std::ranges::nth_element(places, middle);
+      const int64_t begin = needed.offset[dim], end = begin + needed.size[dim];
+      for (const auto& [from, to] : {std::pair(begin, *middle), std::pair(*middle, end)}) {
+        std::vector<Piece::Receiver> of_part;
+        for (const Piece::Receiver& receiver : receivers) {
+          const Overlap part = overlap(receiver.box.offset[dim], receiver.box.size[dim], from, to - from);
+          if (part.empty()) continue;
+          of_part.push_back(receiver);
+          of_part.back().box.offset[dim] = part.begin;
+          of_part.back().box.size[dim] = part.size();
+        }
+        if (!of_part.empty()) add(needs, std::move(of_part), cuts);
+      }
+      return true;
+    }
+    return false;
   }
 
   // Slabs come in rising order: what they were cut from comes together again.
@@ -177,8 +191,10 @@ class Cutter {
   void add_own(const Need& need, const std::vector<Box>& boxes) {
     for (const Box& box : boxes) {
       if (box.elements() == 0) continue;
-      append_read(routes_[need.rank].own, need, box);
-      own_bytes_[need.rank] += box.elements() * item_bytes(need);
+      for (const uint32_t rank : need.replicas->ranks) {
+        append_read(routes_[rank].own, need, box);
+        own_bytes_[rank] += box.elements() * item_bytes(need);
+      }
     }
   }
 
@@ -188,16 +204,13 @@ class Cutter {
   const std::span<const uint32_t> writers_;
   const std::span<RankRoutes> routes_;
   const std::span<uint64_t> own_bytes_;
+  AlikeOnNodes* const alike_;  // null: it does not matter
   std::vector<Piece> pieces_;
   std::map<std::vector<uint32_t>, uint32_t> sets_;
   std::vector<std::vector<Box>> own_;  // one for each need of the record at hand: what its rank alone needs
 };
 
 }  // namespace
-
-uint64_t item_bytes(const Need& need) {
-  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
-}
 
 void append_read(std::vector<int64_t>& reads, const Need& need, const Box& box) {
   append(reads, need.row.first(Need::kHead));
@@ -287,6 +300,108 @@ void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
   receivers = std::move(left);
 }
 
+// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
+// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
+void join(Parcels& parcels, Parcel next) {
+  for (size_t i = 0; i < parcels.size(); ++i) {
+    Box both = parcels[i].box;
+    both.cover(next.box);
+    if (both.elements() > parcels[i].box.elements() + next.box.elements()) continue;
+    next.box = std::move(both);
+    next.receivers.insert(next.receivers.end(), parcels[i].receivers.begin(), parcels[i].receivers.end());
+    parcels.erase(parcels.begin() + static_cast<ptrdiff_t>(i));
+    return join(parcels, std::move(next));
+  }
+  parcels.push_back(std::move(next));
+}
+
+uint64_t staging_offset(const Need& need, const Box& box, bool in_file, uint64_t cursor) {
+  constexpr uint64_t kAlignment = 64;
+  constexpr uint64_t kLargeBytes = 64 << 10;  // worth a place in memory from which it can be read directly
+  constexpr uint64_t kBodyInPage = 64;        // where in a page of its file a large tensor's data starts
+  if (!in_file && box.elements() * item_bytes(need) < kLargeBytes) return align_up(cursor, kAlignment);
+  uint64_t element = 0;  // the chunk's first that is read
+  for (size_t dim = 0; dim < box.offset.size(); ++dim) {
+    element = element * static_cast<uint64_t>(need.chunk()[dim]) + static_cast<uint64_t>(box.offset[dim]);
+  }
+  const uint64_t body = in_file ? static_cast<uint64_t>(need.record_offset()) : kBodyInPage;
+  const uint64_t within = (element * item_bytes(need) + body) % kPage;
+  const uint64_t page = cursor / kPage * kPage;
+  return page + within >= cursor ? page + within : page + kPage + within;
+}
+
+void append_staged(std::vector<int64_t>& staged, const Need& need, const Box& box, uint64_t offset) {
+  staged.push_back(static_cast<int64_t>(offset));
+  append(staged, need.row.first(Need::kHead));
+  append(staged, need.chunk());
+  append(staged, box.offset);
+  append(staged, box.size);
+}
+
+void append_place(std::vector<int64_t>& places, int64_t peer, uint64_t offset, const Piece::Receiver& to,
+                  const Box& lies) {
+  const Need& need = *to.need;
+  append(places, std::array{peer, static_cast<int64_t>(offset), need.item(), need.dtype(),
+                            static_cast<int64_t>(to.box.size.size())});
+  append(places, lies.size);
+  for (size_t dim = 0; dim < need.dims(); ++dim) places.push_back(to.box.offset[dim] - lies.offset[dim]);
+  append(places, to.box.size);
+  for (size_t dim = 0; dim < need.dims(); ++dim) {
+    places.push_back(need.target()[dim] + to.box.offset[dim] - need.box_offset()[dim]);
+  }
+}
+
+bool AlikeOnNodes::any_spread(std::span<const Piece::Receiver> receivers) const {
+  return std::ranges::any_of(receivers,
+                             [&](const Piece::Receiver& to) { return to.need->replicas->nodes > direct_nodes_; });
+}
+
+bool AlikeOnNodes::want_alike(std::span<const Piece::Receiver> receivers, const Box& box) {
+  constexpr double kNearly = 0.75;
+  std::vector<const Replicas*> replicas;
+  std::vector<size_t> begins;  // of their receivers
+  uint64_t most_nodes = 0;
+  bool whole = true;  // for all replicas
+  for (size_t i = 0; i < receivers.size(); ++i) {
+    const Replicas* const of = receivers[i].need->replicas;
+    if (replicas.empty() || replicas.back() != of) {
+      replicas.push_back(of);
+      begins.push_back(i);
+      most_nodes += of->nodes;
+      whole = whole && receivers[i].box == box;
+    }
+  }
+  if (most_nodes <= direct_nodes_) return false;
+  begins.push_back(receivers.size());
+  uint64_t nodes = 0, wanted = 0;  // elements
+  for (const auto& [mix, count] : mixes_of(replicas)) {
+    nodes += count;
+    if (whole) continue;
+    Parcels parcels;
+    for (const uint32_t number : mix) {
+      for (size_t i = begins[number]; i < begins[number + 1]; ++i) join(parcels, {receivers[i].box, {}});
+    }
+    for (const Parcel& parcel : parcels) wanted += count * parcel.box.elements();
+  }
+  return nodes > direct_nodes_ && (whole || static_cast<double>(wanted) >= kNearly * static_cast<double>(nodes) *
+                                                                               static_cast<double>(box.elements()));
+}
+
+const AlikeOnNodes::Mixes& AlikeOnNodes::mixes_of(const std::vector<const Replicas*>& replicas) {
+  const auto [found, is_new] = mixes_.try_emplace(replicas);
+  if (is_new) {
+    std::map<uint32_t, std::vector<uint32_t>> by_node;
+    for (uint32_t number = 0; number < replicas.size(); ++number) {
+      for (const uint32_t rank : replicas[number]->ranks) {
+        std::vector<uint32_t>& on_node = by_node[ranks_[rank].node];
+        if (on_node.empty() || on_node.back() != number) on_node.push_back(number);
+      }
+    }
+    for (auto& [node, on_node] : by_node) ++found->second[std::move(on_node)];
+  }
+  return found->second;
+}
+
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
   uint64_t slice = item_bytes(need);  // bytes of the chunk's dimensions that follow
   uint64_t outer = box.elements();
@@ -313,33 +428,10 @@ uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   return std::clamp(options.budget_bytes / (senders + 2), least, most);
 }
 
-std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered) {
-  std::unordered_map<std::string, uint32_t> files;
-  std::vector<Need> needs;
-  for (const uint32_t rank : members) {
-    std::vector<uint32_t> numbers;
-    for (const std::string& name : ranks[rank].files) {
-      numbers.push_back(files.emplace(name, static_cast<uint32_t>(files.size())).first->second);
-    }
-    const std::span<const int64_t> reads = ranks[rank].reads;
-    for (size_t at = 0; at < reads.size();) {
-      Need need{rank, 0, row_at(reads, at, rank)};
-      at += need.row.size();
-      check(need, numbered ? UINT32_MAX : numbers.size());
-      need.file = numbered ? static_cast<uint32_t>(need.row[1]) : numbers[static_cast<size_t>(need.row[1])];
-      needs.push_back(need);
-    }
-  }
-  std::ranges::stable_sort(needs, [](const Need& left, const Need& right) {
-    return std::tuple(left.file, left.record_offset(), left.rank) <
-           std::tuple(right.file, right.record_offset(), right.rank);
-  });
-  return needs;
-}
-
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
-  Cutter cutter(senders, options, writers, routes, own_bytes);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes,
+                  AlikeOnNodes* alike) {
+  Cutter cutter(senders, options, writers, routes, own_bytes, alike);
   for (size_t begin = 0; begin < needs.size();) {
     size_t end = begin + 1;
     while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;
@@ -347,6 +439,38 @@ Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOption
     begin = end;
   }
   return cutter.take();
+}
+
+std::deque<Need> each_for_itself(Pieces& pieces) {
+  std::deque<Need> needs;
+  std::map<uint32_t, const Replicas*> by_rank;
+  for (Piece& piece : pieces.pieces) {
+    std::vector<Piece::Receiver> all;
+    for (const Piece::Receiver& receiver : piece.receivers) {
+      const Need& need = *receiver.need;
+      by_rank.emplace(need.rank, need.replicas);
+      if (need.replicas->ranks.size() == 1) continue;
+      for (const uint32_t rank : need.replicas->ranks) {
+        if (rank == need.rank) continue;
+        needs.push_back(need);
+        needs.back().rank = rank;
+        all.push_back({&needs.back(), receiver.box});
+      }
+    }
+    if (all.empty()) continue;
+    piece.receivers.insert(piece.receivers.end(), all.begin(), all.end());
+    std::ranges::stable_sort(piece.receivers, {}, [](const Piece::Receiver& to) { return to.need->rank; });
+  }
+  for (std::vector<uint32_t>& set : pieces.sets) {
+    std::vector<uint32_t> all;
+    for (const uint32_t rank : set) {
+      const auto found = by_rank.find(rank);
+      if (found != by_rank.end()) all.insert(all.end(), found->second->ranks.begin(), found->second->ranks.end());
+    }
+    std::ranges::sort(all);
+    set = std::move(all);
+  }
+  return needs;
 }
 
 }  // namespace vescale_ckpt::share

@@ -2,39 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "share/route_needs.h"
 #include "share/routes.h"
 
 namespace vescale_ckpt::share {
-
-// One row of a rank's reads (metadata/load_plan.h), with its rank and the number of its file over all ranks. A view.
-struct Need {
-  static constexpr size_t kHead = 7;
-
-  uint32_t rank = 0;
-  uint32_t file = 0;  // numbered over all ranks
-  std::span<const int64_t> row;
-
-  int64_t item() const { return row[0]; }
-  int64_t record_offset() const { return row[2]; }
-  int64_t record_length() const { return row[3]; }
-  int64_t crc() const { return row[4]; }
-  int64_t dtype() const { return row[5]; }
-  size_t dims() const { return static_cast<size_t>(row[6]); }
-  std::span<const int64_t> chunk() const { return list(0); }
-  std::span<const int64_t> box_offset() const { return list(1); }
-  std::span<const int64_t> box_size() const { return list(2); }
-  std::span<const int64_t> target() const { return list(3); }
-
- private:
-  std::span<const int64_t> list(size_t number) const { return row.subspan(kHead + number * dims(), dims()); }
-};
-
-uint64_t item_bytes(const Need& need);
 
 // A box of a chunk.
 struct Box {
@@ -74,24 +51,74 @@ struct Piece {
   void narrow(size_t dim, int64_t begin, int64_t end);  // to these indices of the chunk
 };
 
+// A box of a piece that goes to a node once, and who there wants it or a part of it.
+struct Parcel {
+  Box box;
+  std::vector<const Piece::Receiver*> receivers;
+};
+
+// What the ranks of one node want of a piece.
+using Parcels = std::vector<Parcel>;
+
+// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
+// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
+void join(Parcels& parcels, Parcel next);
+
+// Tells whether many nodes want the same bytes, so that these had better travel along trees of nodes (relays.h).
+class AlikeOnNodes {
+ public:
+  AlikeOnNodes(std::span<const RankReads> ranks, uint32_t direct_nodes) : ranks_(ranks), direct_nodes_(direct_nodes) {}
+
+  // Whether replicas of one of the receivers are on many nodes.
+  bool any_spread(std::span<const Piece::Receiver> receivers) const;
+  // Whether receivers are on many nodes, each of which wants all of the box, or nearly.
+  bool want_alike(std::span<const Piece::Receiver> receivers, const Box& box);
+
+ private:
+  // How many nodes have these of the replicas, whose indices are rising.
+  using Mixes = std::map<std::vector<uint32_t>, uint64_t>;
+  const Mixes& mixes_of(const std::vector<const Replicas*>& replicas);
+
+  std::span<const RankReads> ranks_;
+  uint32_t direct_nodes_;
+  std::map<std::vector<const Replicas*>, Mixes> mixes_;
+};
+
 struct Pieces {
   std::vector<Piece> pieces;
-  std::vector<std::vector<uint32_t>> sets;  // rising ranks
+  std::vector<std::vector<uint32_t>> sets;  // rising ranks, of replicas the lowest
 };
 
 // Cuts what two or more ranks need into pieces. What only one rank needs is added to its `own` reads in `routes`, and
 // its bytes to `own_bytes`, which has one entry a rank. `needs` holds all their needs, and must outlive the pieces.
 // `senders` as for most_bytes_at_once. `writers`: of each file the rank that gets all of it, if that is known: then its
 // own are the pieces that only it has, and it is the reader of all others.
+// `alike` (or null): tells of what many nodes want.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes,
+                  AlikeOnNodes* alike = nullptr);
+
+// Makes each replica a receiver of its own, and sets of all their ranks. The needs it made must outlive the pieces.
+std::deque<Need> each_for_itself(Pieces& pieces);
 
 // Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);
 
-// The rows of `members`, in the order of files, checked. `numbered`: their files have the same numbers on all ranks,
-// and no names. Throws Error (invalid, with the rank as item).
-std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered = false);
+constexpr uint64_t kPage = 4096;
+
+constexpr uint64_t align_up(uint64_t value, uint64_t to) {
+  return (value + to - 1) / to * to;
+}
+
+// Where in a rank's memory of a round, from `cursor` on, a box of a record is read to: bytes at the same place within a
+// page as in the file go there, or come from there, without a copy. `in_file`: the record's offset is that of its first
+// element, and what is one behind another in the file is so in memory.
+uint64_t staging_offset(const Need& need, const Box& box, bool in_file, uint64_t cursor);
+
+// Adds a row to RouteRound::staged, and to RouteRound::places. `lies`: the box that lies contiguously at the offset.
+void append_staged(std::vector<int64_t>& staged, const Need& need, const Box& box, uint64_t offset);
+void append_place(std::vector<int64_t>& places, int64_t peer, uint64_t offset, const Piece::Receiver& to,
+                  const Box& lies);
 
 // The most bytes of one piece, and of all pieces that one rank reads in one round. `senders`: how many ranks may send
 // to one rank in a round.

@@ -66,7 +66,9 @@ void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   std::vector<size_t> order(all.sets.size());
   for (size_t set = 0; set < order.size(); ++set) order[set] = set;
   std::ranges::stable_sort(order, {}, [&](size_t set) { return all.sets[set].size(); });
-  for (const size_t set : order) share(all.pieces, groups[set], all.sets[set], bytes);
+  for (const size_t set : order) {
+    if (!groups[set].empty()) share(all.pieces, groups[set], all.sets[set], bytes);
+  }
   in_order(all.pieces);
 }
 

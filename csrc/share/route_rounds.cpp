@@ -14,23 +14,8 @@
 namespace vescale_ckpt::share {
 namespace {
 
-constexpr uint64_t kPage = 4096, kAlignment = 64;
-constexpr uint64_t kLargeBytes = 64 << 10;  // worth a place in memory from which it can be read directly
+constexpr uint64_t kAlignment = 64;
 constexpr int64_t kOwnMemory = -1;
-constexpr uint64_t kBodyInPage = 64;  // where in a page of its file a large tensor's data starts
-
-uint64_t align_up(uint64_t value, uint64_t to) {
-  return (value + to - 1) / to * to;
-}
-
-// A box of a piece that goes to a node once, and who there wants it or a part of it.
-struct Parcel {
-  Box box;
-  std::vector<const Piece::Receiver*> receivers;
-};
-
-// What the ranks of one node want of a piece.
-using Parcels = std::vector<Parcel>;
 
 uint64_t parcel_bytes(const Box& box, const Piece& piece) {
   return box.elements() * item_bytes(*piece.like);
@@ -48,39 +33,6 @@ struct Bucket {
   uint64_t packed_bytes = 0;  // sum of all messages that differ, if all have to be packed
   bool uniform = true;        // all nodes that get anything get all of it
 };
-
-// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
-// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
-void join(Parcels& parcels, Parcel next) {
-  for (size_t i = 0; i < parcels.size(); ++i) {
-    Box both = parcels[i].box;
-    both.cover(next.box);
-    if (both.elements() > parcels[i].box.elements() + next.box.elements()) continue;
-    next.box = std::move(both);
-    next.receivers.insert(next.receivers.end(), parcels[i].receivers.begin(), parcels[i].receivers.end());
-    parcels.erase(parcels.begin() + static_cast<ptrdiff_t>(i));
-    return join(parcels, std::move(next));
-  }
-  parcels.push_back(std::move(next));
-}
-
-// Bytes at the same place within a page as in the file go there, or come from there, without a copy. `in_file`: the
-// record's offset is that of its first element, and what is one behind another in the file is so in memory.
-uint64_t staging_offset(const Piece& piece, bool in_file, uint64_t cursor) {
-  if (!in_file && piece.bytes < kLargeBytes) return align_up(cursor, kAlignment);
-  uint64_t element = 0;  // the chunk's first that is read
-  for (size_t dim = 0; dim < piece.box.offset.size(); ++dim) {
-    element = element * static_cast<uint64_t>(piece.like->chunk()[dim]) + static_cast<uint64_t>(piece.box.offset[dim]);
-  }
-  const uint64_t body = in_file ? static_cast<uint64_t>(piece.like->record_offset()) : kBodyInPage;
-  const uint64_t within = (element * item_bytes(*piece.like) + body) % kPage;
-  const uint64_t page = cursor / kPage * kPage;
-  return page + within >= cursor ? page + within : page + kPage + within;
-}
-
-void append_difference(std::vector<int64_t>& to, std::span<const int64_t> at, std::span<const int64_t> origin) {
-  for (size_t dim = 0; dim < at.size(); ++dim) to.push_back(at[dim] - origin[dim]);
-}
 
 class Rounds {
  public:
@@ -193,7 +145,7 @@ class Rounds {
         std::ranges::all_of(entry.by_node, [&](const auto& of_node) { return is_whole(piece, of_node.second); });
     if (!of_reader.empty()) {
       Bucket& last = of_reader.back();
-      entry.offset = staging_offset(piece, options_.writes, last.staging_bytes);
+      entry.offset = staging_offset(*piece.like, piece.box, options_.writes, last.staging_bytes);
       const bool uniform = last.uniform && whole && piece.set == last.entries.front().piece->set;
       const uint64_t memory = entry.offset + piece.bytes + (uniform ? 0 : last.packed_bytes + packed);
       if (entry.offset + piece.bytes <= most && memory <= options_.budget_bytes) {
@@ -203,7 +155,7 @@ class Rounds {
     }
     Bucket& bucket = of_reader.emplace_back();
     bucket.uniform = whole;
-    entry.offset = staging_offset(piece, options_.writes, 0);
+    entry.offset = staging_offset(*piece.like, piece.box, options_.writes, 0);
     add(bucket, std::move(entry), packed);
   }
 
@@ -335,7 +287,7 @@ class Rounds {
     for (const Piece::Receiver* to : parcel.receivers) {
       const uint32_t rank = to->need->rank;
       const int64_t peer = look(rank, holder, round);
-      place(routes_[rank].rounds[round], peer, offset, *to, parcel.box);
+      append_place(routes_[rank].rounds[round].places, peer, offset, *to, parcel.box);
     }
   }
 
@@ -344,33 +296,17 @@ class Rounds {
     const auto found =
         std::ranges::find_if(piece.receivers, [&](const Piece::Receiver& to) { return to.need->rank == reader; });
     // Its own numbers files as the reader does. A writer may have none: then all number them alike.
-    const Need* own = found == piece.receivers.end() ? piece.like : found->need;
-    round.staged.push_back(static_cast<int64_t>(offset));
-    append(round.staged, own->row.first(Need::kHead));
-    append(round.staged, own->chunk());
-    append(round.staged, piece.box.offset);
-    append(round.staged, piece.box.size);
+    append_staged(round.staged, found == piece.receivers.end() ? *piece.like : *found->need, piece.box, offset);
   }
 
   static void pack(RouteRound& round, uint64_t from, uint64_t to, const Piece& piece, const Box& box) {
     append(round.packs, std::array{static_cast<int64_t>(from), static_cast<int64_t>(to), piece.like->dtype(),
                                    static_cast<int64_t>(box.size.size())});
     append(round.packs, piece.box.size);
-    append_difference(round.packs, box.offset, piece.box.offset);
-    append(round.packs, box.size);
-  }
-
-  // `lies`: the box that lies contiguously at the offset.
-  static void place(RouteRound& round, int64_t peer, uint64_t from, const Piece::Receiver& to, const Box& lies) {
-    const Need& need = *to.need;
-    append(round.places, std::array{peer, static_cast<int64_t>(from), need.item(), need.dtype(),
-                                    static_cast<int64_t>(to.box.size.size())});
-    append(round.places, lies.size);
-    append_difference(round.places, to.box.offset, lies.offset);
-    append(round.places, to.box.size);
-    for (size_t dim = 0; dim < need.dims(); ++dim) {
-      round.places.push_back(need.target()[dim] + to.box.offset[dim] - need.box_offset()[dim]);
+    for (size_t dim = 0; dim < box.offset.size(); ++dim) {
+      round.packs.push_back(box.offset[dim] - piece.box.offset[dim]);
     }
+    append(round.packs, box.size);
   }
 
   const std::span<const RankReads> ranks_;

@@ -1,11 +1,13 @@
 #include "share/routes.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "share/relays.h"
 #include "share/route_pieces.h"
 #include "share/route_readers.h"
 #include "share/route_rounds.h"
@@ -49,7 +51,9 @@ uint64_t once_bytes(const Pieces& pieces) {
 uint64_t alone_bytes(const Pieces& pieces, bool verify) {
   std::map<const Need*, uint64_t> shared;
   for (const Piece& piece : pieces.pieces) {
-    for (const Piece::Receiver& to : piece.receivers) shared[to.need] += to.box.elements() * item_bytes(*to.need);
+    for (const Piece::Receiver& to : piece.receivers) {
+      shared[to.need] += to.box.elements() * item_bytes(*to.need) * to.need->replicas->ranks.size();
+    }
   }
   double bytes = 0;
   for (const auto& [need, of_need] : shared) {
@@ -63,20 +67,24 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 }  // namespace
 
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
-                                    std::span<uint64_t> bytes) {
+                                    std::span<uint64_t> bytes, std::vector<int64_t>& relays) {
   if (bytes.size() != ranks.size())
     throw Error::invalid("expected bytes of " + std::to_string(ranks.size()) + " ranks, got " +
                          std::to_string(bytes.size()));
   std::vector<RankRoutes> routes(ranks.size());
   uint64_t once = 0, alone = 0;
   for (const auto& [group, members] : groups_of(ranks)) {
-    const std::vector<Need> needs = needs_of(ranks, members);
+    const Needs needs = needs_of(ranks, members);
     const size_t senders = most_senders(ranks, members);
-    Pieces pieces = cut_pieces(needs, senders, options, {}, routes, bytes);
-    choose_readers(pieces, bytes);
-    make_rounds(pieces, ranks, members, senders, options, routes);
+    AlikeOnNodes alike(ranks, options.direct_nodes);
+    Pieces pieces = cut_pieces(needs.rows, senders, options, {}, routes, bytes, &alike);
     once += once_bytes(pieces);
     alone += alone_bytes(pieces, options.verify);
+    Pieces relayed = take_relayed(pieces, alike);
+    const std::deque<Need> of_replicas = each_for_itself(pieces);
+    choose_readers(pieces, bytes);
+    make_rounds(pieces, ranks, members, senders, options, routes);
+    plan_relays(std::move(relayed), needs, ranks, members, options, bytes, relays);
   }
   for (RankRoutes& of_rank : routes) {
     of_rank.once_bytes = once;
@@ -95,12 +103,13 @@ std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<c
   std::vector<RankRoutes> routes(held.size());
   uint64_t parts = 0;
   for (const auto& [group, members] : groups_of(held)) {
-    const std::vector<Need> needs = needs_of(held, members, true);
+    const Needs needs = needs_of(held, members, true);
     const bool known = std::ranges::all_of(
-        needs, [&](const Need& need) { return need.file < writers.size() && writers[need.file] < held.size(); });
+        needs.rows, [&](const Need& need) { return need.file < writers.size() && writers[need.file] < held.size(); });
     if (!writers.empty() && !known) throw Error::invalid("expected a writer of each file among the ranks");
     const size_t senders = most_senders(held, members);
-    Pieces pieces = cut_pieces(needs, senders, for_writes, writers, routes, bytes);
+    Pieces pieces = cut_pieces(needs.rows, senders, for_writes, writers, routes, bytes);
+    const std::deque<Need> of_replicas = each_for_itself(pieces);
     for (const Piece& piece : pieces.pieces) parts += piece.receivers.size();
     if (parts > kMostParts) {
       throw Error::invalid("ranks hold parts of the same rows: more than " + std::to_string(kMostParts) +
@@ -119,7 +128,7 @@ std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<c
 uint64_t bytes_read_alone(const RankReads& reads, bool verify) {
   const uint32_t rank = 0;
   uint64_t bytes = 0;
-  for (const Need& need : needs_of({&reads, 1}, {&rank, 1})) {
+  for (const Need& need : needs_of({&reads, 1}, {&rank, 1}).rows) {
     const Box box = Box::of(need);
     if (box.elements() != 0) bytes += bytes_read_for(need, box, verify);
   }

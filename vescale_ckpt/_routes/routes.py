@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import struct
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -29,6 +30,9 @@ _HEAD = 5  # 64-bit words before the tables of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # a larger record that can only be checked whole is read by each rank
 _MOST_GATHERED_BYTES = 128 << 20  # tables planned at a time; a plan takes a few times as much memory
 _RANGES_OF_A_PART = 4  # more ranges of each file make parts more even, and reads shorter
+_DIRECT_NODES = 16  # what more nodes want alike, they pass on: csrc/share/relays.h
+_NEVER_PASSED_ON = (1 << 32) - 1
+_SIZE = struct.Struct("<q")
 _MOST_OBJECT_BYTES = 64 << 20  # if objects have more, each rank reads them; else the coordinator does for all
 
 
@@ -136,7 +140,8 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        routes = _plan(exchange, replace(reads, domain=domain), verify, phase)
+        direct_nodes = _NEVER_PASSED_ON if through_devices else _DIRECT_NODES
+        routes = _plan(exchange, replace(reads, domain=domain), verify, phase, direct_nodes)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -145,31 +150,60 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     return routes
 
 
-def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
+def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, direct_nodes: int) -> Routes:
     """Plans with all ranks, part of the records by part, so that the coordinator's memory is bounded: equal tables are
     gathered once, and different ones at most `_MOST_GATHERED_BYTES` at a time."""
     # All take part in each step, also a rank whose tables cannot be parted.
     last = exchange.together(lambda: _C.last_record(reads.rows), phase, LoadFailedError)
     not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
     count = parts_of(table_bytes)
+    if count > 1:
+        count = parts_of(_planned_bytes_of_all(exchange, reads, direct_nodes, phase))
     range_bytes = range_bytes_of(~not_most_last, count)
     parts = exchange.together(
         lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, range_bytes), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
-    coordinator = _Coordinator(verify, reads.budget)
+    coordinator = _Coordinator(verify, reads.budget, direct_nodes)
     for part, rows in enumerate(parts):
         tables = reads.tables(rows, reads.objects if part == 0 else b"")
         gathered = exchange.gather_distinct([*tables, reads.domain], phase)
         answers = exchange.together(partial(coordinator.plan, gathered), phase, LoadFailedError)
-        number_of_part, packed, objects = unpack(exchange.scatter(answers, phase))
+        number_of_part, packed, objects, has_relays = unpack(exchange.scatter(answers, phase))
         number, common = (number_of_part, objects) if part == 0 else (number, common)
         planned.append(packed)
+        if has_relays:
+            relays = exchange.broadcast(coordinator.relays or None, phase)
+            planned.append(_C.relay_routes(relays, exchange.rank, rows))
     return Routes(int.from_bytes(number, "little"), planned, common)
 
 
+def _planned_bytes_of_all(exchange: Exchange, reads: Reads, direct_nodes: int, phase: str) -> int:
+    tables = pack(*reads.tables(reads.rows, b""))
+    table, node = (blake2b(data, digest_size=16).digest() for data in (tables, reads.domain))
+    gathered = exchange.gather(table + node + _SIZE.pack(len(reads.rows)), phase)
+    found = None
+    if gathered is not None:
+        told = ((row[:16], row[16:32], *_SIZE.unpack_from(row, 32)) for row in gathered)
+        found = _SIZE.pack(planned_bytes(told, direct_nodes))
+    size: int = _SIZE.unpack(exchange.broadcast(found, phase))[0]
+    return size
+
+
+def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]], direct_nodes: int = _DIRECT_NODES) -> int:
+    """The bytes of tables that are planned: of replicas on many nodes once, of others for each rank. `tables`: for each
+    rank a name of its table, one of its node, and the bytes of its table."""
+    sizes: dict[Hashable, int] = {}
+    ranks, nodes = Counter[Hashable](), defaultdict[Hashable, set[Hashable]](set)
+    for table, node, size in tables:
+        sizes[table] = size
+        ranks[table] += 1
+        nodes[table].add(node)
+    return sum(size * (1 if len(nodes[table]) > direct_nodes else ranks[table]) for table, size in sizes.items())
+
+
 def parts_of(table_bytes: int) -> int:
-    """How many parts are planned, one at a time, if the tables of all ranks have so many bytes."""
+    """How many parts are planned, one at a time, if the tables have so many bytes."""
     return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
 
 
@@ -181,9 +215,11 @@ def range_bytes_of(last_record: int, parts: int) -> int:
 class _Coordinator:
     """Plans the parts of a load, one after another. Each balances what the ones before it have left uneven."""
 
-    def __init__(self, verify: bool, budget: int) -> None:
+    def __init__(self, verify: bool, budget: int, direct_nodes: int) -> None:
+        self.relays = b""  #: of the last part: what ranks pass on, for all of them (csrc/share/relays.h)
         self._verify = verify
         self._budget = budget
+        self._direct_nodes = direct_nodes
         self._bytes_read: list[int] = []  # one number for each rank: what it reads in the parts so far
 
     def plan(self, gathered: list[list[bytes]] | None) -> list[bytes] | None:
@@ -193,7 +229,7 @@ class _Coordinator:
             return None
         rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
         files = {of_rank: json.loads(of_rank) for of_rank in set(names)}
-        routes, self._bytes_read = _C.plan_routes(
+        routes, self._bytes_read, self.relays = _C.plan_routes(
             rows,
             [files[of_rank] for of_rank in names],
             _numbered(groups),
@@ -202,10 +238,12 @@ class _Coordinator:
             whole_bytes=min(_MOST_WHOLE_BYTES, self._budget // 2),
             budget_bytes=self._budget // BUFFERS,
             bytes_before=self._bytes_read,
+            direct_nodes=self._direct_nodes,
         )
         number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
         common = _common_objects(list(zip(objects, names, groups, strict=True)))
-        return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
+        has_relays = b"\1" if self.relays else b""
+        return [pack(number, *packed, has_relays) for packed in zip(routes, common, strict=True)]
 
 
 def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:

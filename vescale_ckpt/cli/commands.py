@@ -387,8 +387,8 @@ COMMANDS = (
             "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
             "`metadata_bytes`, `index_bytes`. With --load: `ranks`, `saved_ranks`, `broadcast`, `read_by_rank`, "
             "`read`, `read_alone`, `nodes`, `node_read_most`, `node_received_most`, `node_sent_most`, `table_bytes`, "
-            "`gathered_bytes`, `planning_parts`, `planning_seconds`, `planning_memory`, `seconds`. With --copies: "
-            "`ranks`, `nodes`, `stored`, `written_most`, `sent_most`, `received_most`, `held_most`, "
+            "`gathered_bytes`, `planning_parts`, `planning_seconds`, `rounds`, `planning_memory`, `seconds`. "
+            "With --copies: `ranks`, `nodes`, `stored`, `written_most`, `sent_most`, `received_most`, `held_most`, "
             "`losses_survived`, `domain_survived`, `pairs_survived`, `restore_seconds`, `durable_restore_seconds`"
         ),
     ),

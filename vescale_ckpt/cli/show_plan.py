@@ -73,9 +73,8 @@ def _load(options: Namespace, entries: list[Entry], parallelism: Parallelism) ->
     ]  # fmt: skip
     if found.planning_parts:
         memory = "unknown" if found.planning_memory is None else size(found.planning_memory)
-        facts.append(
-            ("planning", f"{found.planning_seconds:.3f} s in {found.planning_parts} parts, peak memory {memory}")
-        )
+        seconds, parts = f"{found.planning_seconds:.3f} s", f"{found.planning_parts} parts, {found.rounds} rounds"
+        facts.append(("planning", f"{seconds} in {parts}, peak memory {memory}"))
     if found.seconds is not None:
         facts.append(("storage and links", f"{found.seconds:.3f} s at least"))
     output.print_facts(facts)

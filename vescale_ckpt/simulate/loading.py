@@ -13,7 +13,7 @@ from hashlib import blake2b
 from .. import settings
 from .._engine import _C
 from .._routes.broadcast_load import pays, reads_own_only
-from .._routes.routes import BUFFERS, Routes, parts_of, range_bytes_of
+from .._routes.routes import BUFFERS, Routes, parts_of, planned_bytes, range_bytes_of
 from ..settings import Broadcast
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
@@ -38,7 +38,8 @@ class LoadSimulation:
     table_bytes: int  #: tables of what all ranks need
     gathered_bytes: int  #: what of these the coordinator gets at the first load: equal tables once
     planning_parts: int  #: the coordinator plans one at a time
-    planning_seconds: float  #: on the coordinator
+    planning_seconds: float  #: on the coordinator, and for one rank's own part
+    rounds: int  #: that all ranks take together
     planning_memory: int | None  #: peak, of one part, with what was gathered. None if the kernel does not report it
     seconds: float | None  #: what storage and links need at least; None if no bandwidth is given
 
@@ -76,12 +77,12 @@ def simulate_load(
 
     shares = ranks > 1 and is_worth_it(math.inf, 1)
     own_only = reads_own_only(max(needs.alone) * ranks, once, is_worth_it)
-    parts, seconds, peak = 0, 0.0, None
+    parts, peak = 0, None
     if shares and not own_only:
-        start = time.perf_counter()
-        parts, peak, worth = load.share(needs, budget or settings.number("broadcast_bytes"), is_worth_it)
-        seconds, shares = time.perf_counter() - start, worth
+        parts, peak, shares = load.share(needs, budget or settings.number("broadcast_bytes"), is_worth_it)
+        seconds, rounds = load.seconds, load.rounds
     else:
+        seconds, rounds = 0.0, 0
         shares = False
     if not shares:
         load = _Traffic(list(needs.alone), [0] * nodes, [0] * nodes, node_size)
@@ -102,6 +103,7 @@ def simulate_load(
         gathered_bytes=needs.distinct_bytes if parts else 0,
         planning_parts=parts,
         planning_seconds=seconds,
+        rounds=rounds,
         planning_memory=peak,
         seconds=max(times) if times else None,
     )
@@ -125,6 +127,7 @@ class _Needs:
         self.distinct_bytes = 0
         self.last = 0  #: where the last record starts
         self._tables: dict[bytes, tuple[bytes, list[str], int]] = {}
+        self._sizes: dict[bytes, int] = {}
         self._of_rank: list[bytes] = []
         for rank in range(parallelism.ranks):
             plan = index.plan_load(state.inventory(rank))
@@ -132,12 +135,19 @@ class _Needs:
             if name not in self._tables:
                 wanted = _C.bytes_read_alone(plan.reads, plan.files, True)
                 self._tables[name] = zlib.compress(plan.reads, 1), plan.files, wanted
+                self._sizes[name] = len(plan.reads)
                 self.distinct_bytes += len(plan.reads)
                 self.last = max(self.last, _C.last_record(plan.reads))
             self._of_rank.append(name)
             self.alone.append(self._tables[name][2])
             self.table_bytes += len(plan.reads)
         self.stored_bytes = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries if entry.dtype)
+
+    def count_parts(self, node_size: int) -> int:
+        """How many parts the coordinator plans."""
+        tables = ((name, rank // node_size, self._sizes[name]) for rank, name in enumerate(self._of_rank))
+        count = parts_of(self.table_bytes)
+        return count if count == 1 else parts_of(planned_bytes(tables))
 
     def parts(self, count: int, range_bytes: int) -> Iterator[tuple[list[bytes], list[list[str]]]]:
         """For each part the tables of all ranks, and the names of files."""
@@ -158,33 +168,35 @@ class _Traffic:
     received: list[int]
     sent: list[int]
     node_size: int
+    seconds: float = 0.0  #: that planning took
+    rounds: int = 0
 
     def share(self, needs: _Needs, budget: int, is_worth_it: _Rule) -> tuple[int, int | None, bool]:
         """Plans as the coordinator does. Returns the number of parts, the peak memory of one, and whether ranks read
         for each other at all."""
-        count = parts_of(needs.table_bytes)
+        count = needs.count_parts(self.node_size)
         most, alone, once = None, 0, 0
         bytes_read: list[int] = []
+        nodes = [rank // self.node_size for rank in range(len(self.read))]
+        options = {"whole_bytes": budget // 2, "budget_bytes": budget // BUFFERS}
         for tables, files in needs.parts(count, range_bytes_of(needs.last, count)):
-            nodes = [rank // self.node_size for rank in range(len(tables))]
-            options = {"whole_bytes": budget // 2, "budget_bytes": budget // BUFFERS}
 
             def plan(
-                tables: list[bytes] = tables,
-                files: list[list[str]] = files,
-                nodes: list[int] = nodes,
-                options: dict[str, int] = options,
-                bytes_read: list[int] = bytes_read,
-            ) -> tuple[list[bytes], list[int]]:
+                tables: list[bytes] = tables, files: list[list[str]] = files, bytes_read: list[int] = bytes_read
+            ) -> tuple[list[bytes], list[int], bytes]:
                 groups = [0] * len(tables)
                 return _C.plan_routes(tables, files, groups, nodes, True, **options, bytes_before=bytes_read)
 
-            (answers, bytes_read), peak = with_peak_memory(plan)
+            start = time.perf_counter()
+            (answers, bytes_read, relays), peak = with_peak_memory(plan)
+            _C.relay_routes(relays, 0, tables[0])
+            self.seconds += time.perf_counter() - start
             if peak is not None:
                 most = max(most or 0, peak + sum({id(table): len(table) for table in tables}.values()))
             for rank, packed in enumerate(answers):
-                routes = Routes(1, [packed])
+                routes = Routes(1, [packed, _C.relay_routes(relays, rank, tables[rank])])
                 self._add(rank, routes, files[rank])
+            self.rounds += len(routes.rounds)
             alone, once = alone + routes.alone_bytes, once + routes.once_bytes
         return count, most, is_worth_it(alone, once)
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <numeric>
 #include <random>
@@ -14,6 +15,8 @@
 #include "base/error.h"
 #include "io/box_copy.h"
 #include "read/read_table.h"
+#include "share/relay_tree.h"
+#include "share/relays.h"
 #include "share/route_tables.h"
 #include "share/split_reads.h"
 #include "tensors.h"
@@ -91,7 +94,15 @@ class Job {
     for (size_t rank = 0; rank < reads_.size(); ++rank) {
       ranks.push_back({reads_[rank], files_[rank], groups_[rank], nodes_[rank]});
     }
-    return plan_routes(ranks, options, bytes);
+    Words relays;
+    std::vector<RankRoutes> routes = plan_routes(ranks, options, bytes, relays);
+    for (uint32_t rank = 0; rank < reads_.size(); ++rank) {
+      const RankRoutes more = relay_routes(relays, rank, reads_[rank]);
+      EXPECT_TRUE(more.own.empty());
+      routes[rank].rounds.insert(routes[rank].rounds.end(), more.rounds.begin(), more.rounds.end());
+      routes[rank].shared_bytes += more.shared_bytes;
+    }
+    return routes;
   }
 
   std::vector<RankRoutes> run(const RouteOptions& options) {
@@ -256,27 +267,48 @@ class Job {
     }
   }
 
+  // As ranks do it: each sends one message after another, what it passes on when that and all before it have come.
   void exchange(const std::vector<RankRoutes>& routes, size_t round, const std::vector<Memory>& memories) const {
-    size_t received = 0, sent = 0;
-    for (uint32_t from = 0; from < routes.size(); ++from) {
-      const Words& sends = routes[from].rounds[round].sends;
-      received += routes[from].rounds[round].receives.size();
-      for (size_t at = 0; at < sends.size(); at += 3, ++sent) {
-        const auto to = static_cast<size_t>(sends[at]);
-        const Words& receives = routes.at(to).rounds[round].receives;
-        size_t matches = 0;
-        for (size_t other = 0; other < receives.size(); other += 3) {
-          if (receives[other] != int64_t{from}) continue;
-          ++matches;
-          EXPECT_EQ(receives[other + 2], sends[at + 2]);
-          EXPECT_EQ(sends[at + 2] == 0, nodes_[from] == nodes_[to]) << "within a node nothing is sent";
-          std::ranges::copy(memories[from].bytes().subspan(sends[at + 1], sends[at + 2]),
-                            memories[to].bytes().subspan(receives[other + 1], receives[other + 2]).begin());
+    const size_t ranks = routes.size();
+    std::map<std::pair<size_t, size_t>, std::vector<const int64_t*>> under_way;  // {from, to: rows of sends}
+    std::vector<size_t> sent(ranks), received(ranks);                            // words of their tables
+    for (bool goes_on = true; goes_on;) {
+      goes_on = false;
+      for (size_t rank = 0; rank < ranks; ++rank) {
+        const RouteRound& of_rank = routes[rank].rounds[round];
+        const Words &sends = of_rank.sends, &receives = of_rank.receives;
+        while (received[rank] < receives.size()) {
+          const int64_t* const row = &receives[received[rank]];
+          const auto from = static_cast<size_t>(row[0]);
+          auto& arriving = under_way[{from, rank}];
+          if (arriving.empty()) break;
+          const int64_t* const message = arriving.front();
+          arriving.erase(arriving.begin());
+          EXPECT_EQ(row[2], message[2]);
+          EXPECT_EQ(message[2] == 0, nodes_[from] == nodes_[rank]) << "within a node nothing is sent";
+          std::ranges::copy(memories[from].bytes().subspan(message[1], message[2]),
+                            memories[rank].bytes().subspan(row[1], row[2]).begin());
+          received[rank] += 3;
+          goes_on = true;
         }
-        EXPECT_EQ(matches, 1u);
+        while (sent[rank] < sends.size()) {
+          const int64_t* const row = &sends[sent[rank]];
+          bool has_come = true;
+          for (size_t at = received[rank]; at < receives.size(); at += 3) {
+            has_come = has_come && (row[2] == 0 || receives[at + 2] == 0 || receives[at + 1] != row[1]);
+          }
+          if (!has_come) break;
+          under_way[{rank, static_cast<size_t>(row[0])}].push_back(row);
+          sent[rank] += 3;
+          goes_on = true;
+        }
       }
     }
-    EXPECT_EQ(received, 3 * sent);
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(sent[rank], routes[rank].rounds[round].sends.size()) << "it waits for ever";
+      EXPECT_EQ(received[rank], routes[rank].rounds[round].receives.size()) << "it waits for ever";
+    }
+    for (const auto& [way, rows] : under_way) EXPECT_TRUE(rows.empty()) << "nobody receives it";
   }
 
   void place(uint32_t rank, const Words& places, const std::vector<Memory>& memories) {
@@ -342,7 +374,8 @@ TEST(Routes, RandomBoxesArriveAndAreReadOnce) {
       job.group(rank, static_cast<uint32_t>(pick(0, trial % 3 == 0)));
       if (trial % 2 == 0) job.node(rank, static_cast<uint32_t>(pick(0, 1)));
     }
-    const RouteOptions options = small(static_cast<uint64_t>(pick(1, 600)), ranks);
+    RouteOptions options = small(static_cast<uint64_t>(pick(1, 600)), ranks);
+    options.direct_nodes = static_cast<uint32_t>(pick(0, 6));
     const char* const kinds[] = {"bool", "int16", "float32", "complex128"};
     std::vector<bool> split_is_costly;
     for (int64_t count = pick(1, 6); count-- > 0;) {
@@ -649,11 +682,13 @@ TEST(Routes, TravelAsWords) {
 }
 
 int64_t rank_of_error(const std::vector<Words>& reads) {
+  const std::vector<std::string> files{"file"};
   std::vector<RankReads> ranks;
-  for (const Words& words : reads) ranks.push_back({words, {"file"}, 0});
+  for (const Words& words : reads) ranks.push_back({words, files, 0});
   try {
     std::vector<uint64_t> bytes(ranks.size());
-    plan_routes(ranks, {}, bytes);
+    Words relays;
+    plan_routes(ranks, {}, bytes, relays);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind, Error::Kind::invalid);
     return error.item;
@@ -679,6 +714,155 @@ TEST(Routes, MalformedReadsNameTheRank) {
   EXPECT_EQ(changed(8, -1), 1);
   EXPECT_EQ(changed(7, int64_t{1} << 62), 1);  // more bytes than there are
   EXPECT_EQ(rank_of_error({{1, 2, 3}, good}), 0);
+}
+
+TEST(Relays, WhatReplicasWantArrivesAndIsReadOnce) {
+  std::mt19937 random(5);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  size_t passed_on = 0;
+  for (int trial = 0; trial < 200; ++trial) {
+    SCOPED_TRACE(trial);
+    const auto nodes = static_cast<uint32_t>(pick(2, 14)), near = static_cast<uint32_t>(pick(1, 3));
+    const auto kinds = static_cast<uint32_t>(pick(1, 4));  // of ranks: those of one are replicas
+    const uint32_t ranks = nodes * near - static_cast<uint32_t>(pick(0, near - 1));
+    Job job(ranks);
+    std::vector<uint32_t> kind(ranks);
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      job.node(rank, trial % 5 == 0 ? static_cast<uint32_t>(pick(0, nodes)) : rank / near);
+      kind[rank] = trial % 4 == 0 ? static_cast<uint32_t>(pick(0, kinds - 1)) : rank % kinds;
+      job.group(rank, trial % 7 == 0 ? rank % 2 : 0);
+    }
+    RouteOptions options = small(static_cast<uint64_t>(pick(100, 4000)), 1);
+    options.budget_bytes += 3 * 4096;
+    options.direct_nodes = static_cast<uint32_t>(pick(0, 3));
+    std::vector<bool> split_is_costly;
+    for (int64_t count = pick(1, 5); count-- > 0;) {
+      const Sizes sizes = {pick(1, 40), pick(1, 40)};
+      split_is_costly.push_back(pick(0, 5) == 0);
+      const size_t record = job.record("float32", sizes, split_is_costly.back() ? -1 : 5);
+      for (uint32_t of = 0; of < kinds; ++of) {
+        if (pick(0, 5) == 0) continue;
+        Sizes offset(2, 0), size = sizes;  // all, a share along a dimension, or any box
+        const auto dim = static_cast<size_t>(pick(0, 1));
+        const int64_t way = pick(0, 2);
+        offset[dim] = way == 0 ? 0 : way == 1 ? sizes[dim] * of / kinds : pick(0, sizes[dim] - 1);
+        size[dim] = way == 0   ? sizes[dim]
+                    : way == 1 ? sizes[dim] * (of + 1) / kinds - offset[dim]
+                               : pick(1, sizes[dim] - offset[dim]);
+        for (uint32_t rank = 0; rank < ranks; ++rank) {
+          if (kind[rank] == of) job.want(rank, record, offset, size);
+        }
+      }
+    }
+    const std::vector<RankRoutes> routes = job.run(options);
+    expect_within(routes, options.budget_bytes);
+    for (size_t record = 0; record < job.records(); ++record) {
+      EXPECT_TRUE(split_is_costly[record] || job.most_readers(record) <= 1) << record;
+    }
+    for (const RankRoutes& of_rank : routes) {
+      for (const RouteRound& round : of_rank.rounds) {
+        for (size_t at = 0; at < round.sends.size(); at += 3) {
+          for (size_t other = 0; other < round.receives.size(); other += 3) {
+            passed_on += round.sends[at + 2] != 0 && round.sends[at + 1] == round.receives[other + 1];
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(passed_on, 1000u);
+}
+
+TEST(Relays, NodesSendAboutWhatTheyGetToFewPeers) {
+  constexpr uint32_t kNodes = 40, kNear = 2;
+  for (const bool many : {false, true}) {  // tensors
+    Job job(kNodes * kNear);
+    for (int i = 0; i < (many ? 12 : 1); ++i) {
+      const size_t record = job.record("uint8", {many ? 3 << 19 : 16 << 20});
+      for (uint32_t rank = 0; rank < kNodes * kNear; ++rank) {
+        job.node(rank, rank / kNear);
+        job.want_all(rank, record);
+      }
+    }
+    std::vector<uint64_t> bytes(kNodes * kNear), got(kNodes), sent(kNodes);
+    const std::vector<RankRoutes> routes = job.plan({}, bytes);
+    for (uint32_t rank = 0; rank < routes.size(); ++rank) {
+      std::set<int64_t> peers;
+      for (const RouteRound& round : routes[rank].rounds) {
+        for (const auto& [table, sum] : {std::pair(&round.sends, &sent), std::pair(&round.receives, &got)}) {
+          for (size_t at = 0; at < table->size(); at += 3) {
+            (*sum)[rank / kNear] += static_cast<uint64_t>((*table)[at + 2]);
+            if ((*table)[at + 2] != 0) peers.insert((*table)[at]);
+          }
+        }
+      }
+      EXPECT_LE(peers.size(), 6u);
+    }
+    for (uint32_t node = 0; node < kNodes; ++node) {
+      EXPECT_LE(static_cast<double>(sent[node]), 1.2 * static_cast<double>(got[node])) << node;
+    }
+    if (!many) continue;
+    EXPECT_LE(*std::ranges::max_element(bytes), (18u << 20) / kNodes / kNear + (3u << 19));
+  }
+}
+
+TEST(Relays, TreesReachEachNodeOnce) {
+  for (uint64_t nodes = 1; nodes <= 40; ++nodes) {
+    size_t in_both = 0;  // nodes that pass on to two others in both trees
+    for (uint64_t node = 0; node < nodes; ++node) {
+      size_t branches = 0;
+      for (const bool mirrored : {false, true}) {
+        const RelayTree tree(mirrored, nodes);
+        size_t neighbours = 0;
+        tree.for_each_neighbour(node, [&](uint64_t next) {
+          ++neighbours;
+          ASSERT_LT(next, nodes);
+          bool back = false;
+          tree.for_each_neighbour(next, [&](uint64_t other) { back = back || other == node; });
+          EXPECT_TRUE(back);
+          EXPECT_EQ(tree.distance(node, next), 1u);
+        });
+        branches += neighbours > 2;
+        for (uint64_t root = 0; root < nodes; ++root) {
+          size_t nearer = 0;
+          tree.for_each_neighbour(
+              node, [&](uint64_t next) { nearer += tree.distance(next, root) + 1 == tree.distance(node, root); });
+          EXPECT_EQ(nearer, node == root ? 0u : 1u) << "it gets it from one";
+          EXPECT_LE(tree.distance(node, root), 2 * std::bit_width(nodes));
+        }
+      }
+      in_both += branches == 2;
+    }
+    EXPECT_EQ(in_both, 0u);
+  }
+}
+
+TEST(Relays, MalformedPlansAreRefused) {
+  const Words reads = {0, 0, 0, 900, 5, int64_t{dtype_code("int16")}, 1, 100, 0, 100, 0};
+  const std::vector<std::string> files{"file"};
+  const std::vector<RankReads> ranks = [&] {
+    std::vector<RankReads> result;
+    for (uint32_t rank = 0; rank < 4; ++rank) result.push_back({reads, files, 0, rank});
+    return result;
+  }();
+  std::vector<uint64_t> bytes(4);
+  Words relays;
+  RouteOptions options;
+  options.direct_nodes = 1;
+  plan_routes(ranks, options, bytes, relays);
+  EXPECT_EQ(relay_routes(relays, 2, reads).shared_bytes, 200u);
+  for (size_t words = 2; words < relays.size(); ++words) {
+    Words cut(relays.begin(), relays.begin() + static_cast<ptrdiff_t>(words));
+    EXPECT_THROW(relay_routes(cut, 2, reads), Error) << words;
+    cut[1] = static_cast<int64_t>(words) - 2;
+    EXPECT_THROW(relay_routes(cut, 2, reads), Error) << words;
+  }
+  Words other = reads;
+  other[6] = 0;
+  EXPECT_THROW(relay_routes(relays, 2, other), Error);
+  EXPECT_THROW(relay_routes(relays, 2, {}), Error);
+  EXPECT_THROW(relay_routes(relays, 9, reads), Error);
 }
 
 TEST(SplitReads, RowsOfARecordStayTogetherOnAllRanks) {

@@ -1,0 +1,112 @@
+#include "share/route_needs.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "format/torch_record.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::share {
+namespace {
+
+void check(const Need& need, uint64_t files) {
+  const auto malformed = [&need] { return Error::invalid("a rank's reads are malformed", need.rank); };
+  if (need.row[1] < 0 || static_cast<uint64_t>(need.row[1]) >= files) throw malformed();
+  if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= format::dtypes().size()) throw malformed();
+  uint64_t bytes = item_bytes(need);
+  for (size_t dim = 0; dim < need.dims(); ++dim) {
+    const int64_t chunk = need.chunk()[dim], offset = need.box_offset()[dim], size = need.box_size()[dim];
+    if (chunk < 0 || offset < 0 || size < 0 || offset > chunk || size > chunk - offset) throw malformed();
+    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(chunk, 1)), &bytes)) throw malformed();
+  }
+  if (bytes > uint64_t{1} << 62) throw malformed();
+}
+
+bool equal_tables(const RankReads& left, const RankReads& right) {
+  const auto same = [](const auto& a, const auto& b) {
+    return a.size() == b.size() && (a.data() == b.data() || std::ranges::equal(a, b));
+  };
+  return same(left.reads, right.reads) && same(left.files, right.files);
+}
+
+// The ranks in groups that have equal tables, by their lowest rank.
+std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
+  std::vector<Replicas> groups;
+  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of its tables: equal ones often are one
+  std::unordered_multimap<size_t, size_t> by_hash;
+  for (const uint32_t rank : members) {
+    const RankReads& reads = ranks[rank];
+    const auto [known, is_new] = by_address.emplace(std::pair(reads.reads.data(), reads.files.data()), groups.size());
+    if (is_new || !equal_tables(ranks[groups[known->second].ranks.front()], reads)) {
+      const size_t hash =
+          std::hash<std::string_view>()({reinterpret_cast<const char*>(reads.reads.data()), reads.reads.size_bytes()});
+      const auto [begin, end] = by_hash.equal_range(hash);
+      const auto same = std::find_if(begin, end, [&](const auto& entry) {
+        return equal_tables(ranks[groups[entry.second].ranks.front()], reads);
+      });
+      known->second = same == end ? groups.size() : same->second;
+      if (same == end) {
+        by_hash.emplace(hash, groups.size());
+        groups.emplace_back();
+      }
+    }
+    groups[known->second].ranks.push_back(rank);
+  }
+  for (Replicas& replicas : groups) {
+    std::set<uint32_t> nodes;
+    for (const uint32_t rank : replicas.ranks) nodes.insert(ranks[rank].node);
+    replicas.nodes = static_cast<uint32_t>(nodes.size());
+  }
+  return groups;
+}
+
+}  // namespace
+
+uint64_t item_bytes(const Need& need) {
+  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
+}
+
+std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
+  const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
+  if (reads.size() - at < Need::kHead) throw malformed();
+  const int64_t dims = reads[at + Need::kHead - 1];
+  if (dims < 0 || dims > state::kMostDims) throw malformed();
+  const size_t words = Need::kHead + 4 * static_cast<size_t>(dims);
+  if (reads.size() - at < words) throw malformed();
+  return reads.subspan(at, words);
+}
+
+Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered) {
+  std::unordered_map<std::string, uint32_t> files;
+  Needs needs{replicas_among(ranks, members), {}};
+  for (const Replicas& replicas : needs.replicas) {
+    const uint32_t rank = replicas.ranks.front();
+    std::vector<uint32_t> numbers;
+    for (const std::string& name : ranks[rank].files) {
+      numbers.push_back(files.emplace(name, static_cast<uint32_t>(files.size())).first->second);
+    }
+    const std::span<const int64_t> reads = ranks[rank].reads;
+    for (size_t at = 0; at < reads.size();) {
+      Need need{rank, 0, row_at(reads, at, rank), at, &replicas};
+      at += need.row.size();
+      check(need, numbered ? UINT32_MAX : numbers.size());
+      need.file = numbered ? static_cast<uint32_t>(need.row[1]) : numbers[static_cast<size_t>(need.row[1])];
+      needs.rows.push_back(need);
+    }
+  }
+  std::ranges::stable_sort(needs.rows, [](const Need& left, const Need& right) {
+    return std::tuple(left.file, left.record_offset(), left.rank) <
+           std::tuple(right.file, right.record_offset(), right.rank);
+  });
+  return needs;
+}
+
+}  // namespace vescale_ckpt::share
