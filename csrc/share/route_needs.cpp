@@ -34,7 +34,7 @@ bool equal_tables(const RankReads& left, const RankReads& right) {
   const auto same = [](const auto& a, const auto& b) {
     return a.size() == b.size() && (a.data() == b.data() || std::ranges::equal(a, b));
   };
-  return same(left.reads, right.reads) && same(left.files, right.files);
+  return same(left.files, right.files) && same(left.reads, right.reads);
 }
 
 // The ranks in groups that have equal tables, by their lowest rank.
@@ -46,8 +46,9 @@ std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span
     const RankReads& reads = ranks[rank];
     const auto [known, is_new] = by_address.emplace(std::pair(reads.reads.data(), reads.files.data()), groups.size());
     if (is_new || !equal_tables(ranks[groups[known->second].ranks.front()], reads)) {
-      const size_t hash =
+      size_t hash =
           std::hash<std::string_view>()({reinterpret_cast<const char*>(reads.reads.data()), reads.reads.size_bytes()});
+      for (const std::string& file : reads.files) hash = hash * 31 + std::hash<std::string>()(file);
       const auto [begin, end] = by_hash.equal_range(hash);
       const auto same = std::find_if(begin, end, [&](const auto& entry) {
         return equal_tables(ranks[groups[entry.second].ranks.front()], reads);
