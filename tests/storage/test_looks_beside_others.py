@@ -392,3 +392,19 @@ def test_metrics_that_change_on_the_way_keep_the_best_step(fault_proxy: Any, buc
     assert rule.hits == 1 and 1 in manager.steps(), "it is the best"
     manager.save(3, _state(3), metrics={"loss": 0.4})
     assert 1 in manager.steps(), "what came is not kept"
+
+
+def test_metadata_that_changes_on_its_way_to_the_store_is_not_remembered_as_sound(
+    fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither TLS nor the signature guards it here. The step before is the only sound one."""
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+    with CheckpointManager(bucket_url, max_to_keep=1, async_checkpoint=False) as manager:
+        manager.save(1, _state(1))
+        rule = Rule("flip_up", kind="put", path=r"step-2/\.metadata$")
+        fault_proxy.add(rule)
+        manager.save(2, _state(2))
+        assert rule.hits == 1 and 1 in manager.steps()
+        state = _state(0)
+        assert manager.restore(state) == 1
+        assert_same(state, _state(1))

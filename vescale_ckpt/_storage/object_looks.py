@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from .object_clients import ObjectMissingError
 MOST_LISTED = 10_000  #: objects; where there are more, each is asked for
 TAIL_BYTES = 1 << 16  #: the first question about an object brings so many bytes from its end
 _MOST_KEPT, _MOST_KEPT_OF_ALL = 1 << 20, 16 << 20  # bytes of an object's content, and of all that a process keeps
+_MD5 = re.compile("[0-9a-f]{32}")
 _OF_EACH = 1 << 10  # bytes that an entry takes besides its content
 
 Properties = dict[str, Any]
@@ -201,10 +204,13 @@ _lock = threading.Lock()
 
 
 def keep(client: _Client, e_tag: str | None, content: bytes) -> None:
-    """Keeps the content of a version of an object, if it is small."""
+    """Keeps the content of a version of an object, if it is small, and it came as it was sent: many ETags are MD5."""
     # A weak ETag may be that of another content, too, and an empty object need not be read.
     if e_tag is None or e_tag.startswith("W/") or not 0 < len(content) <= _MOST_KEPT:
         return
+    tag = e_tag.strip('"')
+    if _MD5.fullmatch(tag) and tag != hashlib.md5(content, usedforsecurity=False).hexdigest():
+        return  # with some encryption an ETag of this form is no MD5: then the content is read again
     with _lock:
         _contents[client.url, e_tag] = client.store, content
         _contents.move_to_end((client.url, e_tag))
