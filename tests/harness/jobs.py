@@ -26,7 +26,16 @@ _SECONDS = 240.0  # for a job; a few seconds are usual
 class Job:
     """One run of a script by several ranks, each a process of its own, on this machine over gloo."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], ranks: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        ranks: int,
+        environment: dict[str, str],
+        kill_at: int | None = None,
+    ) -> None:
+        """`kill_at`: all ranks are killed when this step is printed, at once by who reads it: a busy machine may let
+        the job come to its end before another thread runs."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -47,6 +56,7 @@ class Job:
             **environment,
         }
         self.losses: dict[int, str] = {}  #: by step
+        self._kill_at = kill_at
         self.output: list[str] = []
         self._own = tempfile.TemporaryDirectory()
         self.processes = [
@@ -69,9 +79,12 @@ class Job:
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
+            found = _LINE.search(line)
+            if found and int(found[1]) == self._kill_at:
+                self.kill()
             with self._seen:
                 self.output.append(line)
-                if found := _LINE.search(line):
+                if found:
                     self.losses[int(found[1])] = found[2]
                 self._seen.notify_all()
 
@@ -108,9 +121,11 @@ class Job:
 
 
 @contextmanager
-def started(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> Iterator[Job]:
+def started(
+    script: Path, *arguments: str, ranks: int = 2, kill_at: int | None = None, **environment: str
+) -> Iterator[Job]:
     """A job, which is killed at the end of the context if it still runs."""
-    job = Job(script, arguments, ranks, environment)
+    job = Job(script, arguments, ranks, environment, kill_at)
     try:
         yield job
     finally:
@@ -128,7 +143,7 @@ def run(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> di
 
 def run_and_kill(script: Path, *arguments: str, at: int, ranks: int = 2, **environment: str) -> dict[int, str]:
     """Runs a job until it has printed step `at`, and kills all ranks with SIGKILL. Returns the losses so far."""
-    with started(script, *arguments, ranks=ranks, **environment) as job:
+    with started(script, *arguments, ranks=ranks, kill_at=at, **environment) as job:
         job.wait_for_step(at)
         job.kill()
         job.wait()
