@@ -24,7 +24,7 @@ from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import run_ranks
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
-from vescale_ckpt._ranks import connections
+from vescale_ckpt._ranks import connections, store_thread
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.node import node_of_this_process
 from vescale_ckpt._ranks.rendezvous import Rendezvous
@@ -140,6 +140,28 @@ def test_a_rank_is_connected_to_its_neighbours_in_the_tree_and_to_those_it_sends
         neighbours = {rank, (rank - 1) // 2 if rank else 0, *range(2 * rank + 1, min(2 * rank + 3, 8))}
         assert by_tree == neighbours
         assert fresh == ring - neighbours
+
+
+def _clients_of_the_store() -> list[int]:
+    """How many the exchanges of three purposes and two groups have: in use; after one has not answered."""
+    groups = [None, dist.new_group(backend="gloo")]
+
+    def clients() -> int:
+        exchanges = [Exchange.of(group, FOREVER, purpose) for group in groups for purpose in ("save", "load", "copies")]
+        for exchange in exchanges:
+            exchange.agree([1], "use")
+        return len({id(exchange._links._rendezvous._store_thread) for exchange in exchanges})  # type: ignore[union-attr]
+
+    found = [clients()]
+    store_thread.of_default_group().answers = False
+    anew = dist.new_group(backend="gloo")
+    assert Exchange.of(anew, FOREVER).agree([1], "use") == [1]
+    groups.append(anew)
+    return [*found, clients()]
+
+
+def test_all_exchanges_of_a_process_have_one_client_of_the_store() -> None:
+    assert run_ranks(2, _clients_of_the_store) == [[1, 2]] * 2
 
 
 def _dies_before_the_first_message_to_it(directory: Path) -> Any:
@@ -804,8 +826,8 @@ class EndsLate:
         time.sleep(1)
 
 threading.late = EndsLate()  # freed while the interpreter ends
-thread = StoreThread(connect, 60)
-thread.note("key", str, False)
+thread = StoreThread(connect)
+thread.note("key", str, None)
 within.wait()
 """
 

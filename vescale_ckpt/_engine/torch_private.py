@@ -54,6 +54,7 @@ __all__ = [
     "bump_versions",
     "chunk_of_layout",
     "clone_of",
+    "default_store",
     "dtensor_layouts",
     "dtensor_over",
     "flatten_sharded_tensors",
@@ -61,7 +62,6 @@ __all__ = [
     "flattens_as_torch_2_3",
     "gloo_of_addresses",
     "local_tensors",
-    "new_store_client",
     "profiled",
     "ranks_of_dcp_save",
     "set_element",
@@ -174,15 +174,14 @@ def flattens_as_torch_2_3() -> bool:
     return bool(_version._derived_version == "2_3")
 
 
-def new_store_client(prefix: str) -> Store:
-    """The store of torch.distributed's default group by a new connection, so that a call that blocks does not block
-    torch's own calls. Keys get `prefix`.
-    """
-    return PrefixStore(prefix, clone_of(_get_default_store()))
+def default_store() -> Store:
+    """The store of torch.distributed's default group, with which torch's own calls work."""
+    store: Store = _get_default_store()
+    return store
 
 
 def clone_of(store: Any) -> Store:
-    """The same store by a new connection."""
+    """The same store by a new connection, so that a call that blocks does not block the other's calls."""
     clone: Store = store.clone()
     return clone
 

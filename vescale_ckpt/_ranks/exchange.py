@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import compress
 from typing import TypeVar
 
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from .. import settings
-from .._engine.torch_private import new_store_client
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
 from .connections import Connections, subtree, tensor_over
 from .first_word import FirstWord
@@ -33,7 +31,7 @@ from .groups import check_alone_on_purpose, resolve_group
 from .message import pack, unpack
 from .nccl import Device, DeviceGroup
 from .rendezvous import Rendezvous
-from .store_thread import StoreGoneError
+from .store_thread import StoreGoneError, of_default_group
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +85,14 @@ class Exchange:
         with _places_lock:
             place = _places.setdefault(group, {}).setdefault(purpose, _Place(purpose))
         return Exchange(place.links(group, limit), limit)
+
+    @staticmethod
+    def begin_connecting(process_group: dist.ProcessGroup | None) -> None:
+        """Begins what `of` waits for at its first call and needs no other rank: the connection to the store, which
+        takes seconds where no name server answers. Returns at once."""
+        group = resolve_group(process_group)
+        if group is not None and dist.get_world_size(group) > 1:
+            of_default_group().begin_connecting()
 
     @property
     def is_coordinator(self) -> bool:
@@ -407,7 +413,7 @@ class _Place:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
                 prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
-                self._rendezvous = Rendezvous(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
+                self._rendezvous = Rendezvous(prefix, dist.get_rank(group), len(ranks))
             if self._links is not None and self._still_good(self._links, self._rendezvous):
                 return self._links
             failed_before, self._failed = self._failed, True

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
+from . import store_thread
 from .first_word import FirstWord
-from .store_thread import STORE_SECONDS, StoreThread
+from .store_thread import STORE_SECONDS
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
 _HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated its note for so many heartbeats
@@ -68,25 +72,19 @@ class FailureReport:
 
 
 class Rendezvous:
-    """The notes and the failure report of one generation of a group. `connect` makes a new client of the store.
+    """The notes and the failure report of one generation of a group. `prefix`: of its keys in the store.
 
     All methods that read raise StoreGoneError if the store does not answer within seconds.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Store],
-        rank: int,
-        size: int,
-        store_thread: StoreThread | None = None,
-        generation: int = 0,
-    ) -> None:
+    def __init__(self, prefix: str, rank: int, size: int, generation: int = 0) -> None:
         self.rank = rank
         self.size = size
+        self._prefix = prefix
         self._generation = generation
-        self._connect = connect
         self._heartbeat = 0.4 + size / 10_000  # seconds; more ranks write less often, to bound the load on the store
-        self._store_thread = store_thread if store_thread is not None else StoreThread(connect, self._heartbeat)
+        self._store_thread = store_thread.of_default_group()
+        weakref.finalize(self, self._store_thread.forget, self._key(f"at/{rank}"))
 
     def next(self, failed_before: bool, timeout: float) -> Rendezvous:
         """Returns the rendezvous of this rank's next generation.
@@ -94,12 +92,10 @@ class Rendezvous:
         `failed_before`: whether this rank's last attempt failed. Then generations that have failed meanwhile without
         this rank are skipped. Otherwise a generation that failed before this rank came has failed for this rank, too.
         """
-        # A client that waits for an answer waits until TCP gives up, perhaps long after the network is back.
-        store_thread = self._store_thread if self._store_thread.answers else StoreThread(self._connect, self._heartbeat)
-        key = f"generation/{self.rank}"
+        key = f"{self._prefix}/generation/{self.rank}"
         while True:
-            generation = store_thread.ask(lambda store: store.add(key, 1), timeout)
-            rendezvous = Rendezvous(self._connect, self.rank, self.size, store_thread, generation)
+            generation = store_thread.of_default_group().ask(lambda store: store.add(key, 1), timeout)
+            rendezvous = Rendezvous(self._prefix, self.rank, self.size, generation)
             if not (failed_before and rendezvous.failure() is not None):
                 return rendezvous
 
@@ -131,8 +127,11 @@ class Rendezvous:
     def addresses(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """Returns what ranks gave to `meet`, which has returned."""
         keys = [self._key(f"address/{rank}") for rank in ranks]
-        seconds = STORE_SECONDS + len(keys) / 1000  # many take long to read
-        found = self._store_thread.ask(lambda store: store.multi_get(keys), seconds)
+
+        def read(some: list[str], store: Store) -> list[bytes]:
+            return store.multi_get(some)
+
+        found = [address for some in _batched(keys) for address in self._store_thread.ask(partial(read, some))]
         return {rank: bytes.fromhex(address.decode()) for rank, address in zip(ranks, found, strict=True)}
 
     def store_for_devices(self, number: int) -> Store:
@@ -146,7 +145,7 @@ class Rendezvous:
         def text(heartbeat: int) -> str:
             return json.dumps(Note(calls, step, progress, inside, heartbeat))
 
-        self._store_thread.note(self._key(f"at/{self.rank}"), text, repeated=inside)
+        self._store_thread.note(self._key(f"at/{self.rank}"), text, self._heartbeat if inside else None)
 
     def failure(self, wait: float = 0.0) -> FailureReport | None:
         """Returns the failure report of this generation. None if there is none within `wait` seconds."""
@@ -214,13 +213,14 @@ class Rendezvous:
         """Returns the notes of all ranks."""
         keys = {self._key(f"at/{rank}"): rank for rank in range(self.size)}
 
-        def read(store: Store) -> list[tuple[str, bytes]]:
-            there = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
+        def read(some: list[str], store: Store) -> list[tuple[str, bytes]]:
+            there = some if store.check(some) else [key for key in some if store.check([key])]
             return list(zip(there, store.multi_get(there), strict=True)) if there else []
 
         notes: Notes = dict.fromkeys(range(self.size))
-        for key, text in self._store_thread.ask(read, STORE_SECONDS + self.size / 1000):  # many notes take long to read
-            notes[keys[key]] = Note(*json.loads(text))
+        for some in _batched(keys):
+            for key, text in self._store_thread.ask(partial(read, some)):
+                notes[keys[key]] = Note(*json.loads(text))
         return notes
 
     def named(self, ranks: list[int], most: int = 10) -> str:
@@ -269,4 +269,11 @@ class Rendezvous:
             nap = min(nap * 1.5, self._heartbeat)
 
     def _key(self, name: str) -> str:
-        return f"{self._generation}/{name}"
+        return f"{self._prefix}/{self._generation}/{name}"
+
+
+def _batched(keys: Iterable[str]) -> Iterator[list[str]]:
+    """In questions of many keys, other groups' questions would wait."""
+    left = iter(keys)
+    while some := list(islice(left, 256)):
+        yield some

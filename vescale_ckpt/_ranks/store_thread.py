@@ -17,12 +17,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from .._engine.torch_private import Store
+from .._engine.torch_private import Store, clone_of, default_store
 from ..errors import CheckpointTimeoutError
 
 STORE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
+_NEVER = float("inf")
 _DELAY = 0.02  # a note is written after so many seconds; a later note within that time replaces it
 
 _Result = TypeVar("_Result")
@@ -60,14 +62,14 @@ class StoreGoneError(CheckpointTimeoutError):
 
 
 class StoreThread:
-    """One connection to the store. `connect` makes it on the thread. The thread ends with this object.
+    """One connection to the store, for all groups and purposes of this process.
 
-    `heartbeat`: a repeated note is written every so many seconds.
+    `connect` makes it on the thread, at the first question or note. The thread ends with this object.
     """
 
-    def __init__(self, connect: Callable[[], Store], heartbeat: float) -> None:
+    def __init__(self, connect: Callable[[], Store]) -> None:
         self.answers = True  #: False after the first question without an answer
-        self._requests = _Requests(connect, heartbeat)
+        self._requests = _Requests(connect)
         thread = threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True)
         thread.start()
         _threads[thread] = self._requests
@@ -86,25 +88,40 @@ class StoreThread:
             self.answers = False
             raise StoreGoneError from error
 
-    def note(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
-        """Writes `text(n)` under a key soon; n counts the writes. If `repeated`, writes it again at each heartbeat
-        until the next note. Costs the caller microseconds. Does not report failures: later questions raise an error."""
-        self._requests.note(key, text, repeated)
+    def begin_connecting(self) -> None:
+        """Makes the connection, which may take seconds where names are looked up, while the caller goes on."""
+        self._requests.take(lambda store: None, Future())
+
+    def note(self, key: str, text: Callable[[int], str], heartbeat: float | None) -> None:
+        """Writes `text(n)` under a key soon; n counts the writes. `heartbeat`: writes it again every so many seconds
+        until the next note under this key, or `forget`; None: once. Costs the caller microseconds. Does not report
+        failures: later questions raise an error."""
+        self._requests.note(key, text, heartbeat)
+
+    def forget(self, key: str) -> None:
+        """Writes no more under a key."""
+        self._requests.forget(key)
+
+
+class _Note:
+    """What is to be written under a key. `due`: when."""
+
+    def __init__(self, text: Callable[[int], str], heartbeat: float | None, due: float) -> None:
+        self.text, self.heartbeat, self.due = text, heartbeat, due
+        self.is_new = True  # it was not written yet
 
 
 class _Requests:
     """The questions and notes for the thread. The thread holds no reference to the StoreThread, so that the end of the
     StoreThread ends the thread."""
 
-    def __init__(self, connect: Callable[[], Store], heartbeat: float) -> None:
+    def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
-        self._heartbeat = heartbeat
         self._store: Store | None = None
         self._changed = threading.Condition()
         self._questions: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
-        self._note: tuple[str, Callable[[int], str], bool] | None = None
-        self._due = float("inf")  # the time to write the note
-        self._idle = False  # whether the thread sleeps until a notification
+        self._notes: dict[str, _Note] = {}
+        self._wakes = 0.0  # when the thread, which sleeps, looks again; 0: it is awake
         self._writes = 0
         self._takes_notes = True
         self._ended = False
@@ -119,30 +136,36 @@ class _Requests:
             self._questions.append((question, future))
             self._changed.notify()
 
-    def note(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
+    def note(self, key: str, text: Callable[[int], str], heartbeat: float | None) -> None:
         with self._changed:
-            self._note = key, text, repeated
             if not self._takes_notes:
                 return
-            self._due = min(self._due, time.monotonic() + _DELAY)
-            if self._idle:
+            due = time.monotonic() + _DELAY
+            if (before := self._notes.get(key)) is not None:
+                due = min(due, before.due)
+            self._notes[key] = _Note(text, heartbeat, due)
+            if self._wakes == _NEVER:
                 self._changed.notify()
+
+    def forget(self, key: str) -> None:
+        with self._changed:
+            self._notes.pop(key, None)
 
     def serve(self) -> None:
         while True:
             with self._changed:
-                while not (self._ended or self._questions or self._due <= time.monotonic()):
-                    self._idle = self._due == float("inf")
-                    self._changed.wait(None if self._idle else max(0.0, self._due - time.monotonic()))
-                    self._idle = False
+                while not (self._ended or self._questions or self._next_due() <= time.monotonic()):
+                    self._wakes = self._next_due()
+                    self._changed.wait(None if self._wakes == _NEVER else max(0.0, self._wakes - time.monotonic()))
+                    self._wakes = 0.0
                 if self._ended:
                     break
                 # A rank notes its place before it asks, so notes are written first.
-                note = self._note if self._due < float("inf") else None
-                self._due = float("inf")
+                notes = [*self._notes.items()]
                 question = self._questions.popleft() if self._questions else None
-            if note is not None:
-                self._write(*note)
+            for key, note in notes:
+                if note.due <= time.monotonic() or (question is not None and note.is_new):
+                    self._write(key, note)
             if question is not None:
                 self._answer(*question)
                 del question
@@ -150,16 +173,26 @@ class _Requests:
             future.cancel()
         self._store = None
 
-    def _write(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
+    def _next_due(self) -> float:
+        return min((note.due for note in self._notes.values()), default=_NEVER)
+
+    def _write(self, key: str, note: _Note) -> None:
         self._writes += 1
         try:
-            self._connected_store().set(key, text(self._writes))
+            self._connected_store().set(key, note.text(self._writes))
         except Exception:
             self._takes_notes = False  # torch prints a warning for each attempt at a dead store
+            with self._changed:
+                self._notes.clear()
             return
         with self._changed:
-            if repeated and self._note is not None and self._note[2] and self._due == float("inf"):
-                self._due = time.monotonic() + self._heartbeat
+            note.is_new = False
+            if self._notes.get(key) is not note:
+                return  # there is a newer one
+            if note.heartbeat is None:
+                del self._notes[key]
+            else:
+                note.due = time.monotonic() + note.heartbeat
 
     def _answer(self, question: Callable[[Store], Any], future: Future[Any]) -> None:
         try:
@@ -177,6 +210,19 @@ class _Requests:
         return self._store
 
 
+def of_default_group() -> StoreThread:
+    """The connection of this process to the store of torch.distributed's default group. A new one, if the last does not
+    answer: a client that waits for an answer waits until TCP gives up, perhaps long after the network is back."""
+    store = default_store()
+    with _shared_lock:
+        found = _shared.get(store)
+        if found is None or not found.answers:
+            found = _shared[store] = StoreThread(partial(clone_of, store))
+        return found
+
+
+_shared: weakref.WeakKeyDictionary[Store, StoreThread] = weakref.WeakKeyDictionary()
+_shared_lock = threading.Lock()
 _threads: weakref.WeakKeyDictionary[threading.Thread, _Requests] = weakref.WeakKeyDictionary()
 
 

@@ -174,6 +174,7 @@ class CheckpointManager:
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
         self.process_group = process_group
+        Exchange.begin_connecting(process_group)
         self.timeout = checked_seconds("timeout", timeout, zero=False)
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
