@@ -116,8 +116,8 @@ class Save:
             storage_at(self.path).check_mounted(
                 "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out"
             )
-        storage_at(self.path).expect_writers(exchange.size)
         layout.begin(exchange.is_coordinator)
+        storage_at(self.path).expect_writers(exchange.size)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
                 marker.make(exchange.kept)

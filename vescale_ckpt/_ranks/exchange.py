@@ -1,9 +1,9 @@
 """`Exchange` runs the collectives of saves and loads for one group of ranks, each with a timeout.
 
 Messages travel along a tree of ranks, whose root is the coordinator; those of `peers` from rank to rank. They are
-point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective
-begins with a greeting between neighbours in the tree, which names the collective. So ranks in different collectives
-raise before any data moves.
+point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective begins with a
+greeting between neighbours in the tree, which names the collective. So ranks in different collectives raise before any
+data moves.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Exchange:
         buffers.reverse()
         for ranks, of_ranks in zip(below, lengths, strict=True):
             buffer = buffers.pop()  # it is freed after its copy, so memory never holds all twice
-            parts.update(zip(ranks, _cut(buffer, of_ranks.tolist()), strict=True))
+            parts.update(zip(ranks, _parts_of(buffer, of_ranks), strict=True))
         return list(parts.values())
 
     def gather_distinct(self, parts: Sequence[bytes], phase: str) -> list[list[bytes]] | None:
@@ -191,19 +191,12 @@ class Exchange:
                 if links.parent is None:
                     parts = [parts[rank] for rank in ranks] if parts is not None else []
                 else:
-                    lengths = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
-                    links.receive(links.parent, lengths)
-                    links.wait()
-                    buffer = bytearray(int(lengths.sum()))
-                    links.receive(links.parent, tensor_over(buffer), receipt=True)
-                    links.wait()
-                    parts = _cut(buffer, lengths.tolist())
+                    parts = _receive(links, links.parent, len(ranks))
                 at = 1
                 for child in links.children:
                     of_child = parts[at : at + len(subtree(child, self.size))]
                     at += len(of_child)
-                    links.send(child, torch.tensor([*map(len, of_child)], dtype=torch.int64, device="cpu"))
-                    links.send(child, tensor_over(bytearray().join(of_child)), receipt=True)
+                    _send(links, [child], of_child)
         assert parts is not None
         return parts[0]
 
@@ -215,10 +208,10 @@ class Exchange:
         if links is not None:
             with links.collective("broadcast", phase, self.timeout):
                 if links.parent is not None:
-                    data = _receive(links, links.parent)
+                    (data,) = _receive(links, links.parent, 1)
                 assert data is not None
                 if links.children:
-                    _send(links, links.children, data)
+                    _send(links, links.children, [data])
         assert data is not None
         return data
 
@@ -469,28 +462,28 @@ def _first_swap(links: Connections) -> None:
     links.devices.connect(torch.split(received, 1), torch.split(sent, 1))
 
 
-def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
-    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    payload = tensor_over(bytearray(data))
+def _send(links: Connections, peers: Sequence[int], parts: Sequence[bytes]) -> None:
+    lengths = torch.tensor([*map(len, parts)], dtype=torch.int64, device="cpu")
+    payload = tensor_over(bytearray().join(parts))
     for peer in peers:
-        links.send(peer, length)
+        links.send(peer, lengths)
         links.send(peer, payload, receipt=True)
 
 
-def _receive(links: Connections, peer: int) -> bytes:
-    length = torch.empty(1, dtype=torch.int64, device="cpu")
-    links.receive(peer, length)
+def _receive(links: Connections, peer: int, count: int) -> list[bytes]:
+    lengths = torch.empty(count, dtype=torch.int64, device="cpu")
+    links.receive(peer, lengths)
     links.wait()
-    buffer = bytearray(int(length))
+    buffer = bytearray(int(lengths.sum()))
     links.receive(peer, tensor_over(buffer), receipt=True)
     links.wait()
-    return bytes(buffer)
+    return _parts_of(buffer, lengths)
 
 
-def _cut(data: bytearray, lengths: Iterable[int]) -> list[bytes]:
+def _parts_of(data: bytearray, lengths: torch.Tensor) -> list[bytes]:
     parts, at = [], 0
     with memoryview(data) as view:
-        for length in lengths:
+        for length in lengths.tolist():
             parts.append(bytes(view[at : at + length]))
             at += length
     return parts

@@ -221,9 +221,6 @@ class HubStore(ObjectStore):
     def make(self) -> None:
         raise CheckpointError(f"{self.path}: {_NOT_WRITTEN}", path=self.path)
 
-    def expect_writers(self, number: int) -> None:
-        """Does nothing: `make` refuses saves."""
-
     def look(self, *, lists: bool = False, fresh: bool = False) -> AbstractContextManager[None]:
         return nullcontext()  # one request has told of all files of a commit
 

@@ -699,6 +699,10 @@ _arrives: dict[str, int] = {}  # {root: bytes that arrive within a third of a ti
 _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
+def _bytes_in_flight() -> int:
+    return settings.number("object_store_requests") * settings.number("slot_bytes")
+
+
 def _requests_in_flight(root: str) -> int:
     """Returns how many parts a rank sends at a time, of which each holds its share of 128 MiB: so few that all ranks,
     at 80 MB/s for each request, begin no more than the 3,500 PUT requests a second that S3 takes below one prefix; two
@@ -708,16 +712,14 @@ def _requests_in_flight(root: str) -> int:
 
 def _parts_in_flight(root: str, part_bytes: int) -> int:
     """Does the same for parts of that size, so that a rank's parts take no more memory than small ones."""
-    memory = settings.number("object_store_requests") * settings.number("slot_bytes")
-    return max(2, min(_requests_in_flight(root), memory // part_bytes))
+    return max(2, min(_requests_in_flight(root), _bytes_in_flight() // part_bytes))
 
 
 def _most_part_bytes(url: str) -> int:
     """Returns how large the parts of a large file should be. They are small until one has shown how fast the store
     takes them, because each must arrive in time."""
     root = paths.split(url)[0]
-    memory = settings.number("object_store_requests") * settings.number("slot_bytes")
-    most = min(_MOST_SINGLE_PUT, memory // _requests_in_flight(root))
+    most = min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(root))
     return min(most, _arrives.get(root, 0)) if is_opened_here(root) else most
 
 

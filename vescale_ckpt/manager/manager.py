@@ -443,19 +443,17 @@ class CheckpointManager:
         base: str | None = None
         phase = f"preparing {running.path}"
 
-        def prepare() -> None:
-            nonlocal base
+        def prepare() -> str | None:
             if self._node_work is not None and self._node_work.uploads is not None:
                 if running.before is not None:
                     running.before.wait_until_ended()
                 self._node_work.uploads.give_way()  # it may copy an earlier save of this step
-            if running.is_coordinator:
-                with storage_at(running.root).look(lists=True, fresh=True):
+            is_coordinator = running.is_coordinator
+            with storage_at(running.root).look(lists=True, fresh=True) if is_coordinator else nullcontext():
+                if is_coordinator:
                     branch, abandoned[:] = self._branches.branch_of(running.step)
                     running.prepare(numbers, branch)
-                    base = self._base(running)
-            else:
-                base = self._base(running)
+                return self._base(running)
 
         def prepare_on_node() -> None:
             if running.is_coordinator:
@@ -463,7 +461,7 @@ class CheckpointManager:
 
         try:
             if not running.on_nodes:
-                self._exchange().together(prepare, phase)
+                base = self._exchange().together(prepare, phase)
             else:
                 (number, line), abandoned = self._from_coordinator(
                     lambda: self._branches.branch_of(running.step), phase
