@@ -140,6 +140,9 @@ setup(
             include_dirs=[str(ROOT / "csrc")],
             depends=headers,
             extra_compile_args=compile_flags,
+            # If the compiler links the C++ library statically, its functions are the engine's alone, and none is taken
+            # from another one in the process.
+            extra_link_args=["-Wl,--exclude-libs,ALL"],
         )
     ],
     cmdclass={"build_ext": BuildEngine},

@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Checks that folders of csrc include headers of lower floors and their own only, and that each header has its name."""
+"""Checks that folders of csrc include headers of lower floors and their own only, and that each header has its name.
+
+Streams of the standard library are refused, too: they need its locales, which crash where the compiler links that
+library into the engine and torch has loaded another one.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,8 @@ def main() -> int:
             wrong.append(f"{path}: no floor has the folder {folder}")
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
+            if streams := re.match(r"#include <(\w*stream|iomanip|locale|regex|filesystem)>", line):
+                wrong.append(f"{path}:{number}: <{streams[1]}> is not for the engine")
             included = re.match(r'#include "(\w+)/', line)
             if included and included[1] != folder and FLOOR.get(included[1], -1) <= FLOOR[folder]:
                 wrong.append(f"{path}:{number}: {folder} includes {included[1]}, which is on no lower floor")

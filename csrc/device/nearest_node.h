@@ -1,7 +1,6 @@
 // Finds the memory node that is nearest to the accelerators of a process, on machines with several nodes.
 #pragma once
 
-#include <filesystem>
 #include <optional>
 #include <set>
 #include <string>
@@ -12,7 +11,7 @@ namespace vescale_ckpt::device {
 // Not thread-safe.
 class NearestNode {
  public:
-  explicit NearestNode(std::filesystem::path sysfs = "/sys") : sysfs_(std::move(sysfs)) {}
+  explicit NearestNode(std::string sysfs = "/sys") : sysfs_(std::move(sysfs)) {}
 
   void add(const std::string& pci_address);  // address of an accelerator: "0000:3b:00.0"
   // Returns the node of all added accelerators; nullopt if they differ, if the system does not know it, and on machines
@@ -20,7 +19,7 @@ class NearestNode {
   std::optional<int> node() const;
 
  private:
-  const std::filesystem::path sysfs_;
+  const std::string sysfs_;
   std::set<int> nodes_;  // -1: unknown
 };
 
