@@ -303,7 +303,7 @@ def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.
     values = {"a": numbers(1000), "b": numbers(3, 4)}
     safetensors.save_file(values, tmp_path / "file")
     copied: list[Any] = []
-    no_copies_from_cuda().start()  # as on ROCm, whose devices torch calls cuda
+    no_copies_from_cuda().start()  # so torch copies
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: copied.append(device) or self)
     assert same(safetensors.load_file(tmp_path / "file", "cuda:1"), values)
     with safetensors.safe_open(tmp_path / "file", device="cuda:1") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from array import array
@@ -19,6 +20,7 @@ from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
+from vescale_ckpt._state import tensor_table as tensor_table_of_state
 from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.tensor_table import (
     PLAIN_TYPES,
@@ -178,6 +180,50 @@ def test_a_torch_without_dlpack_is_read_in_python() -> None:
         pass
 
     assert _C.tensor_table(tensors, (Old,), DTYPE_CODES, tensor_row) == wanted
+
+
+class _Borrowed(ctypes.Structure):
+    """DLPack's DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class OnRocm:
+    """A tensor of 3 floats on device 1, as DLPack and torch on ROCm describe it: both the C functions and Python's."""
+
+    is_meta, layout, is_cpu = False, torch.strided, False
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 10, 1
+
+
+def test_devices_that_dlpack_calls_rocm_are_those_that_torch_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (ctypes.c_int64 * 1)(3)
+
+    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Borrowed))
+    def borrow(_: OnRocm, out: Any) -> int:
+        out[0] = _Borrowed(4096, 10, 1, 1, 2, 32, 1, shape, None, 0)
+        return 0
+
+    functions = (ctypes.c_uint64 * 7)(1, 0, 0, 0, 0, ctypes.cast(borrow, ctypes.c_void_p).value or 0, 0)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    capsule = new_capsule(ctypes.addressof(functions), b"dlpack_exchange_api", None)
+    monkeypatch.setattr(OnRocm, "__dlpack_c_exchange_api__", capsule, raising=False)
+    table = array("q", _C.tensor_table([OnRocm()], (OnRocm,), DTYPE_CODES, list))  # type: ignore[list-item]
+    assert table.tolist() == [4096, DTYPE_CODES[torch.float32], 2 + (1 << 32), 1, 3, 1]
+    assert tensor_table_of_state._device(OnRocm()) == 2 + (1 << 32)  # type: ignore[arg-type]
 
 
 def test_python_is_asked_only_where_dlpack_is_silent() -> None:

@@ -1,7 +1,8 @@
 // A CUDA runtime and driver for tests: the functions that the engine looks up (csrc/device/cuda_api.h), over the host's
-// memory. Streams are threads, so that copies are late and ThreadSanitizer sees every order that is missing.
-// Allocations of a device have borders, which no copy may cross, and addresses that crash who follows them, except
-// those of fake_allocation. Any call can fail. Python's tests load it as a library (tests/harness/fake_cuda.py).
+// memory. With FAKE_HIP they have HIP's names, and devices are set as HIP's are. Streams are threads, so that copies
+// are late and ThreadSanitizer sees every order that is missing. Allocations of a device have borders, which no copy
+// may cross, and addresses that crash who follows them, except those of fake_allocation. Any call can fail. Python's
+// tests load it as a library (tests/harness/fake_cuda.py).
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -22,6 +23,9 @@
 
 #include "device/pack_rows.h"
 #include "fake_queue.h"
+#ifdef FAKE_HIP
+#include "hip_names.h"
+#endif
 
 namespace {
 
@@ -73,6 +77,7 @@ struct State {
   int sticky = 0;
   int delay_us = 0;  // of each copy
   Stream default_streams[2];
+  std::map<void*, int> device_of;  // of streams and events
 };
 State& state = *new State;               // threads use it while the process ends
 thread_local int last_error = 0;         // until it is asked for
@@ -240,11 +245,20 @@ void look_for_copies_locked(uintptr_t memory, size_t bytes) {
 int keep(void* object) {
   const std::lock_guard lock(state.mutex);
   state.objects.insert(object);
+  state.device_of[object] = contexts.empty() ? 0 : contexts.back();
   return 0;
+}
+// A stream and its events are those of the current device.
+void expect_current(void* object) {
+  const std::lock_guard lock(state.mutex);
+  const auto found = state.device_of.find(object);
+  state.counts["calls on another device"] +=
+      found != state.device_of.end() && (contexts.empty() || found->second != contexts.back());
 }
 void forget(void* object) {
   const std::lock_guard lock(state.mutex);
   state.objects.erase(object);
+  state.device_of.erase(object);
 }
 
 struct Attributes {
@@ -329,7 +343,7 @@ int cudaGetDeviceCount(int* count) {
   return *count = 2, called(__func__, false);
 }
 int cudaGetDevice(int* device) {
-  return *device = 0, called(__func__, false);
+  return *device = contexts.empty() ? 0 : contexts.back(), called(__func__, false);
 }
 int cudaDeviceGetAttribute(int* value, int, int) {
   return *value = answer("host addresses are the device's"), called(__func__, false);
@@ -338,10 +352,18 @@ int cudaDeviceGetPCIBusId(char* address, int, int) {
   return std::strcpy(address, "0000:00:00.0"), called(__func__, false);
 }
 int cudaRuntimeGetVersion(int* version) {
+#ifdef FAKE_HIP
+  return *version = 60342134, 0;
+#else
   return *version = 13000, 0;
+#endif
 }
 int cudaDriverGetVersion(int* version) {
+#ifdef FAKE_HIP
+  return cudaRuntimeGetVersion(version);
+#else
   return *version = answer("driver version"), 0;
+#endif
 }
 int cudaGetLastError() {
   return std::exchange(last_error, 0);
@@ -391,6 +413,8 @@ int cudaEventDestroy(void* event) {
   return called(__func__);
 }
 int cudaEventRecord(void* event, void* stream) {
+  expect_current(stream);
+  expect_current(event);
   const auto of = *static_cast<EventHandle*>(event);
   stream_of(stream).push([of, number = of->next()] { of->pass(number); });
   return called(__func__);
@@ -401,6 +425,7 @@ int cudaEventSynchronize(void* event) {
   return called(__func__);
 }
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
+  expect_current(stream);
   if (const int code = called(__func__); code != 0) return code;
   const void* host = kind == 1 ? from : to;
   if (crosses(host, bytes) || !in_one_allocation(kind == 1 ? to : from, bytes)) return last_error = 1;
@@ -421,6 +446,7 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
   copy_later(to, from, to_pitch, from_pitch, width, height, kind, stream);
   return 0;
 }
+#ifndef FAKE_HIP
 int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                          Attributes* attributes, size_t* starts, size_t attribute_count, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
@@ -440,6 +466,7 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
   }
   return 0;
 }
+#endif
 int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
   stream_of(stream).push([=] { std::memset(behind(memory), value, bytes); });
@@ -502,6 +529,16 @@ int cuDeviceGet(int* device, int ordinal) {
 int cuDeviceGetName(char* name, int, int) {
   return std::strcpy(name, "Fake"), 0;
 }
+#ifdef FAKE_HIP
+
+int hipSetDevice(int device) {
+  if (const int code = called(__func__, false); code != 0) return code;
+  contexts.assign(1, device);  // as AMD's, one device is current until the next call
+  return 0;
+}
+
+#else
+
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__, false);
 }
@@ -552,5 +589,7 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
   });
   return 0;
 }
+
+#endif
 
 }  // extern "C"
