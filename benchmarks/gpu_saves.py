@@ -85,6 +85,7 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
             if number == 0:  # it takes memory
                 worst = percentile(launches, 0.99)
                 record(gate_launch_p99_cold_ratio=worst / usual, gate_launches_cold=len(launches))
+                record(gate_launch_most_cold_ms=max(launches) * 1e3)
                 continue
             seconds.append(stall)
             beside += launches

@@ -193,12 +193,11 @@ def raw_page_tables() -> None:
 
 
 def launches_beside_locks() -> None:
-    """Launches of a small kernel while another thread locks memory, and without."""
+    """Launches of a small kernel while another thread locks memory, with pauses between its pieces, and without."""
     import torch
 
     cuda = Cuda()
     size = 4 * GiB
-    address = cuda.map_on_host(size)
     small = torch.zeros(64, device="cuda")
 
     def launches(done: Callable[[], bool]) -> list[float]:
@@ -209,18 +208,25 @@ def launches_beside_locks() -> None:
             taken.append(time.perf_counter() - began)
         return taken
 
-    def lock() -> None:
+    def lock(address: int, pause: float) -> None:
         for at in range(0, size, PIECE):
             cuda.lock(address + at, PIECE)
+            if pause:
+                time.sleep(pause)
 
-    end = time.perf_counter() + 1
-    alone = launches(lambda: time.perf_counter() > end)
-    thread = threading.Thread(target=lock)
-    thread.start()
-    beside = launches(lambda: not thread.is_alive())
-    for name, taken in (("alone", alone), ("beside_locks", beside)):
+    def tell(name: str, taken: list[float]) -> None:
         worst = sorted(taken)[int(0.99 * len(taken))]
         record(**{f"launches_{name}_us": f"p99 {worst * 1e6:.1f}, most {max(taken) * 1e6:.0f}, of {len(taken)}"})
+
+    end = time.perf_counter() + 1
+    tell("alone", launches(lambda: time.perf_counter() > end))
+    for pause in (0, 50, 200):  # microseconds
+        thread = threading.Thread(target=lock, args=(cuda.map_on_host(size), pause / 1e6))
+        began = time.perf_counter()
+        thread.start()
+        beside = launches(lambda: not thread.is_alive())  # noqa: B023
+        tell(f"beside_locks_with_pauses_of_{pause}_us", beside)
+        record(**{f"locks_with_pauses_of_{pause}_ms": round((time.perf_counter() - began) * 1e3, 1)})
 
 
 def direct_into_pinned() -> None:

@@ -34,7 +34,7 @@ def state(seed: int) -> dict[str, torch.Tensor]:
     return {
         "large": large,
         "bf16": large[:100].bfloat16(),
-        "transposed": large[:64, :128].t(),
+        "transposed": large[:64, :128].clone().t(),  # memory of its own: states are loaded into, too
         "step": torch.tensor(seed, device="cuda"),
         "empty": torch.empty(0, 3, device="cuda"),
         "host": torch.arange(10) + seed,

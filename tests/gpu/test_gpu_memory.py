@@ -167,7 +167,8 @@ if reads_all.value:
     raise SystemExit
 nowhere = array("q", [0, 64, 1, 8, 1])  # a row of a write table: dtype, address, dimensions, sizes, strides
 stream = torch.cuda.current_stream().cuda_stream
-snapshot = _C.Snapshot(nowhere, 1 << 20, 1, array("q", [0]), [(0, stream)])
+snapshot = _C.Snapshot(nowhere, 64 << 20, 1, array("q", [0]), [(0, stream)])
+assert snapshot.bytes > 0  # there is room for the row
 try:
     snapshot.copy()
 except _C.EngineError as error:
