@@ -19,13 +19,14 @@ DESCRIPTION = """\
 Time planning, ours and stock DCP's on the same items, alternated in random order. The processes of one machine
 stand in for all ranks; nothing but planning and metadata is timed, except in "steady"."""
 
-BIG_JOB = ("llama-405b", Parallelism(8960, fsdp=1120, tensor=8))  # in local
+BIG_JOB = ("llama-405b", Parallelism(8960, fsdp=1120, tensor=8))  # in local and metadata
 CASES = {
     "coordinator": "cold global planning, and the metadata made from it",
     "large": "the same for --large-ranks, ours alone",
     "balance": "the busiest rank's bytes over the mean",
     "local": "one rank, until its first byte is written; local plans of a big job",
     "steady": "saves and loads on --world ranks once plans are kept",
+    "metadata": "the metadata of a big job: made, committed, looked up",
     "load": "load plans after a change of the number of ranks, and what one rank of many reads of the metadata",
 }
 
@@ -83,6 +84,8 @@ def _runs(
         ]
     if case == "steady":
         return [partial(steady.run, alternate, options.world, tensors, directory)]
+    if case == "metadata":
+        return [alone(reading.metadata_of_model, *BIG_JOB, directory / "big")]
     if case == "load":
         return [
             alone(reading.changed_world, tensors, 8, 6, directory / "changed"),

@@ -36,9 +36,9 @@ def entries(ranks: int, items: int) -> list[Entry]:
 class Ours:
     """Our coordinator, between what it gathers and what it sends."""
 
-    def __init__(self, inventories: Sequence[Inventory], names: list[str]) -> None:
+    def __init__(self, inventories: Sequence[Inventory], state: SimulatedState) -> None:
         self._inventories = inventories
-        self._names = names
+        self._state = state
         self._results: Written | None = None
 
     def run(self) -> Steps:
@@ -46,7 +46,7 @@ class Ours:
         plan, parts = planned(self._inventories, "balanced")
         watch.lap("plan")
         if self._results is None:
-            self._results = written(self._names, parts, plan.bytes_by_rank())
+            self._results = written(self._state, parts)
         watch.restart()
         metadata_files(plan, self._results)
         watch.lap("metadata")
@@ -58,7 +58,7 @@ def run(alternate: Alternate, ranks: int, items: int, stock_rounds: int, directo
     state = SimulatedState(entries(ranks, items), Parallelism(ranks, fsdp=ranks))
     inventories, sent = gather(state)
     case = f"coordinator, {ranks:,} ranks x {items:,} items, {sent / 2**20:,.1f} MiB of inventories"
-    candidates: dict[str, Turn] = {"vescale": Ours(inventories, state.names).run}
+    candidates: dict[str, Turn] = {"vescale": Ours(inventories, state).run}
     with tempfile.TemporaryDirectory(dir=directory) as metadata_directory:
         if stock_rounds:
             stock = Coordinator(inventories, Path(metadata_directory))

@@ -19,9 +19,10 @@ from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
-from vescale_ckpt.simulate.models import Entry
+from vescale_ckpt._engine import _C
+from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, written
+from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, with_peak_memory, written
 
 
 def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:
@@ -29,7 +30,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     directory.mkdir()
     state = SimulatedState(entries, parallelism)
     plan, parts = planned(gather(state).inventories, "balanced")
-    metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
+    metadata, index = metadata_files(plan, written(state, parts))
     commit_metadata.commit(str(directory), None, metadata, index)
     return state
 
@@ -60,6 +61,39 @@ def one_rank_of_many(alternate: Alternate, ranks: int, items: int, stock_rounds:
     if stock_rounds:
         candidates |= with_and_without_collector(stock)
     return list(alternate(case, candidates, fewer=dict.fromkeys((COLLECTED, STOCK), stock_rounds)))
+
+
+def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism, directory: Path) -> list[Sample]:
+    """The metadata of a big job with Adam's state: to make it, to commit it, and for one rank to find its own in it."""
+    state = SimulatedState(with_adam(MODELS[model].entries(torch.bfloat16)), parallelism)
+    plan, parts = planned(gather(state).inventories, "balanced")
+    plan.catalog()
+    results = written(state, parts)
+    (metadata, index), peak = with_peak_memory(lambda: metadata_files(plan, results))
+    sizes = f".metadata {len(metadata) / 2**20:,.1f} MiB, index {len(index) / 2**20:,.1f} MiB"
+    memory = "unknown" if peak is None else f"{peak / 2**20:,.0f} MiB"
+    wanted = state.inventory(parallelism.ranks // 2)
+    directory.mkdir()
+
+    def turn() -> Steps:
+        watch = Stopwatch()
+        metadata, index = metadata_files(plan, results)
+        watch.lap("make .metadata and index")
+        commit_metadata.commit(str(directory), None, metadata, index)
+        watch.lap("write and sync")
+        del metadata
+        found = metadata_file.read_index(str(directory))
+        assert found is not None
+        found.plan_load(wanted)
+        watch.lap("plan a load, from the file")
+        sent = _C.Index.from_bytes(index)
+        watch.lap("check an index from memory")
+        sent.plan_load(wanted)
+        watch.lap("plan a load from it")
+        return watch.seconds
+
+    case = f"metadata of {model} + Adam, {parallelism.ranks:,} ranks: {sizes}, memory {memory}"
+    return list(alternate(case, {"vescale": turn}))
 
 
 def changed_world(alternate: Alternate, items: int, saved_on: int, loaded_on: int, directory: Path) -> list[Sample]:

@@ -1,7 +1,9 @@
 // A checkpoint's metadata, its index, and load plans made from it.
+#include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -98,8 +100,11 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(metadata::most_metadata_bytes(content));
-  const metadata::WrittenMetadata pickle =
-      without_gil([&, out = data(metadata)] { return metadata::write_metadata(content, out); });
+  const metadata::WrittenMetadata pickle = without_gil([&, out = data(metadata)] {
+    return metadata::write_metadata(
+        content, std::max(1u, std::thread::hardware_concurrency()),
+        [&](uint64_t offset, std::span<const std::byte> bytes) { std::ranges::copy(bytes, out + offset); });
+  });
   metadata = cut(std::move(metadata), pickle.bytes);
 
   const metadata::IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);

@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "metadata/catalog.h"
@@ -29,9 +31,12 @@ struct WrittenMetadata {
   uint32_t pickle_crc;
 };
 
-// Writes the content of `.metadata` to `out`, which has room for most_metadata_bytes. Throws Error (invalid) if a
-// location is invalid.
-WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out);
+// Takes bytes `offset` .. `offset` + size of `.metadata`. Several threads call it, in any order.
+using MetadataSink = std::function<void(uint64_t offset, std::span<const std::byte> bytes)>;
+
+// Makes the content of `.metadata` on up to `threads` threads, in blocks of a few MiB. Throws Error (invalid) if a
+// location is invalid, and what the sink throws.
+WrittenMetadata write_metadata(const MetadataContent& content, unsigned threads, const MetadataSink& sink);
 
 // The bytes after our pickle in `.metadata`; unpicklers stop before them.
 struct MetadataTrailer {

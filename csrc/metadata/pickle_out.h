@@ -16,10 +16,16 @@ class PickleOut {
  public:
   static constexpr uint64_t kMostNumber = 10, kTextFrame = 5, kMostRecall = 5, kFrameHeader = 9;
 
-  explicit PickleOut(std::byte* out) : begin_(out), at_(out) {
-    op('\x80');
-    op(4);
-    open_frame();
+  // Begins in a new frame. What several of them write, one behind another, is one pickle.
+  explicit PickleOut(std::byte* out) : begin_(out), at_(out) { open_frame(); }
+
+  // Begins a pickle.
+  static PickleOut first(std::byte* out) {
+    out[0] = std::byte{0x80};
+    out[1] = std::byte{4};
+    PickleOut pickle(out + 2);
+    pickle.begin_ = out;
+    return pickle;
   }
 
   template <typename... Opcodes>
@@ -65,6 +71,8 @@ class PickleOut {
     return memos_++;
   }
 
+  uint32_t memos() const { return memos_; }  // how many values were memoized
+
   void recall(uint32_t memo) {
     op(memo <= 0xFF ? 'h' : 'j');
     append(&memo, memo <= 0xFF ? 1 : 4);
@@ -77,9 +85,8 @@ class PickleOut {
     open_frame();
   }
 
-  // Ends the pickle and returns its length.
+  // Ends the last frame and returns the bytes written.
   uint64_t finish() {
-    op('.');
     close_frame();
     return written();
   }

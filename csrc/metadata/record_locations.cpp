@@ -1,5 +1,6 @@
 #include "metadata/record_locations.h"
 
+#include <algorithm>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -35,7 +36,15 @@ RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
 
 void RecordLocations::drop_unnamed(const Catalog& catalog) {
   std::vector<uint32_t> number(files_.size(), UINT32_MAX);
-  for (const Catalog::Chunk& chunk : catalog.chunks) number[(*this)[chunk].file] = 0;
+  size_t rows = 0;
+  for (const auto& table : tables_) rows += table.size() / kWords;
+  if (rows == catalog.chunks.size()) {  // every row is of a chunk: the tables are read in their order
+    for (uint32_t rank = 0; rank < tables_.size(); ++rank) {
+      for (uint32_t row = 0; row < tables_[rank].size() / kWords; ++row) number[(*this)[{0, rank, row}].file] = 0;
+    }
+  } else {
+    for (const Catalog::Chunk& chunk : catalog.chunks) number[(*this)[chunk].file] = 0;
+  }
   uint32_t kept = 0;
   for (size_t file = 0; file < files_.size(); ++file) {
     if (number[file] == UINT32_MAX) continue;
@@ -44,6 +53,23 @@ void RecordLocations::drop_unnamed(const Catalog& catalog) {
   }
   files_.resize(kept);
   for (uint32_t& file : file_numbers_) file = number[file];
+}
+
+void RecordLocations::gather(const Catalog& catalog, size_t first, size_t end, RecordLocation* out) const {
+  constexpr size_t kTogether = 16;
+  if (first == end) return;
+  const uint64_t origin = catalog.keys[first].first_chunk;
+  for (; first < end; first += kTogether) {
+    const std::span<const Catalog::Key> keys(catalog.keys.data() + first, std::min(kTogether, end - first));
+    const uint64_t most = std::ranges::max(keys, {}, &Catalog::Key::chunks).chunks;
+    for (uint64_t number = 0; number < most; ++number) {
+      for (const Catalog::Key& key : keys) {
+        if (number >= key.chunks) continue;
+        const uint64_t chunk = key.first_chunk + number;
+        out[chunk - origin] = (*this)[catalog.chunks[chunk]];
+      }
+    }
+  }
 }
 
 RecordLocation RecordLocations::operator[](const Catalog::Chunk& chunk) const {

@@ -145,7 +145,7 @@ def test_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "in_new_process", in_fork)
     monkeypatch.setattr(planning, "BIG_JOB", ("llama-1b", Parallelism(32, fsdp=8, tensor=4)))
     sizes = ("--ranks=4", "--large-ranks=6", "--items=10", "--tensors=20", "--world=2", "--stock-rounds=1")
-    rows = run("planning", tmp_path, "--cases=coordinator,large,local,steady,load", *sizes)
+    rows = run("planning", tmp_path, "--cases=coordinator,large,local,steady,metadata,load", *sizes)
     assert steps(rows)["vescale"] >= {"plan", "metadata", "cold", "warm", "both", "read metadata"}
     assert steps(rows)[STOCK] >= {"plan", "metadata", "cold", "warm", "both", "read metadata", "save", "load"}
     assert steps(rows)["vescale_ckpt.save"] == {"cold", "warm", "save"}

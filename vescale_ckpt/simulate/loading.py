@@ -113,7 +113,7 @@ def _index(entries: Sequence[Entry], saved: Parallelism) -> _C.Index:
     """The index of a checkpoint that these ranks would have saved."""
     state = SimulatedState(entries, saved)
     plan, local_plans = planned(gather(state).inventories, "balanced")
-    _, index = metadata_files(plan, written(state.names, local_plans, plan.bytes_by_rank()))
+    _, index = metadata_files(plan, written(state, local_plans))
     return _C.Index.from_bytes(index)
 
 

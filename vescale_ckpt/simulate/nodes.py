@@ -97,6 +97,6 @@ def _places(entries: Sequence[Entry], parallelism: Parallelism, node_size: int, 
         if by_rank[rank]:
             places.setdefault(name, {})[node * node_size] = by_rank[rank]
     if sum(max(sizes.values()) for sizes in places.values()) > _ALL_NAMED * stored:
-        index = metadata_files(plan, written(state.names, parts, by_rank))[1]
+        index = metadata_files(plan, written(state, parts))[1]
         places = {name: places[name] for name in _C.Index.from_bytes(index).files}
     return places

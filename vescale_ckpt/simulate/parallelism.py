@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -26,6 +27,20 @@ _TENSOR_DIMS = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "tok_embeddings", "output"), 0),
     **dict.fromkeys(("o_proj", "down_proj", "wo", "w2"), 1),
 }
+
+
+_Placed = tuple[tuple[int, ...], tuple[Placement, ...]]  # mesh, placements
+Box = tuple[int, tuple[int, ...]]  # bytes of an element, sizes
+
+
+class Boxes(NamedTuple):
+    """The sizes of the items of one rank's inventory."""
+
+    distinct: tuple[Box, ...]
+    numbers: Sequence[int] | None  #: the index in `distinct` of each item; None: the items themselves
+
+    def of_item(self, item: int) -> Box:
+        return self.distinct[item if self.numbers is None else self.numbers[item]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,21 @@ class SimulatedState:
         names = [name for name, number in zip(self.names, self._numbers, strict=True) for _ in rows[number]]
         return _C.pack_inventory(names, [row for number in self._numbers for row in rows[number]], node)
 
+    def boxes(self, rank: int) -> Boxes:
+        """The sizes of the items of a rank's inventory."""
+        of_entries = tuple(self._boxes(number, rank) for number in range(len(self._distinct)))
+        if all(len(boxes) == 1 for boxes in of_entries):
+            return Boxes(tuple(boxes[0] for boxes in of_entries), self._numbers)
+        return Boxes(tuple(box for number in self._numbers for box in of_entries[number]), None)
+
+    def _boxes(self, number: int, rank: int) -> list[Box]:
+        entry, placed = self._distinct[number], self._placed[number]
+        if entry.dtype is None:
+            return [(1, (entry.bytes,))]
+        if placed is None:
+            return [(entry.dtype.itemsize, entry.shape)]
+        return [(entry.dtype.itemsize, chunk.size) for chunk in self._chunks(placed, entry.shape, rank)]
+
     def _rows(self, number: int, rank: int) -> list[bytes]:
         entry, placed = self._distinct[number], self._placed[number]
         if entry.dtype is None:
@@ -108,10 +138,16 @@ class SimulatedState:
             origin = (0,) * len(entry.shape)
             whole = ShardChunk(origin, entry.shape, origin)
             return [packed_row(TENSOR, code, False, entry.dtype.itemsize, whole, entry.shape)]
+        return [
+            packed_row(SHARD, code, False, entry.dtype.itemsize, chunk, entry.shape)
+            for chunk in self._chunks(placed, entry.shape, rank)
+        ]
+
+    @staticmethod
+    def _chunks(placed: _Placed, shape: tuple[int, ...], rank: int) -> Sequence[ShardChunk]:
         mesh, placements = placed
-        layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
-        found = chunks_at(layout, mesh, coordinate(rank, mesh))
-        return [packed_row(SHARD, code, False, entry.dtype.itemsize, chunk, entry.shape) for chunk in found]
+        layout = DTensorLayout(placements, None, torch.Size(shape))  # type: ignore[arg-type]  # mesh by shape
+        return chunks_at(layout, mesh, coordinate(rank, mesh))
 
 
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import NamedTuple, TypeVar
 
 from .._engine import _C
-from .._engine.rows import LOCATION_ROW, PLAN_ROW, Inventory, InventoryParts
+from .._engine.rows import LOCATION_ROW, PLAN_ROW, Inventory, InventoryParts, words
 from .._ranks.exchange import DIGEST_BYTES
 from ..settings import Placement
 from .models import Entry
-from .parallelism import Parallelism, SimulatedState
+from .parallelism import Boxes, Parallelism, SimulatedState
 
 _Result = TypeVar("_Result")
+_Columns = tuple["array[int]", "array[int]"]
+
+_BLOCK, _LARGE_BODY, _SLOT = 4096, 2 << 20, (8 << 20) - (16 << 10)  # docs/format.md, "Where records lie"
+_PROLOGUE, _EPILOGUE = 704, 832  # of the archive around a tensor of two dimensions
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def simulate(
     planning_seconds = time.perf_counter() - start
     item_count = sum(map(_item_count, inventories))
     by_rank = plan.bytes_by_rank()
-    results = written(state.names, parts, by_rank)
+    results = written(state, parts)
     start = time.perf_counter()
     metadata, index = metadata_files(plan, results)
     metadata_seconds = time.perf_counter() - start
@@ -109,11 +115,13 @@ class Written(NamedTuple):
     paths: list[bytes]
 
 
-def written(names: list[str], parts: Sequence[bytes], bytes_by_rank: Sequence[int]) -> Written:
+def written(state: SimulatedState, parts: Sequence[bytes]) -> Written:
+    layouts: dict[object, _Columns] = {}  # ranks whose records have equal sizes write equal files
+    random = Random(0)
     return Written(
-        [_record_locations(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
+        [_record_locations(part, state.boxes(rank), layouts, random) for rank, part in enumerate(parts)],
         [[f"__{rank}_00000000.distcp"] for rank in range(len(parts))],
-        [_C.pack_paths(names, [(name,) for name in names])] * len(parts),
+        [_C.pack_paths(state.names, [(name,) for name in state.names])] * len(parts),
     )
 
 
@@ -126,15 +134,45 @@ def _item_count(inventory: InventoryParts) -> int:
     return int.from_bytes(inventory[0][8:16], sys.byteorder)
 
 
-def _record_locations(part: bytes, rank_bytes: int) -> bytes:
-    """Made-up record locations, with offsets, lengths and checksums as large as real ones."""
-    count = len(part) // 8 // PLAN_ROW
+def _record_locations(part: bytes, boxes: Boxes, layouts: dict[object, _Columns], random: Random) -> bytes:
+    """Made-up record locations, laid out as in a file (docs/format.md), with random checksums."""
+    known = part, boxes.distinct
+    if known not in layouts:
+        layouts[known] = _lay_out(part, boxes)
+    offsets, lengths = layouts[known]
+    count = len(offsets)
     locations = array("q", bytes(8 * LOCATION_ROW * count))
-    step = rank_bytes // count + 1 if count else 0
-    locations[1::LOCATION_ROW] = array("q", range(0, step * count, step) if step else ())
-    locations[2::LOCATION_ROW] = array("q", [step]) * count
-    locations[3::LOCATION_ROW] = array("q", [0x9E3779B9]) * count
+    locations[1::LOCATION_ROW] = offsets
+    locations[2::LOCATION_ROW] = lengths
+    locations[3::LOCATION_ROW] = array("q", array("I", random.randbytes(4 * count)))
     return locations.tobytes()
+
+
+def _lay_out(part: bytes, boxes: Boxes) -> _Columns:
+    """The offsets and lengths of the records of one rank."""
+    offsets, lengths = array("q"), array("q")
+    cursor, group, after_large = 0, 0, False
+    plan = words(part)
+    for row in range(0, len(plan), PLAN_ROW):
+        item, dim, _, length = plan[row : row + PLAN_ROW]
+        itemsize, sizes = boxes.of_item(item)
+        body = itemsize * math.prod(sizes)
+        if dim >= 0:
+            body = body // sizes[dim] * length
+        large = body >= _LARGE_BODY
+        begin = _aligned(cursor, 64)
+        if large:
+            begin = _aligned(cursor + _PROLOGUE - 64, _BLOCK) + 64 - _PROLOGUE
+        elif after_large or begin + body + _PROLOGUE + _EPILOGUE - group > _SLOT:
+            begin = group = _aligned(cursor, _BLOCK)
+        offsets.append(begin)
+        lengths.append(_PROLOGUE + body + _EPILOGUE)
+        cursor, after_large = begin + lengths[-1], large
+    return offsets, lengths
+
+
+def _aligned(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
 
 
 def with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:

@@ -90,12 +90,16 @@ class Checkpoint {
   }
 
   // The content of `.metadata`.
-  std::string metadata(const std::vector<std::span<const std::byte>>& paths = {}) const {
+  std::string metadata(const std::vector<std::span<const std::byte>>& paths = {}, unsigned threads = 2) const {
     const RecordLocations where = locations();
     const KeyPaths merged(paths);
     const MetadataContent content{catalog, where, merged, "/a/path", "save"};
     std::vector<std::byte> bytes(most_metadata_bytes(content));
-    const WrittenMetadata written = write_metadata(content, bytes.data());
+    const WrittenMetadata written =
+        write_metadata(content, threads, [&](uint64_t offset, std::span<const std::byte> block) {
+          ASSERT_LE(offset + block.size(), bytes.size());
+          std::ranges::copy(block, bytes.begin() + static_cast<ptrdiff_t>(offset));
+        });
     return {reinterpret_cast<const char*>(bytes.data()), written.bytes};
   }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 
@@ -44,6 +45,42 @@ TEST(MetadataPickle, PassesOurCheck) {
   const std::string metadata = checkpoint.metadata();
   expect_sound(metadata);
   EXPECT_LT(metadata.size(), 3000u * 8 * 75);
+}
+
+// Which thread made a block makes no difference, and blocks of the same keys follow each other.
+TEST(MetadataPickle, IsTheSameOfAnyNumberOfThreads) {
+  Checkpoint checkpoint(7);
+  for (int i = 0; i < 90; ++i) {
+    checkpoint.tensor("key " + std::to_string(i), {4096, 3}, grid({4096, 3}, {1000, 1}), "bfloat16");
+    if (i % 7 == 0) checkpoint.object("object " + std::to_string(i));
+  }
+  const std::string alone = checkpoint.metadata({}, 1);
+  expect_sound(alone);
+  for (const unsigned threads : {2, 3, 8, 64}) EXPECT_TRUE(checkpoint.metadata({}, threads) == alone) << threads;
+}
+
+// A thread that waits for its turn does not wait for a block that will never come.
+TEST(MetadataPickle, AnErrorInAnyBlockEndsAllThreads) {
+  for (const size_t bad : {0, 45, 89}) {
+    Checkpoint checkpoint(1);
+    for (int i = 0; i < 90; ++i) checkpoint.tensor("key " + std::to_string(i), {1000}, grid({1000}, {1000}));
+    checkpoint.tables()[0][4 * (1000 * bad + 500) + 1] = -1;
+    EXPECT_THROW(checkpoint.metadata({}, 4), Error);
+  }
+  const Checkpoint checkpoint = [] {
+    Checkpoint many(1);
+    for (int i = 0; i < 90; ++i) many.tensor("key " + std::to_string(i), {1000}, grid({1000}, {1000}));
+    return many;
+  }();
+  const RecordLocations where = checkpoint.locations();
+  const KeyPaths none(std::vector<std::span<const std::byte>>{});
+  for (int stop = 0; stop < 12; ++stop) {
+    std::atomic<int> left = stop;
+    const auto sink = [&](uint64_t, std::span<const std::byte>) {
+      if (left-- == 0) throw Error::invalid("no room");
+    };
+    EXPECT_THROW(write_metadata({checkpoint.catalog, where, none, "", ""}, 4, sink), Error) << stop;
+  }
 }
 
 // The check bounds the work that a pickle causes by its length: recalling long names again and again would exceed it.
