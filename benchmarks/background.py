@@ -7,6 +7,7 @@ GPU). The ceiling is a parallel memcpy of the state for the stall, and raw I/O o
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -65,13 +66,20 @@ def _ours(state: State, path: Path, **options: Any) -> Any:
 def _stock(kind: AsyncCheckpointerType) -> Ways:
     """torch's own stager and writer."""
     shared = kind is AsyncCheckpointerType.PROCESS
-    stager = DefaultStager(StagingOptions(torch.cuda.is_available(), shared, False, False))
+    stager = stock_stager(StagingOptions(torch.cuda.is_available(), shared, False, False))
 
     def start(state: State, path: Path) -> Future[Any]:
         writer = FileSystemWriter(path, thread_count=4)
-        return _future(async_save(state, async_stager=stager, storage_writer=writer, async_checkpointer_type=kind))
+        return _future(async_save(state, async_stager=stager(), storage_writer=writer, async_checkpointer_type=kind))
 
     return start, lambda state, path: dcp_save(state, storage_writer=FileSystemWriter(path, thread_count=4))
+
+
+def stock_stager(options: StagingOptions) -> Callable[[], DefaultStager]:
+    """Gives stock's stager for each call: one that is kept, or a new one where it serves one call only (torch 2.11)."""
+    serves_once = "close()" in inspect.getsource(DefaultStager._stage)
+    kept = DefaultStager(options)
+    return lambda: DefaultStager(options) if serves_once else kept
 
 
 def _future(answer: Any) -> Future[Any]:

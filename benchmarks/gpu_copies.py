@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from array import array
 from collections.abc import Callable
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import vescale_ckpt
 from vescale_ckpt import settings
@@ -20,6 +19,7 @@ from vescale_ckpt._engine.rows import NO_LIMIT
 from vescale_ckpt._state.tensor_table import device_number, read_tensors
 from vescale_ckpt._write.host_batches import new_snapshot, write_table
 
+from .background import stock_stager
 from .figures import record
 from .gpu_rounds import GiB, KiB, MiB
 
@@ -70,13 +70,6 @@ def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
             pinned[number % len(pinned)].copy_(tensor, non_blocking=True)
 
     return {"vescale": ours, "pinned, non_blocking": non_blocking, STOCK: lambda: stager().stage(state)}  # type: ignore[arg-type]
-
-
-def stock_stager(options: StagingOptions) -> Callable[[], DefaultStager]:
-    """Gives stock's stager for each call: one that is kept, or a new one where it serves one call only (torch 2.11)."""
-    serves_once = "close()" in inspect.getsource(DefaultStager._stage)
-    kept = DefaultStager(options)
-    return lambda: DefaultStager(options) if serves_once else kept
 
 
 def pack_sizes(device: str, gib: float) -> None:

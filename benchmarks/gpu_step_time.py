@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 import vescale_ckpt
 from vescale_ckpt._bench.by_turns import Row, Steps
 
+from .background import stock_stager
 from .figures import record
-from .gpu_copies import stock_stager
 from .gpu_rounds import measured, synchronize
 
 Save = Callable[[Path], Any]
