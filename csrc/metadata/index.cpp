@@ -42,22 +42,41 @@ void Index::corrupt(const char* what) const {
                        file_.path(), 0);
 }
 
-void Index::load() {
+void Index::load_header() {
   std::memcpy(&header_, file_.get(0, sizeof header_), sizeof header_);
   expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
-  expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
-         "the checksum of its header differs");
-  expect(header_.version == IndexHeader::kVersion && header_.piece_bytes == VerifiedFile::kPiece,
-         "it is of another version");
+  if (header_.version != IndexHeader1::kVersion) {
+    expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
+           "the checksum of its header differs");
+    expect(header_.version == IndexHeader::kVersion, "it is of another version");
+    return;
+  }
+  IndexHeader1 old;
+  std::memcpy(&old, file_.get(0, sizeof old), sizeof old);
+  expect(crc32(0, &old, sizeof old - sizeof old.header_crc) == old.header_crc, "the checksum of its header differs");
+  std::ranges::copy(old.tables, header_.tables);
+  header_.tables[IndexHeader::kWords] = header_.tables[IndexHeader::kCrcs] = {VerifiedFile::kPiece, 0};
+  header_.checksums_crc = old.checksums_crc;
+}
+
+void Index::load() {
+  load_header();
+  expect(header_.piece_bytes == VerifiedFile::kPiece, "it is of another version");
   expect(header_.file_bytes == file_.size() && header_.checksums <= file_.size(), "its length differs");
+  const bool is_old = header_.version == IndexHeader1::kVersion;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     const auto [at, count] = header_.tables[section];
+    const bool of_places = is_old && section == IndexHeader1::kPlaces;
     expect(at % 8 == 0 && at >= VerifiedFile::kPiece && at <= header_.checksums, "a table lies outside of it");
-    expect(count <= (header_.checksums - at) / kIndexElement[section], "a table lies outside of it");
+    expect(count <= (header_.checksums - at) / (of_places ? sizeof(IndexPlace) : kIndexElement[section]),
+           "a table lies outside of it");
+  }
+  if (!is_old) {
+    expect(header_.tables[IndexHeader::kColumns].count / kIndexColumns >= size(), "it lacks columns");
   }
   const uint64_t strings = header_.tables[IndexHeader::kEnds].count;
   expect(header_.dtypes <= kMostDtypes && strings >= 1 + header_.dtypes, "it lacks names");
-  expect(strings < IndexPlace::kNoCrc && size() < UINT32_MAX, "it names too much");
+  expect(strings < kNoCrc && size() < UINT32_MAX, "it names too much");
   expect(std::has_single_bit(header_.tables[IndexHeader::kSlots].count), "its slots are no power of two");
   file_.load_checksums(header_.checksums, header_.checksums_crc);
 
@@ -102,7 +121,12 @@ Index::Key Index::key(uint64_t number) const {
   expect(row.kind <= 2 && row.ndim <= state::kMostDims && (!object || (row.ndim == 0 && row.chunks == 1)),
          "a key is of no known kind");
   expect(object || row.dtype < header_.dtypes, "a key has an unknown dtype");
-  expect(within(row.first_place, row.chunks, header_.tables[IndexHeader::kPlaces].count), "a key has too many chunks");
+  if (header_.version == IndexHeader1::kVersion) {
+    const uint64_t places = header_.tables[IndexHeader1::kPlaces].count;
+    expect(within(row.first_crc, row.chunks, places), "a key has too many chunks");
+  } else {
+    expect(row.chunks <= header_.file_bytes, "a key has too many chunks");  // without dimensions no table is as long
+  }
   const uint64_t all_dims = header_.tables[IndexHeader::kDims].count;
   expect(
       within(row.dims, row.ndim, all_dims) && BoxTree(row.chunks, row.ndim).words() <= all_dims - row.dims - row.ndim,
@@ -114,8 +138,9 @@ Index::Key Index::key(uint64_t number) const {
           row.flags,
           {},
           row.chunks,
+          number,
           row.dims,
-          row.first_place};
+          row.first_crc};
   if (object) return key;
   key.dtype = dtypes_[row.dtype];
   key.dtype_code = dtype_codes_[row.dtype];
@@ -168,12 +193,51 @@ void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<
           });
 }
 
+RecordLocation Index::place(const Key& key, uint64_t chunk) const {
+  const IndexPlace& row = *elements<IndexPlace>(IndexHeader1::kPlaces, key.first_crc + chunk, 1);
+  return {row.file & ~kNoCrc, row.offset, row.length, (row.file & kNoCrc) != 0 ? -1 : int64_t{row.crc}};
+}
+
+uint64_t Index::code(const IndexColumn& column, uint64_t chunk) const {
+  const uint64_t words = header_.tables[IndexHeader::kWords].count;
+  const uint64_t bit = chunk * column.width, shift = bit % 64;  // chunks are no more than the file has bytes
+  const uint64_t count = shift + column.width > 64 ? 2 : 1;
+  expect(within(column.codes, bit / 64 + count, words), "the codes of a column lie outside of it");
+  const uint64_t* word = elements<uint64_t>(IndexHeader::kWords, column.codes + bit / 64, count);
+  const uint64_t code = word[0] >> shift | (count > 1 ? word[1] << (64 - shift) : 0);
+  return code & ((uint64_t{1} << column.width) - 1);
+}
+
+uint64_t Index::column(uint64_t number, uint64_t chunk) const {
+  const IndexColumn& column = *elements<IndexColumn>(IndexHeader::kColumns, number, 1);
+  uint64_t value = column.base + column.step * chunk;
+  if (column.width == 0) return value;
+  expect(column.width <= IndexColumn::kMostWidth, "a column has absurd codes");
+  const uint64_t coded = code(column, chunk);
+  if (column.value_count == 0) return value + coded;
+  expect(coded < column.value_count &&
+             within(column.values, column.value_count, header_.tables[IndexHeader::kWords].count),
+         "the values of a column lie outside of it");
+  return value + *elements<uint64_t>(IndexHeader::kWords, column.values + coded, 1);
+}
+
 RecordLocation Index::location(const Key& key, uint64_t chunk) const {
-  const IndexPlace& row = *elements<IndexPlace>(IndexHeader::kPlaces, key.first_place + chunk, 1);
-  const uint32_t file = row.file & ~IndexPlace::kNoCrc;
-  expect(file < files(), "a chunk lies in a file without a name");
-  expect(row.offset < kFarthest && row.length < kFarthest, "a chunk lies nowhere");
-  return {file, row.offset, row.length, (row.file & IndexPlace::kNoCrc) != 0 ? -1 : int64_t{row.crc}};
+  RecordLocation found;
+  if (header_.version == IndexHeader1::kVersion) {
+    found = place(key, chunk);
+  } else {
+    const uint64_t first = kIndexColumns * key.number;
+    const uint64_t file = column(first, chunk);
+    expect(file <= UINT32_MAX, "a chunk lies in a file without a name");
+    found = {static_cast<uint32_t>(file) & ~kNoCrc, column(first + 1, chunk), column(first + 2, chunk), -1};
+    if ((file & kNoCrc) == 0) {
+      expect(within(key.first_crc, chunk + 1, header_.tables[IndexHeader::kCrcs].count), "a chunk lacks its checksum");
+      found.crc = *elements<uint32_t>(IndexHeader::kCrcs, key.first_crc + chunk, 1);
+    }
+  }
+  expect(found.file < files(), "a chunk lies in a file without a name");
+  expect(found.offset < kFarthest && found.length < kFarthest, "a chunk lies nowhere");
+  return found;
 }
 
 std::vector<uint64_t> Index::file_ends() const {

@@ -36,7 +36,7 @@ class Index {
     uint16_t flags;
     std::span<const int64_t> shape;
     uint64_t chunks;  // an object has one
-    uint64_t dims, first_place;
+    uint64_t number, dims, first_crc;
   };
 
   std::string_view save_id() const { return save_id_; }
@@ -68,6 +68,10 @@ class Index {
   void expect(bool true_of_sound_ones, const char* what) const {
     if (!true_of_sound_ones) corrupt(what);
   }
+  uint64_t column(uint64_t number, uint64_t chunk) const;
+  uint64_t code(const IndexColumn& column, uint64_t chunk) const;
+  RecordLocation place(const Key& key, uint64_t chunk) const;  // of version 1
+  void load_header();
   void check_inside(const Key& key, const int64_t* box) const;
   // Returns elements first .. first + count of a table, which must have them.
   template <typename Element>

@@ -8,8 +8,8 @@ namespace vescale_ckpt::metadata {
 
 struct IndexHeader {
   static constexpr std::string_view kMagic = "VSCKIDX1";
-  static constexpr uint32_t kVersion = 1;
-  enum Section { kEnds, kText, kSlots, kKeys, kDims, kPlaces, kSections };
+  static constexpr uint32_t kVersion = 2;
+  enum Section { kEnds, kText, kSlots, kKeys, kDims, kColumns, kWords, kCrcs, kSections };
 
   struct Table {
     uint64_t at;     // offset in the file
@@ -28,7 +28,7 @@ struct IndexHeader {
   uint32_t checksums_crc;
   uint32_t header_crc;  // CRC-32 of all bytes before it
 };
-static_assert(sizeof(IndexHeader) == 152);
+static_assert(sizeof(IndexHeader) == 184);
 
 struct IndexSlot {
   uint32_t crc;  // CRC-32 of the name
@@ -38,7 +38,7 @@ struct IndexSlot {
 struct IndexKey {
   uint64_t name;  // start in the text
   uint64_t dims;  // start of shape[ndim] in the dims; the tree of its chunks follows
-  uint64_t first_place;
+  uint64_t first_crc;
   uint64_t chunks;
   uint32_t name_bytes;
   uint32_t ndim;
@@ -48,15 +48,48 @@ struct IndexKey {
 };
 static_assert(sizeof(IndexKey) == 48);
 
-struct IndexPlace {
-  static constexpr uint32_t kNoCrc = uint32_t{1} << 31;
-  uint64_t offset, length;  // place of the record
-  uint32_t crc;
-  uint32_t file;  // index into the names of files, plus kNoCrc if there is no CRC-32
+// Gives a number for each chunk of a key. Chunk i has base + i * step (modulo 2^64), and if `width` is not 0, plus a
+// value: its code, or if there are `values`, value number code. A code is bits i * width .. (i + 1) * width of the
+// words from `codes` on, from the lowest bit of a word to its highest.
+struct IndexColumn {
+  uint64_t base;
+  uint64_t step;
+  uint64_t codes;   // start in the words
+  uint64_t values;  // start in the words
+  uint32_t width;
+  uint32_t value_count;  // 0: codes are the values
+
+  static constexpr uint32_t kMostWidth = 63;
 };
-static_assert(sizeof(IndexPlace) == 24);
+static_assert(sizeof(IndexColumn) == 40);
+
+// Columns of each key: data file (index into the names of files, plus kNoCrc if there is no CRC-32), offset and length
+// of the record.
+constexpr uint64_t kIndexColumns = 3;
+constexpr uint32_t kNoCrc = uint32_t{1} << 31;
 
 constexpr uint64_t kIndexElement[IndexHeader::kSections] = {
-    8, 1, sizeof(IndexSlot), sizeof(IndexKey), 8, sizeof(IndexPlace)};
+    8, 1, sizeof(IndexSlot), sizeof(IndexKey), 8, sizeof(IndexColumn), 8, sizeof(uint32_t)};
+
+// Version 1, which older releases have written: its header has six tables, the last of which are the places of all
+// chunks. IndexKey::first_crc is the first place of the key there.
+struct IndexHeader1 {
+  static constexpr uint32_t kVersion = 1;
+  static constexpr size_t kSections = 6;
+  static constexpr IndexHeader::Section kPlaces = IndexHeader::kColumns;
+
+  char before_tables[48];  // as in IndexHeader
+  IndexHeader::Table tables[kSections];
+  uint32_t checksums_crc;
+  uint32_t header_crc;
+};
+static_assert(sizeof(IndexHeader1) == 152);
+
+struct IndexPlace {
+  uint64_t offset, length;  // place of the record
+  uint32_t crc;
+  uint32_t file;  // as in the column of files
+};
+static_assert(sizeof(IndexPlace) == 24);
 
 }  // namespace vescale_ckpt::metadata

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "base/crc32.h"
 #include "base/error.h"
@@ -17,34 +18,178 @@ namespace vescale_ckpt::metadata {
 namespace {
 
 constexpr uint64_t kPiece = VerifiedFile::kPiece;
+constexpr size_t kKeysTogether = 64;             // whose locations are gathered at once
+constexpr size_t kMostValues = size_t{1} << 12;  // a column with more distinct values has them as codes
 
-template <typename Element>
-Element* table(std::byte* out, const IndexHeader& header, IndexHeader::Section section) {
-  return reinterpret_cast<Element*>(out + header.tables[section].at);
+// Appends `width` bits of each code.
+void pack(std::span<const uint64_t> codes, uint32_t width, std::vector<uint64_t>& words) {
+  words.assign((codes.size() * width + 63) / 64, 0);
+  for (uint64_t i = 0; i < codes.size(); ++i) {
+    const uint64_t bit = i * width, shift = bit % 64;
+    words[bit / 64] |= codes[i] << shift;
+    if (shift + width > 64) words[bit / 64 + 1] |= codes[i] >> (64 - shift);
+  }
 }
+
+// Numbers values in the order in which they first come. For few values.
+class Numbering {
+ public:
+  // Returns false, and gives up, if there are more than kMostValues values.
+  bool run(std::span<const uint64_t> numbers, std::vector<uint64_t>& codes, std::vector<uint64_t>& values) {
+    std::ranges::fill(slots_, 0);
+    values_.clear();
+    codes.resize(numbers.size());
+    bool few = true;
+    for (size_t i = 0; i < numbers.size() && few; ++i) {
+      uint32_t& number = slots_[slot(numbers[i])];
+      if (number == 0) {
+        few = values_.size() < kMostValues;
+        values_.push_back(numbers[i]);
+        number = static_cast<uint32_t>(values_.size());
+      }
+      codes[i] = number - 1;
+    }
+    values = values_;
+    return few;
+  }
+
+ private:
+  size_t slot(uint64_t value) const {
+    const size_t mask = slots_.size() - 1;
+    size_t at = (value * 0x9E3779B97F4A7C15) >> 40 & mask;
+    while (slots_[at] != 0 && values_[slots_[at] - 1] != value) at = (at + 1) & mask;
+    return at;
+  }
+
+  std::vector<uint32_t> slots_ = std::vector<uint32_t>(4 * kMostValues);  // number of a value plus 1; 0: free
+  std::vector<uint64_t> values_;
+};
 
 }  // namespace
 
+uint64_t IndexImage::Words::add(std::span<const uint64_t> added) {
+  const uint64_t key = crc32(0, added.data(), added.size_bytes()) | added.size() << 32;
+  const auto [begin, end] = known_.equal_range(key);
+  for (auto known = begin; known != end; ++known) {
+    if (std::ranges::equal(added, std::span(words).subspan(known->second, added.size()))) return known->second;
+  }
+  known_.emplace(key, words.size());
+  words.insert(words.end(), added.begin(), added.end());
+  return words.size() - added.size();
+}
+
 IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id,
                        uint64_t pickle_bytes, uint32_t pickle_crc)
-    : catalog_(catalog), locations_(locations), save_id_(save_id), dtype_index_(format::dtypes().size(), UINT32_MAX) {
+    : dtype_index_(format::dtypes().size(), UINT32_MAX) {
   if (catalog.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
-  uint64_t dims = 0, text = save_id.size();
-  for (const Catalog::Key& key : catalog.keys) {
-    text += key.name_bytes;
-    if (key.kind == state::ItemKind::object) continue;
-    dims += key.ndim + BoxTree(key.chunks, key.ndim).words();
-    if (dtype_index_[key.dtype] == UINT32_MAX) {
-      dtype_index_[key.dtype] = static_cast<uint32_t>(dtypes_.size());
-      dtypes_.push_back(key.dtype);
-      text += format::dtypes()[key.dtype].name.size();
+  add_strings(catalog, locations.files(), save_id);
+  crcs_.reserve(catalog.chunks.size());
+  std::vector<RecordLocation> located;
+  for (size_t first = 0; first < catalog.keys.size(); first += kKeysTogether) {
+    const size_t end = std::min(catalog.keys.size(), first + kKeysTogether);
+    const Catalog::Key &front = catalog.keys[first], &back = catalog.keys[end - 1];
+    located.resize(back.first_chunk + back.chunks - front.first_chunk);
+    locations.gather(catalog, first, end, located.data());
+    for (size_t i = first; i < end; ++i) {
+      const Catalog::Key& key = catalog.keys[i];
+      add_key(catalog, key, std::span(located).subspan(key.first_chunk - front.first_chunk, key.chunks));
     }
   }
-  for (const std::string& file : locations.files()) text += file.size();
+  add_slots(catalog);
+  header_.pickle_bytes = pickle_bytes;
+  header_.pickle_crc = pickle_crc;
+  lay_out();
+}
 
-  const uint64_t slots = std::bit_ceil(2 * std::max<uint64_t>(1, catalog.keys.size()));
-  const uint64_t counts[IndexHeader::kSections] = {
-      1 + dtypes_.size() + locations.files().size(), text, slots, catalog.keys.size(), dims, catalog.chunks.size()};
+void IndexImage::add_strings(const Catalog& catalog, std::span<const std::string> files, std::string_view save_id) {
+  const auto add = [&](std::string_view string) {
+    text_ += string;
+    ends_.push_back(text_.size());
+  };
+  add(save_id);
+  for (const Catalog::Key& key : catalog.keys) {
+    if (key.kind == state::ItemKind::object || dtype_index_[key.dtype] != UINT32_MAX) continue;
+    dtype_index_[key.dtype] = header_.dtypes++;
+    add(format::dtypes()[key.dtype].name);
+  }
+  for (const std::string& file : files) add(file);
+}
+
+void IndexImage::add_key(const Catalog& catalog, const Catalog::Key& key, std::span<const RecordLocation> locations) {
+  const std::string_view name = catalog.name(key);
+  const bool object = key.kind == state::ItemKind::object;
+  keys_.push_back({text_.size(), dims_of(catalog, key), crcs_.size(), key.chunks, key.name_bytes, key.ndim,
+                   object ? 0 : dtype_index_[key.dtype], static_cast<uint16_t>(key.kind), key.flags});
+  text_ += name;
+  const auto add = [&](const auto& number_of) {
+    numbers_.resize(locations.size());
+    std::ranges::transform(locations, numbers_.begin(), number_of);
+    add_column();
+  };
+  add([](const RecordLocation& at) { return uint64_t{at.file | (at.crc < 0 ? kNoCrc : 0)}; });
+  add([](const RecordLocation& at) { return at.offset; });
+  add([](const RecordLocation& at) { return at.length; });
+  if (std::ranges::all_of(locations, [](const RecordLocation& at) { return at.crc < 0; })) return;
+  for (const RecordLocation& at : locations) crcs_.push_back(static_cast<uint32_t>(std::max<int64_t>(at.crc, 0)));
+}
+
+uint64_t IndexImage::dims_of(const Catalog& catalog, const Catalog::Key& key) {
+  const BoxTree tree(key.chunks, key.ndim);
+  tree_.resize(key.ndim + tree.words());
+  std::ranges::copy(catalog.shape(key), tree_.begin());
+  if (key.ndim > 0) {
+    auto out = tree_.begin() + key.ndim;
+    for (uint64_t number = 0; number < key.chunks; ++number) {
+      const int64_t* box = catalog.dims.data() + catalog.chunks[key.first_chunk + number].box;
+      out = std::copy_n(box, size_t{2} * key.ndim, out);
+    }
+    tree.fill({reinterpret_cast<int64_t*>(tree_.data()) + key.ndim, tree.words()});
+  }
+  return dims_.add(tree_);
+}
+
+void IndexImage::add_column() {
+  IndexColumn& column = columns_.emplace_back();
+  if (numbers_.empty()) return;
+  column.base = numbers_[0];
+  column.step = numbers_.size() > 1 ? numbers_[1] - numbers_[0] : 0;
+  uint64_t expected = column.base;
+  const auto as_expected = [&](uint64_t number) { return number == std::exchange(expected, expected + column.step); };
+  if (std::ranges::all_of(numbers_, as_expected)) return;
+  const auto [least, most] = std::ranges::minmax(numbers_);
+  column.base = least;
+  column.step = 0;
+  for (uint64_t& number : numbers_) number -= least;
+  column.width = static_cast<uint32_t>(std::bit_width(most - least));
+  if (Numbering().run(numbers_, codes_, values_)) {
+    const auto width = static_cast<uint32_t>(std::bit_width(values_.size() - 1));
+    if (values_.size() * 64 + numbers_.size() * width < numbers_.size() * column.width) {
+      column.width = width;
+      column.value_count = static_cast<uint32_t>(values_.size());
+      column.values = words_.add(values_);
+      numbers_.swap(codes_);
+    }
+  }
+  pack(numbers_, column.width, tree_);
+  column.codes = words_.add(tree_);
+}
+
+void IndexImage::add_slots(const Catalog& catalog) {
+  slots_.resize(std::bit_ceil(2 * std::max<uint64_t>(1, catalog.keys.size())));
+  const uint64_t most = slots_.size() - 1;
+  for (uint32_t i = 0; i < catalog.keys.size(); ++i) {
+    const std::string_view name = catalog.name(catalog.keys[i]);
+    const uint32_t crc = crc32(0, name.data(), name.size());
+    uint64_t slot = crc & most;
+    while (slots_[slot].key != 0) slot = (slot + 1) & most;
+    slots_[slot] = {crc, i + 1};
+  }
+}
+
+void IndexImage::lay_out() {
+  const uint64_t counts[IndexHeader::kSections] = {ends_.size(),        text_.size(),       slots_.size(),
+                                                   keys_.size(),        dims_.words.size(), columns_.size(),
+                                                   words_.words.size(), crcs_.size()};
   uint64_t at = kPiece;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     header_.tables[section] = {at, counts[section]};
@@ -55,22 +200,19 @@ IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations,
   std::memcpy(header_.magic, IndexHeader::kMagic.data(), sizeof header_.magic);
   header_.version = IndexHeader::kVersion;
   header_.piece_bytes = kPiece;
-  header_.pickle_bytes = pickle_bytes;
-  header_.pickle_crc = pickle_crc;
-  header_.dtypes = static_cast<uint32_t>(dtypes_.size());
 }
 
 void IndexImage::write(std::byte* out) const {
+  const void* tables[IndexHeader::kSections] = {ends_.data(),       text_.data(),    slots_.data(),       keys_.data(),
+                                                dims_.words.data(), columns_.data(), words_.words.data(), crcs_.data()};
   std::memset(out, 0, kPiece);
-  for (size_t section = 0; section < IndexHeader::kSections; ++section) {  // fills the gaps between tables with zeros
-    const IndexHeader::Table& of = header_.tables[section];
-    const uint64_t end = of.at + of.count * kIndexElement[section];
+  for (size_t section = 0; section < IndexHeader::kSections; ++section) {
+    const IndexHeader::Table& table = header_.tables[section];
+    const uint64_t bytes = table.count * kIndexElement[section];
     const uint64_t next = section + 1 < IndexHeader::kSections ? header_.tables[section + 1].at : header_.checksums;
-    std::memset(out + end, 0, next - end);
+    if (bytes != 0) std::memcpy(out + table.at, tables[section], bytes);
+    std::memset(out + table.at + bytes, 0, next - table.at - bytes);
   }
-  write_strings(out);
-  write_keys(out);
-
   auto* checksums = reinterpret_cast<uint32_t*>(out + header_.checksums);
   const uint64_t pieces = header_.checksums / kPiece - 1;
   for (uint64_t i = 0; i < pieces; ++i) checksums[i] = crc32(0, out + (i + 1) * kPiece, kPiece);
@@ -78,68 +220,6 @@ void IndexImage::write(std::byte* out) const {
   header.checksums_crc = crc32(0, checksums, pieces * sizeof(uint32_t));
   header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
   std::memcpy(out, &header, sizeof header);
-}
-
-void IndexImage::write_strings(std::byte* out) const {
-  auto* ends = table<uint64_t>(out, header_, IndexHeader::kEnds);
-  auto* text = table<char>(out, header_, IndexHeader::kText);
-  uint64_t end = 0;
-  const auto put = [&](std::string_view string) {
-    string.copy(text + end, string.size());
-    *ends++ = end += string.size();
-  };
-  put(save_id_);
-  for (const uint8_t code : dtypes_) put(format::dtypes()[code].name);
-  for (const std::string& file : locations_.files()) put(file);
-}
-
-void IndexImage::write_keys(std::byte* out) const {
-  auto* text = table<char>(out, header_, IndexHeader::kText);
-  auto* slots = table<IndexSlot>(out, header_, IndexHeader::kSlots);
-  auto* keys = table<IndexKey>(out, header_, IndexHeader::kKeys);
-  auto* dims = table<int64_t>(out, header_, IndexHeader::kDims);
-  auto* locations = table<IndexPlace>(out, header_, IndexHeader::kPlaces);
-  const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
-  std::memset(slots, 0, (most + 1) * sizeof *slots);
-
-  uint64_t name_at = table<uint64_t>(out, header_, IndexHeader::kEnds)[header_.tables[IndexHeader::kEnds].count - 1];
-  uint64_t dims_at = 0, location_at = 0;
-  for (uint32_t i = 0; i < catalog_.keys.size(); ++i) {
-    const Catalog::Key& key = catalog_.keys[i];
-    const std::string_view name = catalog_.name(key);
-    const bool object = key.kind == state::ItemKind::object;
-    keys[i] = {name_at,
-               dims_at,
-               location_at,
-               key.chunks,
-               key.name_bytes,
-               key.ndim,
-               object ? 0 : dtype_index_[key.dtype],
-               static_cast<uint16_t>(key.kind),
-               key.flags};
-    name.copy(text + name_at, name.size());
-    name_at += name.size();
-
-    const uint32_t crc = crc32(0, name.data(), name.size());
-    uint64_t slot = crc & most;
-    while (slots[slot].key != 0) slot = (slot + 1) & most;
-    slots[slot] = {crc, i + 1};
-
-    const BoxTree tree(key.chunks, key.ndim);
-    std::ranges::copy(catalog_.shape(key), dims + dims_at);
-    dims_at += key.ndim;
-    for (uint64_t number = 0; number < key.chunks; ++number) {
-      const Catalog::Chunk& chunk = catalog_.chunks[key.first_chunk + number];
-      std::ranges::copy(catalog_.offset(key, chunk), dims + dims_at + 2 * number * key.ndim);
-      std::ranges::copy(catalog_.size(key, chunk), dims + dims_at + (2 * number + 1) * key.ndim);
-      const RecordLocation location = locations_[chunk];
-      locations[location_at++] = {location.offset, location.length,
-                                  static_cast<uint32_t>(std::max<int64_t>(location.crc, 0)),
-                                  location.file | (location.crc < 0 ? IndexPlace::kNoCrc : 0)};
-    }
-    tree.fill({dims + dims_at, tree.words()});
-    dims_at += tree.words();
-  }
 }
 
 namespace {

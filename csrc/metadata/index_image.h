@@ -6,8 +6,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
+#include "base/large_vector.h"
 #include "metadata/catalog.h"
 #include "metadata/index_format.h"
 #include "metadata/record_locations.h"
@@ -15,25 +17,47 @@
 
 namespace vescale_ckpt::metadata {
 
-// A view of its arguments. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index belongs to.
+// `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index belongs to. Chunks repeat: keys of equal
+// shapes and chunks share their dims, and columns their codes and values. Throws Error (invalid) if a location is
+// invalid.
 class IndexImage {
  public:
   IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id, uint64_t pickle_bytes,
              uint32_t pickle_crc);
 
   uint64_t bytes() const { return header_.file_bytes; }
-  // Writes the file's content to `out`. Throws Error (invalid) if a location is invalid.
+  // Writes the file's content to `out`.
   void write(std::byte* out) const;
 
  private:
-  void write_strings(std::byte* out) const;
-  void write_keys(std::byte* out) const;
+  // Words of which equal ranges are stored once.
+  class Words {
+   public:
+    // Returns where these words start.
+    uint64_t add(std::span<const uint64_t> words);
+    std::vector<uint64_t> words;
 
-  const Catalog& catalog_;
-  const RecordLocations& locations_;
-  std::string_view save_id_;
-  std::vector<uint32_t> dtype_index_;  // index in dtypes_ of each dtype code
-  std::vector<uint8_t> dtypes_;        // codes of the dtypes in use
+   private:
+    std::unordered_multimap<uint64_t, uint64_t> known_;  // checksum and length of a range, where it starts
+  };
+
+  void add_strings(const Catalog& catalog, std::span<const std::string> files, std::string_view save_id);
+  void add_key(const Catalog& catalog, const Catalog::Key& key, std::span<const RecordLocation> locations);
+  uint64_t dims_of(const Catalog& catalog, const Catalog::Key& key);
+  void add_column();  // of numbers_
+  void add_slots(const Catalog& catalog);
+  void lay_out();
+
+  std::vector<uint32_t> dtype_index_;  // index among the names of dtypes of each dtype code
+  std::vector<uint64_t> ends_;
+  std::string text_;
+  std::vector<IndexSlot> slots_;
+  std::vector<IndexKey> keys_;
+  Words dims_;
+  std::vector<IndexColumn> columns_;
+  Words words_;
+  LargeVector<uint32_t> crcs_;
+  std::vector<uint64_t> tree_, numbers_, codes_, values_;  // reused for each key
   IndexHeader header_{};
 };
 

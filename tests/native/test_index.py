@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import tarfile
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter
+from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
 
 
 class SecondReader:
@@ -35,11 +37,11 @@ class SecondReader:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        header = struct.unpack_from("<8s2I2Q2IQ12Q2I", data)
+        header = struct.unpack_from("<8s2I2Q2IQ16Q2I", data)
         magic, version, piece, length, self.pickle_bytes, self.pickle_crc, dtypes, checksums, *rest = header
         *self.tables, sums_crc, header_crc = rest
-        assert (magic, version, piece, length) == (b"VSCKIDX1", 1, 4096, len(data))
-        assert zlib.crc32(data[:148]) == header_crc
+        assert (magic, version, piece, length) == (b"VSCKIDX1", 2, 4096, len(data))
+        assert zlib.crc32(data[:180]) == header_crc
         assert zlib.crc32(data[checksums:]) == sums_crc
         pieces = [zlib.crc32(data[at : at + piece]) for at in range(piece, checksums, piece)]
         assert pieces == [sum_ for (sum_,) in struct.iter_unpack("<I", data[checksums:])]
@@ -68,13 +70,25 @@ class SecondReader:
 
     def key(self, number: int) -> tuple[Any, ...]:
         begin, *rest, size, ndim, dtype, kind, flags = self.element(3, "<4Q3I2H", number)
-        return self.text(begin, size), *rest, ndim, dtype, kind, flags
+        return self.text(begin, size), number, *rest, ndim, dtype, kind, flags
+
+    def column(self, number: int, chunk: int) -> int:
+        base, step, codes, values, width, value_count = self.element(5, "<4Q2I", number)
+        found: int = (base + step * chunk) % 2**64
+        if not width:
+            return found
+        at, shift = divmod(chunk * width, 64)
+        words = [self.element(6, "<Q", codes + at + i)[0] for i in range(1 + (shift + width > 64))]
+        code = sum(word << 64 * i for i, word in enumerate(words)) >> shift & (1 << width) - 1
+        assert not value_count or code < value_count
+        return found + (self.element(6, "<Q", values + code)[0] if value_count else code)
 
     def metadata(self) -> tuple[dict[str, Any], dict[MetadataIndex, Any]]:
         stored: dict[str, Any] = {}
         data: dict[MetadataIndex, Any] = {}
         for number in range(self.tables[7]):
-            name, dims, first, count, ndim, dtype, kind, flags = self.find(self.key(number)[0])
+            name, found, dims, first, count, ndim, dtype, kind, flags = self.find(self.key(number)[0])
+            assert found == number
             words = (self.element(4, "<q", i)[0] for i in itertools.count(dims))
             size, *boxes = (torch.Size(itertools.islice(words, ndim)) for _ in range(1 + 2 * count))
             chunks = [ChunkStorageMetadata(*box) for box in zip(boxes[::2], boxes[1::2], strict=True)]
@@ -82,11 +96,11 @@ class SecondReader:
             if kind:
                 properties = TensorProperties(getattr(torch, self.dtypes[dtype]), requires_grad=bool(flags & 1))
                 stored[name] = TensorStorageMetadata(properties, size, chunks)
-            for place in range(count):
-                offset, length, crc, file = self.element(5, "<2Q2I", first + place)
-                index = MetadataIndex(name, chunks[place].offsets) if kind else MetadataIndex(name)
-                has_crc, file = not file >> 31, file & ~(1 << 31)
-                data[index] = (self.files[file], offset, length, crc if has_crc else None)
+            for chunk in range(count):
+                file, offset, length = (self.column(3 * number + column, chunk) for column in range(3))
+                index = MetadataIndex(name, chunks[chunk].offsets) if kind else MetadataIndex(name)
+                crc = None if file >> 31 else self.element(7, "<I", first + chunk)[0]
+                data[index] = (self.files[file & ~(1 << 31)], offset, length, crc)
             level = [(chunk.offsets, chunk.sizes) for chunk in chunks]
             while len(level) > 16:
                 level = [self.bound(level[i : i + 16], ndim) for i in range(0, len(level), 16)]
@@ -145,6 +159,31 @@ def test_more_chunks_than_a_node_of_the_tree_has_room_for(checkpoint: Path) -> N
     run_ranks(2, _save_many_chunks, checkpoint)
     assert len(read_metadata(checkpoint).state_dict_metadata["rows"].chunks) == 300  # type: ignore[union-attr]
     _check(checkpoint)
+
+
+def test_an_index_of_an_older_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tarfile.open(Path(__file__).with_name("index_1.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    index = metadata_file.read_index(str(tmp_path))
+    assert index is not None
+    index.check()
+    assert sorted(index.keys()) == ["bias", "empty", "epoch", "step", "weight"]
+    monkeypatch.setattr(metadata_pickle, "loads", None)  # nobody needs what `.metadata` says
+    state = {"weight": torch.empty(3, 4), "bias": torch.empty(5, dtype=torch.bfloat16), "epoch": 0}
+    vescale_ckpt.load(tmp_path, state)
+    assert torch.equal(state["weight"], torch.arange(12.0).reshape(3, 4)) and state["epoch"] == 3
+    assert torch.equal(state["bias"], torch.arange(5, dtype=torch.bfloat16))
+
+
+def test_an_index_of_a_later_release_is_done_without(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"weight": torch.ones(3)})
+    index = checkpoint / ".metadata.index"
+    data = bytearray(index.read_bytes())
+    struct.pack_into("<I", data, 8, 3)
+    struct.pack_into("<I", data, 180, zlib.crc32(data[:180]))
+    index.write_bytes(data)
+    assert metadata_file.read_index(str(checkpoint)) is None
+    assert torch.equal(vescale_ckpt.load(checkpoint)["weight"], torch.ones(3))
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, 8192, -1])

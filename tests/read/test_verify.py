@@ -324,14 +324,15 @@ def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, tmp_path: Path
     assert verify(checkpoint).ok
     index = checkpoint / ".metadata.index"
     data = bytearray(index.read_bytes())
-    at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the places
-    (offset,) = struct.unpack_from("<Q", data, at + 24 * (count - 1))
-    struct.pack_into("<Q", data, at + 24 * (count - 1), offset + (1 << 40))
+    at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the columns
+    base = at + 40 * (count - 2)  # of the offsets of the last key
+    (offset,) = struct.unpack_from("<Q", data, base)
+    struct.pack_into("<Q", data, base, offset + (1 << 40))
     checksums = struct.unpack_from("<Q", data, 40)[0]
     for piece in range(4096, checksums, 4096):
         struct.pack_into("<I", data, checksums + piece // 1024 - 4, zlib.crc32(data[piece : piece + 4096]))
-    struct.pack_into("<I", data, 144, zlib.crc32(data[checksums:]))
-    struct.pack_into("<I", data, 148, zlib.crc32(data[:148]))
+    struct.pack_into("<I", data, 176, zlib.crc32(data[checksums:]))
+    struct.pack_into("<I", data, 180, zlib.crc32(data[:180]))
     index.write_bytes(data)
     (damage,) = verify(checkpoint).damaged
     assert damage.file == str(index) and "contradicts the metadata" in damage.reason
