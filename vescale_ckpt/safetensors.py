@@ -31,6 +31,7 @@ from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
 from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
+from ._engine.torch_copies import TorchCopies, device_notes
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table
 from ._state.watch import WatchedState
@@ -151,11 +152,13 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
     if not others:
         return tensors, reads.table
     hosts = list(tensors)
-    for row in others:
-        try:
-            hosts[row] = as_host_tensor(tensors[row])[0]
-        except Exception as error:  # code of a subclass may raise anything
-            raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
+    with TorchCopies() as copies:
+        for row in others:
+            try:
+                hosts[row] = as_host_tensor(tensors[row], copies)[0]
+            except Exception as error:  # code of a subclass may raise anything
+                raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
+    device_notes()  # logs new ones
     return hosts, tensor_table(hosts)
 
 
@@ -293,7 +296,12 @@ class _Opened:
 
     def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
         is_done = self.device.type == "cpu" or self.cuda is not None
-        return read if is_done else [host.to(self.device) for host in read]
+        if is_done:
+            return read
+        with TorchCopies() as copies:
+            found = [copies.to_device(host, self.device) for host in read]
+        device_notes()  # logs new ones
+        return found
 
 
 def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: str) -> torch.Tensor:

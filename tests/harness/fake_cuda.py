@@ -124,7 +124,7 @@ def fake_cuda(hip: bool = False) -> Iterator[FakeCuda]:
         patch.setattr(
             record_reader, "is_host_memory", lambda tensor: tensor.numel() <= LEAST and is_host_memory(tensor)
         )
-        patch.setattr(device_streams, "made_current", lambda streams, devices: nullcontext())
+        patch.setattr(device_streams, "made_current", lambda streams: nullcontext())
         assert _C.copies_from_cuda(), device_info()
         yield fake
         assert fake.count("calls without a device") == fake.count("calls on another device") == 0

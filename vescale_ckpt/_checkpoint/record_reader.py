@@ -18,6 +18,7 @@ from .._engine.options import engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
+from .._engine.torch_copies import TorchCopies
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
@@ -247,8 +248,10 @@ class RecordReader:
             self.count(report)
             for row in report["unread"]:
                 self.fill_from_archive(group.targets[row])
+            with TorchCopies() as copies:
+                for target in group.targets:
+                    self.hand_over(target, copies)
             for target in group.targets:
-                self.hand_over(target)
                 if target.commit is not None:
                     target.commit(target.tensor)
             bump_versions([target.tensor for target in group.targets])
@@ -290,15 +293,16 @@ class RecordReader:
         if not for_others:
             self.bytes += report["needed_bytes"]
 
-    def hand_over(self, target: Target) -> None:
-        """Copies the values to the tensor itself, unless the engine has filled it."""
+    def hand_over(self, target: Target, copies: TorchCopies) -> None:
+        """Copies the values to the tensor itself, unless the engine has filled it. It has them when `copies` are
+        done."""
         if target.filled is target.tensor:
             return
         if is_wrapper(target.tensor):
             self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
             return
         try:
-            target.tensor.copy_(target.filled)
+            copies.copy(target.tensor, target.filled)
         except (RuntimeError, NotImplementedError) as error:
             key, tensor = target.record.key, target.tensor
             raise CheckpointError(

@@ -20,6 +20,7 @@ from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
+from .._engine.torch_copies import TorchCopies, device_notes
 from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
@@ -96,40 +97,40 @@ class Stager(AsyncStager):
         found = [part for of_value in parts.values() for part in of_value]
         flags = iter(read_tensors(found).ready)
         ready: list[int] = []
-        for number, of_value in list(parts.items()):
-            ready_parts = [next(flags) for _ in of_value]
-            try:
-                parts[number] = [
-                    part if flag != NOT_READY else as_host_tensor(part)[0]
-                    for part, flag in zip(of_value, ready_parts, strict=True)
-                ]
-            except Exception as error:  # a subclass may do anything
-                if any(_is_without_memory(part) for part in of_value):
-                    key = _text(keys[number])
-                    raise CheckpointError(f"{key}: {error}", key=key) from None
-                # Planning decides whether the tensor can be saved, and raises its key if not.
+        with TorchCopies() as copies:
+            for number, of_value in list(parts.items()):
+                ready_parts = [next(flags) for _ in of_value]
                 try:
-                    known[number] = _copy_of(values[number])
-                except Exception:
-                    key = _text(keys[number])
-                    raise CheckpointError(
-                        f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
-                    ) from error
-                del parts[number]
-            else:
-                ready += ready_parts
-            for part in parts.get(number, ()):
-                if part.dtype not in DTYPE_CODES:
-                    dtype_code(part.dtype, _text(keys[number]))  # raises
+                    parts[number] = [
+                        part if flag != NOT_READY else as_host_tensor(part, copies)[0]
+                        for part, flag in zip(of_value, ready_parts, strict=True)
+                    ]
+                except Exception as error:  # a subclass may do anything
+                    if any(_is_without_memory(part) for part in of_value):
+                        key = _text(keys[number])
+                        raise CheckpointError(f"{key}: {error}", key=key) from None
+                    # Planning decides whether the tensor can be saved, and raises its key if not.
+                    try:
+                        known[number] = _copy_of(values[number])
+                    except Exception:
+                        key = _text(keys[number])
+                        raise CheckpointError(
+                            f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
+                        ) from error
+                    del parts[number]
+                else:
+                    ready += ready_parts
+                for part in parts.get(number, ()):
+                    if part.dtype not in DTYPE_CODES:
+                        dtype_code(part.dtype, _text(keys[number]))  # raises
+        device_notes()  # logs new ones
         staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
         if changed := watch.changed():
             raise changed_meanwhile(_text(keys[watched[changed[0]][0]]))
         for number, of_value in parts.items():
-            copies = [next(staged) for _ in of_value]
+            own = [next(staged) for _ in of_value]
             known[number] = (
-                StagedChunks.of(told[number]._replace(tensors=copies))
-                if number in told
-                else _like(values[number], copies)
+                StagedChunks.of(told[number]._replace(tensors=own)) if number in told else _like(values[number], own)
             )
         return copy.deepcopy(state_dict, known)
 

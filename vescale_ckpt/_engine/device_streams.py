@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 
 from .. import settings
 from . import _C
+from .torch_copies import can_queue
 
-#: The stream of the training thread on each CUDA device.
-Streams = Mapping[int, Any]
+#: The streams of the training thread: on each CUDA device, by its number, or on each device of another kind.
+Streams = Mapping[Any, Any]
 
 
 def copies_from_cuda() -> bool:
@@ -21,10 +22,17 @@ def copies_from_cuda() -> bool:
 
 
 def current_streams() -> Streams:
-    """The streams that are current on this thread. Starts CUDA nowhere."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """The streams that are current on this thread. Starts no device."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {number: torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())}
+    device = torch.accelerator.current_accelerator()
+    if device is None or not can_queue(device.type):
         return {}
-    return {number: torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())}
+    is_in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    if not is_in_use():
+        return {}
+    devices = [torch.device(device.type, number) for number in range(torch.accelerator.device_count())]
+    return {device: torch.accelerator.current_stream(device) for device in devices}
 
 
 def producers(devices: Any, stream_of: Callable[[int], Any]) -> list[tuple[int, int]]:
@@ -37,9 +45,9 @@ def producers(devices: Any, stream_of: Callable[[int], Any]) -> list[tuple[int, 
 
 
 @contextmanager
-def made_current(streams: Streams, devices: Iterable[int]) -> Iterator[None]:
-    """A context in which the streams of these devices are current on this thread, whichever that is."""
+def made_current(streams: Streams) -> Iterator[None]:
+    """A context in which the streams are current on this thread, whichever that is."""
     with ExitStack() as stack:
-        for number in devices:
-            stack.enter_context(torch.cuda.stream(streams[number]))
+        for device, stream in streams.items():
+            stack.enter_context(torch.cuda.stream(stream) if isinstance(device, int) else stream)
         yield

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ..errors import CheckpointError
+from .torch_copies import TorchCopies
 
 
 def is_plain_tensor(value: object) -> bool:
@@ -93,13 +94,38 @@ def can_be_filled(tensor: torch.Tensor) -> bool:
     return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
 
 
-def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor of the same values that is `is_host_memory`, and whether it is a copy.
+def as_host_tensor(tensor: torch.Tensor, copies: TorchCopies | None = None) -> tuple[torch.Tensor, bool]:
+    """A tensor of the same values that is `is_host_memory`, and whether it is a copy. A copy from a device is one of
+    `copies` and has its values when these are done; None: at once.
 
     Raises `CheckpointError` for tensors whose values are not in one dense storage.
     """
     if is_host_memory(tensor):
         return tensor, False
+    plain = dense(tensor)
+    if copies is not None and is_on_device(plain):
+        return copies.to_host(plain), True
+    memory = plain.data_ptr()
+    # What is lazy is done in host memory: not all backends of torch can do it while they copy.
+    is_conj, is_neg = plain.is_conj(), plain.is_neg()
+    plain = torch._neg_view(plain) if is_neg else plain
+    plain = (plain.conj() if is_conj else plain).to("cpu")
+    plain = (plain.conj() if is_conj else plain).resolve_conj()
+    plain = (torch._neg_view(plain) if is_neg else plain).resolve_neg()
+    return plain, plain.data_ptr() != memory
+
+
+def is_on_device(plain: torch.Tensor) -> bool:
+    """Whether a `dense` tensor is memory of a device as it is: not in host memory, and no lazy conjugation or
+    negation."""
+    return not (plain.is_cpu or plain.is_conj() or plain.is_neg())
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor, on its device. Waits for a collective that fills it.
+
+    Raises `CheckpointError` for tensors whose values are not in one dense storage.
+    """
     plain = tensor.detach()
     if isinstance(plain, AsyncCollectiveTensor):
         plain = plain.wait()
@@ -117,6 +143,4 @@ def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
         raise CheckpointError(f"a tensor of layout {plain.layout} and dtype {plain.dtype} cannot be stored: not dense")
     if plain._is_zerotensor() or not _is_backed(plain):
         raise CheckpointError("its storage was freed, or is smaller than the tensor: there are no values to store")
-    memory = plain.data_ptr()
-    plain = plain.to("cpu").resolve_conj().resolve_neg()
-    return plain, plain.data_ptr() != memory
+    return plain

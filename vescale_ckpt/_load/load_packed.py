@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._checkpoint.record_reader import Record, Target
+from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolve_group
@@ -118,7 +119,8 @@ def fill_packed(load: RankLoad, reads: PackedReads) -> None:
     for number in report["unread"]:
         target = _target(load, reads, row_at(number))
         load.fill_from_archive(target)
-        load.hand_over(target)
+        with TorchCopies() as copies:
+            load.hand_over(target, copies)
     if rest:
         wanted = set(rest)
         load.fill(

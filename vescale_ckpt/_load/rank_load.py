@@ -21,6 +21,7 @@ from .._engine import _C, device_streams
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of, used_paths
 from .._engine.tensor_checks import holds_any, overlapping
+from .._engine.torch_copies import device_notes
 from .._engine.torch_private import bump_versions
 from .._ranks.groups import resolve_group
 from .._ranks.node import ranks_of_this_node
@@ -59,6 +60,7 @@ class RankLoad(RecordReader):
                 tensors, objects = work()
                 tensors += self._fill_quantized()
                 self.finish()
+                device_notes()  # logs new ones
         finally:
             filled, self._filled = self._filled, []
             bump_versions(filled)

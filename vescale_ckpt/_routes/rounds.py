@@ -13,6 +13,7 @@ from .._engine import _C, device_streams
 from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
+from .._engine.torch_copies import TorchCopies
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
@@ -192,7 +193,8 @@ class RoutedRead:
         they are copied as they are stored: the device converts."""
         placements = list(self._placements(rows, wanted, buffers))
         streams, table, devices = self._reader.streams, int_table(), int_table()
-        with device_streams.made_current(streams, streams):  # torch's allocator orders uses of memory within a stream
+        # torch's allocator orders uses of memory within a stream, and torch's copies to other devices than CUDA's, too.
+        with device_streams.made_current(streams), TorchCopies() as by_torch:
             staged = [self._reader.on_device_of(to.target, to.lengths, to.piece.dtype) for to in placements]
             keys = []
             for placement, on_device in zip(placements, staged, strict=True):
@@ -205,7 +207,7 @@ class RoutedRead:
                     table, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
                 )
             for placement, on_device in zip(placements, staged, strict=True):
-                placement.target.copy_(placement.source() if on_device is None else on_device[0])
+                by_torch.copy(placement.target, placement.source() if on_device is None else on_device[0])
 
     def _placements(
         self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]

@@ -5,9 +5,9 @@ One batch is written while the next one is copied.
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import NO_LIMIT, int_table, words
-from .._engine.tensor_checks import as_host_tensor
+from .._engine.tensor_checks import as_host_tensor, dense, is_on_device
+from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import is_wrapper, stored_form
 from .._plan.save_plan import PackedItems
 from .._state import objects
@@ -29,11 +30,7 @@ from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
 from .layout import Layout, SaveOptions
 
-logger = logging.getLogger(__name__)
-
 _SAMPLED_ELEMENTS = 4  # most elements of a tensor that are hashed
-_notes: dict[str, None] = {}  # what slows copies down and the engine does not note itself, in order
-_logged_notes: set[str] = set()
 
 
 class _Batch(NamedTuple):
@@ -145,28 +142,46 @@ def item_batches(
     written, two batches at a time."""
     budget = settings.number("arena_bytes") // 2
     batch, held = ItemBatch([], [], []), 0
-    for item in items:
-        found, copied = _in_host_memory(item, resolve(item))
-        if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
-            yield batch
-            batch, held = ItemBatch([], [], []), 0
-        batch.items.append(item)
-        if isinstance(found, torch.Tensor):
-            dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
-            batch.tensors.append(found)
-            held += found.nbytes if copied or makes_tensors else 0
-        else:
-            batch.archives.append(found)
-            held += len(found)
-        if held >= budget or len(batch.items) == GROUP_TENSORS:
-            yield batch
-            batch, held = ItemBatch([], [], []), 0
+    with TorchCopies() as copies:
+        for item in items:
+            found, copied = _in_host_memory(item, _checked(item, resolve(item)), copies)
+            if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
+                copies.wait()
+                yield batch
+                batch, held = ItemBatch([], [], []), 0
+            batch.items.append(item)
+            if isinstance(found, torch.Tensor):
+                dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
+                batch.tensors.append(found)
+                held += found.nbytes if copied or makes_tensors else 0
+            else:
+                batch.archives.append(found)
+                held += len(found)
+            if held >= budget or len(batch.items) == GROUP_TENSORS:
+                copies.wait()
+                yield batch
+                batch, held = ItemBatch([], [], []), 0
     if batch.items:
         yield batch
 
 
-def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor | bytes, bool]:
-    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
+def on_devices(items: PackedItems, rows: Sequence[int]) -> dict[int, torch.Tensor]:
+    """{row: its tensor} of those of `rows` that lie on devices as they are, so that one copy each is a snapshot."""
+    found = {}
+    for row in rows:
+        item = items[row]
+        tensor = _checked(item, items.resolve(item.index))
+        if not (tensor.is_cpu or is_wrapper(tensor)):
+            with _of_item(item):
+                plain = dense(tensor)
+            if is_on_device(plain):
+                dtype_code(plain.dtype, item.index.fqn)  # raises for those that cannot be stored
+                found[row] = plain
+    return found
+
+
+def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
+    """What a planner resolved an item to, if it can be that item."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
@@ -177,30 +192,22 @@ def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor | byt
             f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
             key=item.index.fqn,
         )
-    if tensor.device.type != "cpu" and not tensor.is_meta:
-        _note_device(tensor.device.type)
-    try:
+    return tensor
+
+
+def _in_host_memory(item: WriteItem, tensor: torch.Tensor, copies: TorchCopies) -> tuple[torch.Tensor | bytes, bool]:
+    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy, which has its
+    values when `copies` are done."""
+    with _of_item(item):
         if is_wrapper(tensor):
             return objects.dump(stored_form(tensor), item.index.fqn), True
-        return as_host_tensor(tensor)
+        return as_host_tensor(tensor, copies)
+
+
+@contextmanager
+def _of_item(item: WriteItem) -> Iterator[None]:
+    """A context in which a `CheckpointError` gets the item's key."""
+    try:
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error
-
-
-def _note_device(kind: str) -> None:
-    """Notes that torch copies the tensors of a kind of device, because the engine cannot."""
-    _notes.setdefault(
-        f"tensors on {kind} devices are copied by torch, one after the other, while training waits: the engine copies "
-        "from CUDA devices"
-        + (", and has found no CUDA (vescale_ckpt._engine._C.device_info() says why)" if kind == "cuda" else "")
-    )
-
-
-def device_notes() -> tuple[str, ...]:
-    """What the devices of this process refused, so that copies were slower. New notes are logged."""
-    notes = (*_C.device_notes(), *_notes)
-    for text in notes:
-        if text not in _logged_notes:
-            _logged_notes.add(text)
-            logger.warning("%s", text)
-    return notes

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from .._engine import _C
 from .._engine.options import used_paths
 from .._engine.overlap import overlap
+from .._engine.torch_copies import device_notes
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, body_bytes
 from .._state import objects
 from .._state.watch import WatchedState
 from ..errors import CheckpointError
 from ..reports import SaveStats
-from .host_batches import ItemBatch, device_notes, item_batches, write_rows, write_table
+from .host_batches import ItemBatch, item_batches, write_rows, write_table
 from .layout import Layout
 
 Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
@@ -19,13 +21,15 @@ from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
 from . import snapshot_budget
-from .host_batches import converted, new_snapshot, samples_of, write_rows, write_table
+from .host_batches import converted, new_snapshot, on_devices, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
+from .torch_snapshot import TorchSnapshot
 
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
+_Copies = _C.Snapshot | TorchSnapshot
 
 
 class StagedPlan:
@@ -51,8 +55,8 @@ class StagedPlan:
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
-        self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
-        self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # their copies, until the save has read them
+        self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and what holds them
+        self._written: list[tuple[Sequence[int], _Copies]] = []  # their copies, until the save has read them
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
         self._samples = memoryview(b"").cast("Q")  # hashes of these rows, when the constructor returned
@@ -144,7 +148,10 @@ class StagedPlan:
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
-            self._copy_after_conversion(items, [row for row, flag in enumerate(ready) if flag == NOT_READY])
+            not_ready = [row for row, flag in enumerate(ready) if flag == NOT_READY]
+            by_torch = on_devices(items, not_ready)
+            self._copy_by_torch(items, by_torch)
+            self._copy_after_conversion(items, [row for row in not_ready if row not in by_torch])
         guarded = self._gate.rows(items, where_they_are) if self._gate is not None else []
         waiting = set(guarded)
         at_once = [row for row in where_they_are if row not in waiting] if guarded else where_they_are
@@ -191,7 +198,21 @@ class StagedPlan:
             self._add(snapshot, some)
             snapshot.copy()
 
-    def _add(self, snapshot: _C.Snapshot, rows: Sequence[int]) -> None:
+    def _copy_by_torch(self, items: PackedItems, tensors: dict[int, torch.Tensor]) -> None:
+        """Copies tensors {row: tensor} on devices that the engine cannot copy from, each once, to a snapshot."""
+        rows = list(tensors)
+        if not rows:
+            return
+        with self._named_errors(rows):
+            snapshot = TorchSnapshot(list(tensors.values()), self._budget, self._threads)
+        if early := rows[: snapshot.first]:
+            with phase("write", "what snapshots have no room for"):
+                self._open(in_background=False)
+                write_rows(self._layout, items, early)
+        self._add(snapshot, rows)
+        snapshot.copy()
+
+    def _add(self, snapshot: _Copies, rows: Sequence[int]) -> None:
         """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""
         sizes = words(self._body_bytes)
         self._early_bytes += sum(sizes[row] for row in rows[: snapshot.first])

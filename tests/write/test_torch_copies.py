@@ -1,0 +1,329 @@
+"""Tensors on devices for which the engine has no functions: torch copies them, and what is saved and loaded is right.
+
+The devices are fakes (tests/cpp/fakes/fake_device.cpp): a read of their memory by its address crashes, and copies that
+nobody has waited for are not made.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness.fake_device import KIND, FakeDevice, fake_device
+from harness.ranks import in_fork
+from harness.states import assert_same, numbers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager, StorageReader, StorageWriter, safetensors
+from vescale_ckpt._engine import _C
+
+BOUND = 60.0
+SAVED = 11  # tensors of `_state` on devices
+
+
+def _state(first: int = 0) -> dict[str, torch.Tensor]:
+    """In host memory: tensors of several dtypes, contiguous, transposed, cut out, empty, lazily conjugate."""
+    return {
+        "large": numbers(60_000, first=first),
+        "half": numbers(700, first=first).bfloat16(),
+        "bytes": numbers(13, dtype=torch.uint8, first=first),
+        "fp8": numbers(9, first=first).to(torch.float8_e4m3fn),
+        "bool": numbers(33, first=first) % 2 == 0,
+        "scalar": torch.tensor(3.5 + first),
+        "empty": torch.empty(0, 3),
+        "transposed": numbers(30, 40, first=first).t(),
+        "window": numbers(20, 30, first=first)[3:11, 5:17],
+        "complex": torch.complex(numbers(6, first=first), numbers(6, first=first + 1)),
+        "on the other": numbers(501, dtype=torch.int64, first=first),
+    }
+
+
+def _on_devices(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        key: value.to(f"{KIND}:{int(key == 'on the other')}") for key, value in state.items() if key != "window"
+    }
+    found["window"] = torch.zeros(20, 30).to(KIND)[3:11, 5:17]
+    found["window"].copy_(state["window"])
+    return {**found, "host": torch.arange(7), "step": 5}
+
+
+def _expect(found: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    assert {key: found[key].device for key in state} == {
+        key: torch.device(KIND, int(key == "on the other")) for key in state
+    }
+    assert_same({key: found[key].cpu() for key in state}, state)
+    assert found["host"].tolist() == list(range(7)) and found["step"] == 5
+
+
+def _blank() -> dict[str, Any]:
+    return {**_on_devices(_state(50)), "host": torch.zeros(7, dtype=torch.int64), "step": 0}
+
+
+def _save(folder: Path, state: dict[str, Any], is_async: bool) -> None:
+    handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
+    if is_async:
+        handle.result(BOUND)
+
+
+def _run(test: Callable[..., Any], *args: Any) -> Any:
+    return in_fork(_in_process, test, *args)
+
+
+def _in_process(test: Callable[..., Any], *args: Any) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vescale_ckpt").addHandler(handler)
+    fake = fake_device()
+    test(fake, *args)
+    return [line for line in lines if "are copied by torch" in line]
+
+
+# --- Saves and loads
+
+
+def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
+    state = _on_devices(_state())
+    fake.reset()
+    handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
+    assert fake.queued(0) == fake.queued(1) == 0, "they were waited for"
+    assert fake.count("copies to host") == SAVED - 1 and fake.count("device synchronizations") == 2
+    if is_async:
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                value.zero_()
+        handle.result(BOUND)
+    vescale_ckpt.verify(folder)
+    found = _blank()
+    fake.reset()
+    vescale_ckpt.load(folder, found)
+    assert fake.queued(0) == fake.queued(1) == 0
+    assert fake.count("copies to devices") == SAVED - 1 and fake.count("device synchronizations") == 2
+    assert fake.count("copies that were waited for") == 2, "those that also scatter"
+    _expect(found, _state())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_saved_is_loaded_by_one_copy_a_tensor_and_one_wait_a_device(tmp_path: Path, is_async: bool) -> None:
+    lines = _run(_save_and_load, tmp_path / "a", is_async)
+    assert len(lines) == 1, "once in a process"
+    assert "tensors on faraway devices are copied by torch, many at a time" in lines[0]
+    assert "functions of CUDA and HIP alone" in lines[0]
+
+
+def _kinds(fake: FakeDevice, folder: Path) -> None:
+    values = _state()
+    lazy = {"conj": values["complex"].to(KIND).conj(), "neg": torch.imag(values["complex"].to(KIND).conj())}
+    assert lazy["conj"].is_conj() and lazy["neg"].is_neg()
+    for is_async in (False, True):
+        _save(folder / str(is_async), lazy, is_async)
+        found = {"conj": torch.zeros(6, dtype=torch.complex64), "neg": torch.zeros(6)}
+        vescale_ckpt.load(folder / str(is_async), found)
+        assert_same(found, {"conj": values["complex"].conj().resolve_conj(), "neg": -torch.imag(values["complex"])})
+    vescale_ckpt.save(folder / "cast", {"x": values["large"].to(KIND)})
+    cast = {"x": torch.zeros(60_000, dtype=torch.bfloat16, device=f"{KIND}:1")}
+    vescale_ckpt.load(folder / "cast", cast, allow_cast=True)
+    assert torch.equal(cast["x"].cpu(), values["large"].bfloat16())
+    for state, reason in (
+        ({"m": torch.empty(3, device="meta")}, "m: a tensor on the meta device has no values to store"),
+        ({"f": _freed()}, "f: its storage was freed"),
+    ):
+        for is_async in (False, True):
+            with pytest.raises(CheckpointError, match=reason):
+                _save(folder / "refused", state, is_async)
+    assert not (folder / "refused" / ".metadata").exists()
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(5).to(KIND)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_lazy_tensors_and_casts_are_right_and_tensors_without_values_are_refused(tmp_path: Path) -> None:
+    _run(_kinds, tmp_path)
+
+
+def _streams(fake: FakeDevice, folder: Path) -> None:
+    """Work of a stream runs when it is waited for, the default stream's first: a copy that is queued there is early."""
+    new, target = numbers(5000, first=9).to(KIND), numbers(5000).to(KIND)
+    side = torch.Stream(KIND)
+    torch.accelerator.synchronize(KIND)
+    with side:
+        for is_async in (False, True):
+            target.zero_()
+            target.copy_(new)  # queued
+            assert fake.queued(0) > 0
+            _save(folder / str(is_async), {"x": target}, is_async)
+        target.zero_()
+        filled = {"x": torch.zeros(5000).to(KIND)}
+        torch.accelerator.synchronize(KIND)
+        filled["x"].copy_(target)  # queued; the load's copy comes behind it
+        vescale_ckpt.load(folder / "False", filled)
+        assert torch.equal(filled["x"].cpu(), numbers(5000, first=9))
+    loaded = {"x": torch.zeros(5000)}
+    for is_async in (False, True):
+        vescale_ckpt.load(folder / str(is_async), loaded)
+        assert torch.equal(loaded["x"], numbers(5000, first=9))
+
+
+def test_copies_come_behind_the_work_of_the_current_stream(tmp_path: Path) -> None:
+    _run(_streams, tmp_path)
+
+
+def _little_room(fake: FakeDevice, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", "100000")
+        state = _on_devices(_state())
+        fake.reset()
+        handle = vescale_ckpt.save(folder, state, async_checkpoint=True)
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                value.zero_()
+        assert handle.result(BOUND).tensors == SAVED + 1
+        assert fake.count("copies to host") >= SAVED - 1
+    found = _blank()
+    vescale_ckpt.load(folder, found)
+    _expect(found, _state())
+
+
+def test_what_snapshots_have_no_room_for_is_written_at_once(tmp_path: Path) -> None:
+    _run(_little_room, tmp_path)
+
+
+def _gate(fake: FakeDevice, folder: Path) -> None:
+    weight = torch.nn.Parameter(numbers(300).to(KIND))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, foreach=False)
+    weight.grad = torch.ones(300).to(KIND)
+    optimizer.step()
+    want = weight.detach().cpu()
+    handle = vescale_ckpt.save(
+        folder, {"weight": weight, "optimizer": optimizer.state_dict()}, async_checkpoint=True, gate=optimizer
+    )
+    assert fake.queued(0) == 0
+    optimizer.step()
+    handle.result(BOUND)
+    loaded = {"weight": torch.zeros(300).to(KIND)}
+    vescale_ckpt.load(folder, loaded)
+    assert torch.equal(loaded["weight"].cpu(), want) and not torch.equal(weight.detach().cpu(), want)
+
+
+def test_behind_a_gate_they_are_copied_before_save_returns(tmp_path: Path) -> None:
+    _run(_gate, tmp_path)
+
+
+# --- Other ways in
+
+
+def _by_dcp(fake: FakeDevice, folder: Path) -> None:
+    dcp.save(_on_devices(_state()), storage_writer=StorageWriter(folder / "ours"))
+    found = _blank()
+    dcp.load(found, storage_reader=StorageReader(folder / "ours"))
+    _expect(found, _state())
+    staged = vescale_ckpt.Stager().stage(_on_devices(_state()))
+    assert_same({key: staged[key] for key in _state()}, {k: v.contiguous() for k, v in _state().items()})
+    dcp.save(staged, checkpoint_id=folder / "stock")
+    found = _blank()
+    vescale_ckpt.load(folder / "stock", found)
+    _expect(found, _state())
+
+
+def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
+    _run(_by_dcp, tmp_path)
+
+
+def _as_safetensors(fake: FakeDevice, folder: Path) -> None:
+    values = {key: value.contiguous() for key, value in _state().items() if not value.is_complex()}
+    fake.reset()
+    safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, folder / "file")
+    assert fake.count("device synchronizations") == 1
+    fake.reset()
+    found = safetensors.load_file(folder / "file", f"{KIND}:1")
+    assert fake.count("device synchronizations") == 1 and fake.count("copies that were waited for") == 0
+    assert {value.device for value in found.values()} == {torch.device(KIND, 1)}
+    assert_same({key: value.cpu() for key, value in found.items()}, values)
+    with safetensors.safe_open(folder / "file", device=KIND) as file:
+        assert torch.equal(file.get_slice("large")[7:99].cpu(), values["large"][7:99])
+    vescale_ckpt.save(folder / "export", {key: value.to(KIND) for key, value in values.items()}, format="safetensors")
+    loaded = {key: torch.zeros_like(value).to(KIND) for key, value in values.items()}
+    vescale_ckpt.load(folder / "export", loaded)
+    assert_same({key: value.cpu() for key, value in loaded.items()}, values)
+
+
+def test_as_safetensors(tmp_path: Path) -> None:
+    _run(_as_safetensors, tmp_path)
+
+
+def _managed(fake: FakeDevice, folder: Path) -> None:
+    model = torch.nn.Linear(30, 40, device=KIND)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with CheckpointManager(folder, save_interval_steps=1) as manager:
+        for step in range(3):
+            model(torch.ones(2, 30).to(KIND)).sum().backward()
+            optimizer.step()
+            manager.save(step, {"model": model, "optimizer": optimizer})
+    other = torch.nn.Linear(30, 40, device=KIND)
+    of_other = torch.optim.AdamW(other.parameters(), foreach=False)
+    with CheckpointManager(folder) as manager:
+        assert manager.restore({"model": other, "optimizer": of_other}) == 2
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.detach().cpu(), theirs.detach().cpu()) and theirs.device.type == KIND
+        saved, restored = optimizer.state[mine], of_other.state[theirs]
+        assert torch.equal(saved["exp_avg"].cpu(), restored["exp_avg"].cpu())
+
+
+def test_a_managers_steps(tmp_path: Path) -> None:
+    _run(_managed, tmp_path)
+
+
+# --- Ranks
+
+
+def _rank(folder: Path, rank: int) -> list[Any]:
+    fake_device()
+    dist.init_process_group(f"cpu:gloo,{KIND}:fake", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh(KIND, (2,))
+    whole = numbers(400, 60)
+    rows, columns = whole.chunk(2)[rank], whole.chunk(2, dim=1)[rank]
+
+    def on_device(local: torch.Tensor, dim: int) -> DTensor:
+        return DTensor.from_local(local.to(KIND), mesh, [Shard(dim)], run_check=False)
+
+    state = {"sharded": on_device(rows, 0), "replicated": numbers(900).to(KIND)}
+    vescale_ckpt.save(folder / "a", state, async_checkpoint=True).result(BOUND)
+    found = []
+    for broadcast in (False, True):
+        target = {"sharded": on_device(torch.zeros_like(columns), 1), "replicated": torch.zeros(900).to(KIND)}
+        vescale_ckpt.load(folder / "a", target, broadcast_checkpoint=broadcast)
+        found.append(torch.equal(target["sharded"].to_local().cpu(), columns))
+        found.append(torch.equal(target["replicated"].cpu(), numbers(900)))
+        cast = {"replicated": torch.zeros(900, dtype=torch.float64).to(KIND)}
+        vescale_ckpt.load(folder / "a", cast, broadcast_checkpoint=broadcast, allow_cast=True)
+        found.append(torch.equal(cast["replicated"].cpu(), numbers(900).double()))
+    dist.destroy_process_group()
+    return found
+
+
+def test_dtensors_on_such_devices_are_loaded_with_another_sharding(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(in_fork, _rank, tmp_path, rank) for rank in range(2)]
+        assert [rank.result() for rank in ranks] == [[True] * 6] * 2
+
+
+def _a_read_by_address(folder: Path) -> None:
+    fake_device()
+    tensor = numbers(1000).to(KIND)
+    table = memoryview(_C.tensor_table([tensor], (torch.Tensor,), {}, list)).cast("q")
+    torch.frombuffer((torch.ctypes.c_char * 4).from_address(table[0]), dtype=torch.uint8).sum()  # type: ignore[attr-defined]
+
+
+def test_the_fake_devices_memory_cannot_be_read_by_its_address(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="terminated abruptly"):
+        in_fork(_a_read_by_address, tmp_path)

@@ -1,0 +1,97 @@
+"""`TorchCopies` copies tensors from and to devices that the engine has no functions for, by torch's own copies."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+
+import torch
+
+from . import _C
+
+logger = logging.getLogger(__name__)
+
+# The engine copies from and to CUDA devices. What is left to torch there has no memory on the device, or is converted
+# there. On MPS a copy that is not waited for maps the pages of its target for the device.
+_WAITED_FOR = ("cuda", "mps")
+
+_notes: dict[str, None] = {}  # what slows copies down and the engine does not note itself, in order
+_logged: set[str] = set()
+
+
+class TorchCopies:
+    """A batch of copies between devices and host memory, for a thread.
+
+    They are queued on the devices' streams that are current on this thread. `wait`, or the end of the context, returns
+    when all are done, by one call a device. Until then both sides of each copy must live and must not change.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+
+    def __enter__(self) -> TorchCopies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.wait()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies the values of `source`. A copy that also converts or scatters is waited for at once: what a backend
+        needs memory of its own for is not always kept by it until such a copy is done."""
+        device = source.device if target.is_cpu else target.device
+        if device.type == "cpu" or target.device == source.device:
+            target.copy_(source)
+            return
+        note_device(device.type)
+        is_queued = can_queue(device.type) and target.dtype == source.dtype and _have_one_layout(target, source)
+        if is_queued:
+            self._devices.add(device)
+        target.copy_(source, non_blocking=is_queued)
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in host memory that gets the values, and the strides if they leave no gap."""
+        target = torch.empty_like(source, device="cpu")
+        self.copy(target, source)
+        return target
+
+    def to_device(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a tensor on the device that gets the values of one in host memory."""
+        target = torch.empty_like(source, device=device)
+        self.copy(target, source)
+        return target
+
+    def wait(self) -> None:
+        devices, self._devices = self._devices, set()
+        for device in devices:
+            torch.accelerator.synchronize(device)
+
+
+def can_queue(kind: str) -> bool:
+    """Whether copies from and to a kind of device may be many before the host waits for them."""
+    accelerator = torch.accelerator.current_accelerator()
+    return kind not in _WAITED_FOR and accelerator is not None and accelerator.type == kind
+
+
+def _have_one_layout(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return (target.is_contiguous() and source.is_contiguous()) or target.stride() == source.stride()
+
+
+def note_device(kind: str) -> None:
+    """Notes that torch copies the tensors of a kind of device, because the engine cannot."""
+    why = "the engine has functions of CUDA and HIP alone"
+    if kind == "cuda":
+        why = f"the engine cannot: {_C.device_info()['reason']}"
+    how = "many at a time" if can_queue(kind) else "one after the other"
+    _notes.setdefault(
+        f"tensors on {kind} devices are copied by torch, {how}, while the training waits, also with a gate ({why})"
+    )
+
+
+def device_notes() -> tuple[str, ...]:
+    """What the devices of this process refused, so that copies were slower. New notes are logged."""
+    notes = (*_C.device_notes(), *_notes)
+    for text in notes:
+        if text not in _logged:
+            _logged.add(text)
+            logger.warning("%s", text)
+    return notes
