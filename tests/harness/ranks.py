@@ -43,6 +43,7 @@ _PAUSE_BEFORE_DESTROY = 0.5
 _PRELOADED = [
     *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"),
     "torch._dynamo",  # the first optimizer of a process imports it
+    "torch.testing._internal.distributed.fake_pg",  # of `many_ranks`
     *("vescale_ckpt.api", "vescale_ckpt.manager.manager", "vescale_ckpt.safetensors"),
 ]
 
@@ -74,22 +75,13 @@ def run_ranks(
     """
     pool = _pools.get(world_size)
     if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
-    answers = pool.call(function, args, timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
-    # After a failure the group may be out of step: a rank that raised left others in a collective.
-    if any(isinstance(answer, _Failure) for answer in answers):
-        _pools.pop(world_size).kill()
-    if not check:
-        return [answer.error if isinstance(answer, _Failure) else answer for answer in answers]
-    failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, _Failure)}
-    if failures:
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise RanksFailedError(
-            name,
-            {rank: failure.error for rank, failure in failures.items()},
-            {rank: failure.details for rank, failure in failures.items()},
-        )
-    return answers
+        pool = _pools[world_size] = Pool(world_size)
+    try:
+        return pool.run(function, *args, timeout=timeout, check=check)
+    finally:
+        # After a failure the group may be out of step: a rank that raised left others in a collective.
+        if pool.failed:
+            _pools.pop(world_size).kill()
 
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
@@ -126,16 +118,19 @@ class _Failure:
         self.details = details
 
 
-class _Pool:
-    def __init__(self, world_size: int) -> None:
+class Pool:
+    """Processes that are the ranks of a group. `join(rank, world_size, directory)` makes each of them a rank of it."""
+
+    def __init__(self, world_size: int, join: Callable[[int, int, str], object] | None = None) -> None:
         context = forks()
+        self.failed = False  #: whether a rank has failed in a run
         self.directory = Path(tempfile.mkdtemp(prefix="ranks_"))
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, theirs, str(self.directory)), name=f"rank {rank}"
+                target=_serve, args=(rank, world_size, theirs, str(self.directory), join or _join), name=f"rank {rank}"
             )
             process.start()
             theirs.close()
@@ -147,12 +142,22 @@ class _Pool:
             self.kill()
             raise RuntimeError("ranks did not start: " + "\n".join(failures))
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, patience: float) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, check: bool = True) -> list[Any]:
+        """What `run_ranks` does."""
         request = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self.pipes:
             with contextlib.suppress(OSError):  # a dead rank is noticed below
                 pipe.send_bytes(request)
-        return self._collect(timeout, patience)
+        answers = self._collect(timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
+        failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, _Failure)}
+        self.failed = self.failed or bool(failures)
+        if failures and check:
+            raise RanksFailedError(
+                f"{function.__module__}.{function.__qualname__}",
+                {rank: failure.error for rank, failure in failures.items()},
+                {rank: failure.details for rank, failure in failures.items()},
+            )
+        return [answer.error if isinstance(answer, _Failure) else answer for answer in answers]
 
     def ask_to_end(self) -> None:
         for pipe in self.pipes:
@@ -213,13 +218,15 @@ class _Pool:
         return self.directory / f"stacks_{rank}"
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, Pool] = {}
 
 
 # --- What runs in a rank's process
 
 
-def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None:
+def _serve(
+    rank: int, world_size: int, pipe: Connection, directory: str, join: Callable[[int, int, str], object]
+) -> None:
     gc.freeze()  # what was imported before the fork is no garbage
     stacks = open(os.path.join(directory, f"stacks_{rank}"), "w")  # noqa: SIM115  # faulthandler keeps it
     faulthandler.enable(stacks, all_threads=True)
@@ -235,14 +242,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _share_gloo_device()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
+    join(rank, world_size, directory)
     _answer(pipe, None)
     environment = dict(os.environ)
     while request := _next_request(pipe):
@@ -257,6 +257,19 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     time.sleep(_PAUSE_BEFORE_DESTROY)
     dist.destroy_process_group()
     os._exit(0)  # no destructors: they are where gloo aborts
+
+
+def _join(rank: int, world_size: int, directory: str) -> None:
+    import torch.distributed as dist
+
+    _share_gloo_device()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
 
 
 def _share_gloo_device() -> None:
