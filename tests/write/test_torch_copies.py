@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, StorageReader, StorageWriter, safetensors
-from vescale_ckpt._engine import _C
+from vescale_ckpt._engine import _C, torch_copies
 
 BOUND = 60.0
 SAVED = 11  # tensors of `_state` on devices
@@ -327,3 +327,25 @@ def _a_read_by_address(folder: Path) -> None:
 def test_the_fake_devices_memory_cannot_be_read_by_its_address(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="terminated abruptly"):
         in_fork(_a_read_by_address, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("no CUDA driver", "tensors on cuda devices are copied by torch, one after the other, while the training "
+         "waits, also with a gate (no CUDA driver)"),
+        ("", "some tensors on cuda devices are copied by torch, one after the other, while the training waits, also "
+         "with a gate (the engine copies none that are lazily conjugate, or converted on the way)"),
+    ],
+)  # fmt: skip
+def test_the_note_of_cuda_says_why_the_engine_does_not_copy(
+    monkeypatch: pytest.MonkeyPatch, reason: str, said: str
+) -> None:
+    for name, empty in (("_notes", []), ("_noted_kinds", set()), ("_logged", set())):
+        monkeypatch.setattr(torch_copies, name, empty)
+    asked = []
+    monkeypatch.setattr(_C, "device_info", lambda: asked.append(1) or {"reason": reason})
+    for _ in range(3):
+        torch_copies.note_device("cuda")
+    assert [note for note in torch_copies.device_notes() if "cuda devices" in note] == [said]
+    assert len(asked) == 1, "each answer takes memory of a device"

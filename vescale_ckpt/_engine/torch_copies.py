@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 # there. On MPS a copy that is not waited for maps the pages of its target for the device.
 _WAITED_FOR = ("cuda", "mps")
 
-_notes: dict[str, None] = {}  # what slows copies down and the engine does not note itself, in order
+_notes: list[str] = []  # what slows copies down and the engine does not note itself
+_noted_kinds: set[str] = set()  # of devices
 _logged: set[str] = set()
 
 
@@ -77,13 +78,18 @@ def _have_one_layout(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def note_device(kind: str) -> None:
-    """Notes that torch copies the tensors of a kind of device, because the engine cannot."""
-    why = "the engine has functions of CUDA and HIP alone"
+    """Notes once in a process that torch copies tensors of a kind of device, because the engine cannot."""
+    if kind in _noted_kinds:
+        return
+    _noted_kinds.add(kind)
+    which, why = "tensors", "the engine has functions of CUDA and HIP alone"
     if kind == "cuda":
-        why = f"the engine cannot: {_C.device_info()['reason']}"
+        why = str(_C.device_info()["reason"])
+        if not why:
+            which, why = "some tensors", "the engine copies none that are lazily conjugate, or converted on the way"
     how = "many at a time" if can_queue(kind) else "one after the other"
-    _notes.setdefault(
-        f"tensors on {kind} devices are copied by torch, {how}, while the training waits, also with a gate ({why})"
+    _notes.append(
+        f"{which} on {kind} devices are copied by torch, {how}, while the training waits, also with a gate ({why})"
     )
 
 
