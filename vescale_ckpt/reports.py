@@ -22,6 +22,8 @@ class JobStats:
     mean_seconds: float  #: mean over all ranks
     last_rank: int = 0  #: the rank that came last to the first exchange
     late_seconds: float = 0.0  #: seconds from the first rank's arrival to the last rank's
+    last_phase: str = ""  #: the phase that took the last rank longest before it came; "": none did
+    last_phase_seconds: float = 0.0  #: seconds of that phase, to a tenth
 
     @property
     def imbalance(self) -> float:

@@ -71,6 +71,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "write tensors of an export": (SafetensorsLayout, "write_table"),
     "write a safetensors file": (_C, "write_safetensors"),
     "finish files": (NativeLayout, "finish"),
+    "connect to the store": (Rendezvous, "next"),
     "may commit": (Exchange, "may_commit"),
     "ask the store whether to commit": (Rendezvous, "may_commit"),
     "ask the store for the first word": (FirstWord, "say"),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .. import settings
+from .._observe.timeline import phase as observed_phase
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
 from .connections import Connections, subtree, tensor_over
 from .first_word import FirstWord
@@ -410,8 +411,9 @@ class _Place:
             if self._links is not None and self._still_good(self._links, self._rendezvous):
                 return self._links
             failed_before, self._failed = self._failed, True
-            self._rendezvous = self._rendezvous.next(failed_before, timeout)
-            self._links = Connections(self._rendezvous, dist.get_process_group_ranks(group), timeout)
+            with observed_phase("connect", "to the store, then to other ranks"):
+                self._rendezvous = self._rendezvous.next(failed_before, timeout)
+                self._links = Connections(self._rendezvous, dist.get_process_group_ranks(group), timeout)
             self._failed = False
             return self._links
 
