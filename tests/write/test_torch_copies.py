@@ -82,6 +82,8 @@ def _in_process(test: Callable[..., Any], *args: Any) -> Any:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vescale_ckpt").addHandler(handler)
     fake = fake_device()
+    torch.ops.fake_device.set_can_wait(test is not _without_waits)
+    assert torch_copies.can_queue(KIND) == (test is not _without_waits)  # asked once, by a wait
     test(fake, *args)
     return [line for line in lines if "are copied by torch" in line]
 
@@ -94,7 +96,7 @@ def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
     fake.reset()
     handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
     assert fake.queued(0) == fake.queued(1) == 0, "they were waited for"
-    assert fake.count("copies to host") == SAVED - 1 and fake.count("device synchronizations") == 2
+    assert fake.count("copies to host") == SAVED - 1 and fake.count("stream synchronizations") == 2
     if is_async:
         for value in state.values():
             if isinstance(value, torch.Tensor) and not value.is_cpu:
@@ -105,7 +107,7 @@ def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
     fake.reset()
     vescale_ckpt.load(folder, found)
     assert fake.queued(0) == fake.queued(1) == 0
-    assert fake.count("copies to devices") == SAVED - 1 and fake.count("device synchronizations") == 2
+    assert fake.count("copies to devices") == SAVED - 1 and fake.count("stream synchronizations") == 2
     assert fake.count("copies that were waited for") == 2, "those that also scatter"
     _expect(found, _state())
 
@@ -116,6 +118,21 @@ def test_what_is_saved_is_loaded_by_one_copy_a_tensor_and_one_wait_a_device(tmp_
     assert len(lines) == 1, "once in a process"
     assert "tensors on faraway devices are copied by torch, many at a time" in lines[0]
     assert "functions of CUDA and HIP alone" in lines[0]
+
+
+def _without_waits(fake: FakeDevice, folder: Path) -> None:
+    for is_async in (False, True):
+        fake.reset()
+        _save(folder / str(is_async), _on_devices(_state()), is_async)
+        assert fake.count("copies that were waited for") >= SAVED - 1
+        found = _blank()
+        vescale_ckpt.load(folder / str(is_async), found)
+        _expect(found, _state())
+
+
+def test_where_torch_cannot_wait_for_streams_each_copy_is_waited_for(tmp_path: Path) -> None:
+    lines = _run(_without_waits, tmp_path)
+    assert len(lines) == 1 and "copied by torch, one after the other" in lines[0]
 
 
 def _kinds(fake: FakeDevice, folder: Path) -> None:
@@ -155,7 +172,7 @@ def _streams(fake: FakeDevice, folder: Path) -> None:
     """Work of a stream runs when it is waited for, the default stream's first: a copy that is queued there is early."""
     new, target = numbers(5000, first=9).to(KIND), numbers(5000).to(KIND)
     side = torch.Stream(KIND)
-    torch.accelerator.synchronize(KIND)
+    torch.accelerator.current_stream(KIND).synchronize()
     with side:
         for is_async in (False, True):
             target.zero_()
@@ -164,7 +181,7 @@ def _streams(fake: FakeDevice, folder: Path) -> None:
             _save(folder / str(is_async), {"x": target}, is_async)
         target.zero_()
         filled = {"x": torch.zeros(5000).to(KIND)}
-        torch.accelerator.synchronize(KIND)
+        torch.accelerator.current_stream(KIND).synchronize()
         filled["x"].copy_(target)  # queued; the load's copy comes behind it
         vescale_ckpt.load(folder / "False", filled)
         assert torch.equal(filled["x"].cpu(), numbers(5000, first=9))
@@ -243,10 +260,10 @@ def _as_safetensors(fake: FakeDevice, folder: Path) -> None:
     values = {key: value.contiguous() for key, value in _state().items() if not value.is_complex()}
     fake.reset()
     safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, folder / "file")
-    assert fake.count("device synchronizations") == 1
+    assert fake.count("stream synchronizations") == 1
     fake.reset()
     found = safetensors.load_file(folder / "file", f"{KIND}:1")
-    assert fake.count("device synchronizations") == 1 and fake.count("copies that were waited for") == 0
+    assert fake.count("stream synchronizations") == 1 and fake.count("copies that were waited for") == 0
     assert {value.device for value in found.values()} == {torch.device(KIND, 1)}
     assert_same({key: value.cpu() for key, value in found.items()}, values)
     with safetensors.safe_open(folder / "file", device=KIND) as file:
@@ -307,6 +324,11 @@ def _rank(folder: Path, rank: int) -> list[Any]:
         cast = {"replicated": torch.zeros(900, dtype=torch.float64).to(KIND)}
         vescale_ckpt.load(folder / "a", cast, broadcast_checkpoint=broadcast, allow_cast=True)
         found.append(torch.equal(cast["replicated"].cpu(), numbers(900).double()))
+        with torch.Stream(KIND):  # threads of the load do not know of it
+            behind = {"replicated": torch.zeros(900, dtype=torch.float64).to(KIND)}
+            behind["replicated"].copy_(torch.ones(900, dtype=torch.float64).to(KIND))  # queued
+            vescale_ckpt.load(folder / "a", behind, broadcast_checkpoint=broadcast, allow_cast=True)
+            found.append(torch.equal(behind["replicated"].cpu(), numbers(900).double()))
     dist.destroy_process_group()
     return found
 
@@ -314,7 +336,7 @@ def _rank(folder: Path, rank: int) -> list[Any]:
 def test_dtensors_on_such_devices_are_loaded_with_another_sharding(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(in_fork, _rank, tmp_path, rank) for rank in range(2)]
-        assert [rank.result() for rank in ranks] == [[True] * 6] * 2
+        assert [rank.result() for rank in ranks] == [[True] * 8] * 2
 
 
 def _a_read_by_address(folder: Path) -> None:

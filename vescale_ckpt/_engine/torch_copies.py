@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import TracebackType
 
@@ -24,11 +25,11 @@ class TorchCopies:
     """A batch of copies between devices and host memory, for a thread.
 
     They are queued on the devices' streams that are current on this thread. `wait`, or the end of the context, returns
-    when all are done, by one call a device. Until then both sides of each copy must live and must not change.
+    when all are done, by one call a stream. Until then both sides of each copy must live and must not change.
     """
 
     def __init__(self) -> None:
-        self._devices: set[torch.device] = set()
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def __enter__(self) -> TorchCopies:
         return self
@@ -45,8 +46,8 @@ class TorchCopies:
             return
         note_device(device.type)
         is_queued = can_queue(device.type) and target.dtype == source.dtype and _have_one_layout(target, source)
-        if is_queued:
-            self._devices.add(device)
+        if is_queued and device not in self._streams:
+            self._streams[device] = torch.accelerator.current_stream(device)
         target.copy_(source, non_blocking=is_queued)
 
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
@@ -62,15 +63,30 @@ class TorchCopies:
         return target
 
     def wait(self) -> None:
-        devices, self._devices = self._devices, set()
-        for device in devices:
-            torch.accelerator.synchronize(device)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.synchronize()  # torch.accelerator.synchronize of torch 2.11 waits for no device of some backends
+
+
+def has_streams(kind: str) -> bool:
+    """Whether torch knows the current streams of a kind of device, and what it copies there may be queued."""
+    accelerator = torch.accelerator.current_accelerator()
+    return kind not in _WAITED_FOR and accelerator is not None and accelerator.type == kind
 
 
 def can_queue(kind: str) -> bool:
     """Whether copies from and to a kind of device may be many before the host waits for them."""
-    accelerator = torch.accelerator.current_accelerator()
-    return kind not in _WAITED_FOR and accelerator is not None and accelerator.type == kind
+    return has_streams(kind) and _can_wait(kind)
+
+
+@functools.cache
+def _can_wait(kind: str) -> bool:
+    """Whether the host can wait for a stream: not all private backends have implemented that."""
+    try:
+        torch.accelerator.current_stream(torch.device(kind, torch.accelerator.current_device_index())).synchronize()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _have_one_layout(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import NO_LIMIT, int_table, words
+from .._engine.rows import NO_LIMIT, PLAN_ROW, int_table, words
 from .._engine.tensor_checks import as_host_tensor, dense, is_on_device
 from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import is_wrapper, stored_form
@@ -167,11 +167,12 @@ def item_batches(
 
 def on_devices(items: PackedItems, rows: Sequence[int]) -> dict[int, torch.Tensor]:
     """{row: its tensor} of those of `rows` that lie on devices as they are, so that one copy each is a snapshot."""
-    found = {}
+    found, description, local_plan = {}, items.description, words(items.local_plan)
     for row in rows:
-        item = items[row]
-        tensor = _checked(item, items.resolve(item.index))
-        if not (tensor.is_cpu or is_wrapper(tensor)):
+        whole, _ = description.source(local_plan[row * PLAN_ROW])
+        if not (whole.is_cpu or is_wrapper(whole)):
+            item = items[row]
+            tensor = _checked(item, items.resolve(item.index))
             with _of_item(item):
                 plain = dense(tensor)
             if is_on_device(plain):

@@ -19,6 +19,7 @@
 
 #include <torch/library.h>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -44,6 +45,7 @@ struct State {
   std::map<std::string, int64_t> counts;
   std::array<std::map<c10::StreamId, std::deque<std::function<void()>>>, kDevices> queues;
   c10::StreamId last_stream = 0;
+  std::atomic<bool> can_wait{true};                    // for streams; copies that wait can always
   std::array<std::recursive_mutex, kDevices> running;  // held while work of a device runs
   // Memory, for all devices.
   char* addresses = nullptr;  // no access
@@ -145,9 +147,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const std::lock_guard lock(state.mutex);
     return state.queues[of.device_index()][of.id()].empty();
   }
-  void synchronizeStream(const c10::Stream& of) const override { run(of.device_index(), of.id()); }
+  void synchronizeStream(const c10::Stream& of) const override {
+    TORCH_CHECK(state.can_wait, "no waits for streams");
+    count("stream synchronizations");
+    run(of.device_index(), of.id());
+  }
   void synchronizeDevice(const DeviceIndex device) const override {
-    count("device synchronizations");
     std::vector<c10::StreamId> streams;
     {
       const std::lock_guard lock(state.mutex);
@@ -307,6 +312,7 @@ TORCH_LIBRARY(fake_device, library) {
       all += static_cast<int64_t>(queue.size());
     return all;
   });
+  library.def("set_can_wait(bool can) -> ()", [](bool can) { state.can_wait = can; });
   library.def("set_device(int device) -> ()",
               [](int64_t device) { current_device = static_cast<DeviceIndex>(device); });
   library.def("current_device() -> int", [] { return static_cast<int64_t>(current_device); });
