@@ -1,5 +1,6 @@
 // A checkpoint's metadata, its index, and load plans made from it.
 #include <algorithm>
+#include <future>
 #include <memory>
 #include <span>
 #include <string>
@@ -100,16 +101,18 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(metadata::most_metadata_bytes(content));
-  const metadata::WrittenMetadata pickle = without_gil([&, out = data(metadata)] {
-    return metadata::write_metadata(
+  const auto [pickle, image] = without_gil([&, out = data(metadata)] {
+    auto of_index = std::async(std::launch::async, [&] { return metadata::IndexImage(catalog, of_ranks.first, save); });
+    const auto written = metadata::write_metadata(
         content, std::max(1u, std::thread::hardware_concurrency()),
         [&](uint64_t offset, std::span<const std::byte> bytes) { std::ranges::copy(bytes, out + offset); });
+    return std::make_pair(written, of_index.get());
   });
   metadata = cut(std::move(metadata), pickle.bytes);
-
-  const metadata::IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);
   py::bytes index = room(image.bytes());
-  without_gil([&, out = data(index)] { image.write(out); });
+  without_gil([&, &pickle = pickle, &image = image, out = data(index)] {
+    image.write(out, pickle.pickle_bytes, pickle.pickle_crc);
+  });
   return {std::move(metadata), std::move(index)};
 }
 

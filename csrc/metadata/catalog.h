@@ -40,6 +40,12 @@ struct Catalog {
 
   std::string_view name(const Key& key) const { return {names.data() + key.name, key.name_bytes}; }
   std::span<const int64_t> shape(const Key& key) const { return {dims.data() + key.shape, key.ndim}; }
+  // Returns the chunks of keys first .. end.
+  std::span<const Chunk> chunks_of(size_t first, size_t end) const {
+    if (first == end) return {};
+    const uint64_t begin = keys[first].first_chunk;
+    return {chunks.data() + begin, keys[end - 1].first_chunk + keys[end - 1].chunks - begin};
+  }
   std::span<const int64_t> offset(const Key& key, const Chunk& chunk) const {
     return {dims.data() + chunk.box, key.ndim};
   }

@@ -18,7 +18,6 @@ namespace vescale_ckpt::metadata {
 namespace {
 
 constexpr uint64_t kPiece = VerifiedFile::kPiece;
-constexpr size_t kKeysTogether = 64;             // whose locations are gathered at once
 constexpr size_t kMostValues = size_t{1} << 12;  // a column with more distinct values has them as codes
 
 // Appends `width` bits of each code.
@@ -78,26 +77,19 @@ uint64_t IndexImage::Words::add(std::span<const uint64_t> added) {
   return words.size() - added.size();
 }
 
-IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id,
-                       uint64_t pickle_bytes, uint32_t pickle_crc)
+IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id)
     : dtype_index_(format::dtypes().size(), UINT32_MAX) {
   if (catalog.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
   add_strings(catalog, locations.files(), save_id);
   crcs_.reserve(catalog.chunks.size());
   std::vector<RecordLocation> located;
-  for (size_t first = 0; first < catalog.keys.size(); first += kKeysTogether) {
-    const size_t end = std::min(catalog.keys.size(), first + kKeysTogether);
-    const Catalog::Key &front = catalog.keys[first], &back = catalog.keys[end - 1];
-    located.resize(back.first_chunk + back.chunks - front.first_chunk);
-    locations.gather(catalog, first, end, located.data());
-    for (size_t i = first; i < end; ++i) {
-      const Catalog::Key& key = catalog.keys[i];
-      add_key(catalog, key, std::span(located).subspan(key.first_chunk - front.first_chunk, key.chunks));
-    }
+  for (size_t i = 0; i < catalog.keys.size(); ++i) {
+    const std::span<const Catalog::Chunk> chunks = catalog.chunks_of(i, i + 1);
+    located.resize(chunks.size());
+    locations.gather(chunks, located.data());
+    add_key(catalog, catalog.keys[i], located);
   }
   add_slots(catalog);
-  header_.pickle_bytes = pickle_bytes;
-  header_.pickle_crc = pickle_crc;
   lay_out();
 }
 
@@ -202,7 +194,7 @@ void IndexImage::lay_out() {
   header_.piece_bytes = kPiece;
 }
 
-void IndexImage::write(std::byte* out) const {
+void IndexImage::write(std::byte* out, uint64_t pickle_bytes, uint32_t pickle_crc) const {
   const void* tables[IndexHeader::kSections] = {ends_.data(),       text_.data(),    slots_.data(),       keys_.data(),
                                                 dims_.words.data(), columns_.data(), words_.words.data(), crcs_.data()};
   std::memset(out, 0, kPiece);
@@ -217,6 +209,8 @@ void IndexImage::write(std::byte* out) const {
   const uint64_t pieces = header_.checksums / kPiece - 1;
   for (uint64_t i = 0; i < pieces; ++i) checksums[i] = crc32(0, out + (i + 1) * kPiece, kPiece);
   IndexHeader header = header_;
+  header.pickle_bytes = pickle_bytes;
+  header.pickle_crc = pickle_crc;
   header.checksums_crc = crc32(0, checksums, pieces * sizeof(uint32_t));
   header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
   std::memcpy(out, &header, sizeof header);
@@ -299,9 +293,9 @@ std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<con
     throw Error::invalid("expected as many locations as rows");
   const Catalog catalog = catalog_of(rows);
   const RecordLocations of_rows({locations}, {files});
-  const IndexImage image(catalog, of_rows, save_id, 0, 0);
+  const IndexImage image(catalog, of_rows, save_id);
   std::vector<std::byte> bytes(image.bytes());
-  image.write(bytes.data());
+  image.write(bytes.data(), 0, 0);
   return bytes;
 }
 

@@ -17,17 +17,17 @@
 
 namespace vescale_ckpt::metadata {
 
-// `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index belongs to. Chunks repeat: keys of equal
+// Chunks repeat: keys of equal
 // shapes and chunks share their dims, and columns their codes and values. Throws Error (invalid) if a location is
 // invalid.
 class IndexImage {
  public:
-  IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id, uint64_t pickle_bytes,
-             uint32_t pickle_crc);
+  IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id);
 
   uint64_t bytes() const { return header_.file_bytes; }
-  // Writes the file's content to `out`.
-  void write(std::byte* out) const;
+  // Writes the file's content to `out`. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index
+  // belongs to.
+  void write(std::byte* out, uint64_t pickle_bytes, uint32_t pickle_crc) const;
 
  private:
   // Words of which equal ranges are stored once.

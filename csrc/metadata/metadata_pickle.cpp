@@ -23,7 +23,7 @@ constexpr uint64_t kBatch = 1000;                // elements in one APPENDS or S
 constexpr size_t kMostShapes = size_t{1} << 22;  // so many are remembered; later ones are written in full
 
 constexpr uint32_t kNoMemo = UINT32_MAX;
-constexpr uint64_t kBlockChunks = uint64_t{1} << 14;  // a block of the pickle has so many chunks, or one key
+constexpr uint64_t kBlockChunks = uint64_t{1} << 15;  // a block of the pickle has so many chunks, or one key
 
 #define DCP "torch.distributed.checkpoint."
 enum Global : size_t {
@@ -73,6 +73,7 @@ class SharedValues {
   uint32_t name(size_t key) const { return names_ + static_cast<uint32_t>(key); }
   uint32_t file(uint32_t number) const { return files_ + number; }
   uint32_t word(std::string_view value) const { return words_ + *known_words_.find(value); }
+  uint32_t crc() const { return words_; }  // the first word
   // Returns the memo of the shape at a position of the catalog's dims; kNoMemo if there were too many.
   uint32_t shape(uint64_t at, uint32_t ndim) const {
     if (ndim == 0) return no_dims_;
@@ -357,7 +358,7 @@ void BlockWriter::info(const RecordLocation& location) {
   reduce_tuple('\x87', 8 + file.size());
   if (location.crc < 0) return;
   pickle_.op('}');
-  pickle_.recall(shared_.word(kCrc));
+  pickle_.recall(shared_.crc());
   pickle_.number(location.crc);
   pickle_.op('s', 'b');
   work_ += 4;
@@ -558,9 +559,9 @@ class Blocks {
     const size_t begin = ends_[range], end = ends_[range + 1];
     BlockWriter writer(content_, shared_, room.at_least(bounds_.keys(begin, end)));
     if (locations) {
-      const std::span<const Catalog::Key> keys(content_.catalog.keys.data() + begin, end - begin);
-      room.locations.resize(keys.back().first_chunk + keys.back().chunks - keys.front().first_chunk);
-      content_.locations.gather(content_.catalog, begin, end, room.locations.data());
+      const std::span<const Catalog::Chunk> chunks = content_.catalog.chunks_of(begin, end);
+      room.locations.resize(chunks.size());
+      content_.locations.gather(chunks, room.locations.data());
       writer.storage_data(begin, end, room.locations);
     } else {
       writer.state_dict_metadata(begin, end);

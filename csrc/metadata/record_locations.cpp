@@ -1,6 +1,5 @@
 #include "metadata/record_locations.h"
 
-#include <algorithm>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -55,20 +54,14 @@ void RecordLocations::drop_unnamed(const Catalog& catalog) {
   for (uint32_t& file : file_numbers_) file = number[file];
 }
 
-void RecordLocations::gather(const Catalog& catalog, size_t first, size_t end, RecordLocation* out) const {
-  constexpr size_t kTogether = 16;
-  if (first == end) return;
-  const uint64_t origin = catalog.keys[first].first_chunk;
-  for (; first < end; first += kTogether) {
-    const std::span<const Catalog::Key> keys(catalog.keys.data() + first, std::min(kTogether, end - first));
-    const uint64_t most = std::ranges::max(keys, {}, &Catalog::Key::chunks).chunks;
-    for (uint64_t number = 0; number < most; ++number) {
-      for (const Catalog::Key& key : keys) {
-        if (number >= key.chunks) continue;
-        const uint64_t chunk = key.first_chunk + number;
-        out[chunk - origin] = (*this)[catalog.chunks[chunk]];
-      }
+void RecordLocations::gather(std::span<const Catalog::Chunk> chunks, RecordLocation* out) const {
+  constexpr size_t kAhead = 32;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (i + kAhead < chunks.size()) {
+      const Catalog::Chunk& later = chunks[i + kAhead];
+      if (later.writer < tables_.size()) __builtin_prefetch(tables_[later.writer].data() + size_t{later.row} * kWords);
     }
+    out[i] = (*this)[chunks[i]];
   }
 }
 

@@ -32,9 +32,9 @@ class RecordLocations {
   // Error (invalid).
   void drop_unnamed(const Catalog& catalog);
 
-  // Writes the locations of the chunks of keys first .. end to `out`, key after key. It goes through several keys at
-  // once: the rows of one rank lie together, and each is a miss of the cache otherwise. Throws as operator[].
-  void gather(const Catalog& catalog, size_t first, size_t end, RecordLocation* out) const;
+  // Writes the locations of the chunks to `out`. Each is a miss of the cache: those ahead are fetched meanwhile. Throws
+  // as operator[].
+  void gather(std::span<const Catalog::Chunk> chunks, RecordLocation* out) const;
   // Throws Error (invalid) if the rank has no such row, or if a number in the row is out of bounds.
   RecordLocation operator[](const Catalog::Chunk& chunk) const;
   // Returns the names of the files of all ranks, in the order of ranks, each once.

@@ -85,9 +85,9 @@ class Checkpoint {
 
   std::vector<std::byte> image(std::string_view save_id = "save", uint64_t bytes = 1, uint32_t crc = 2) const {
     const RecordLocations where = locations();
-    const IndexImage image(catalog, where, save_id, bytes, crc);
+    const IndexImage image(catalog, where, save_id);
     std::vector<std::byte> content(image.bytes());
-    image.write(content.data());
+    image.write(content.data(), bytes, crc);
     return content;
   }
 

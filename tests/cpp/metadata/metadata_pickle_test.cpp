@@ -74,7 +74,7 @@ TEST(MetadataPickle, AnErrorInAnyBlockEndsAllThreads) {
   }();
   const RecordLocations where = checkpoint.locations();
   const KeyPaths none(std::vector<std::span<const std::byte>>{});
-  for (int stop = 0; stop < 12; ++stop) {
+  for (int stop = 0; stop < 9; ++stop) {
     std::atomic<int> left = stop;
     const auto sink = [&](uint64_t, std::span<const std::byte>) {
       if (left-- == 0) throw Error::invalid("no room");
