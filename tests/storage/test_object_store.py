@@ -27,6 +27,7 @@ from harness.stores import data_files
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
+from vescale_ckpt._checkpoint import open_checkpoint
 from vescale_ckpt._storage import object_clients, paths
 from vescale_ckpt._storage.open_storage import checkpoint_path, storage_at
 
@@ -117,6 +118,18 @@ def test_extra_files_and_keys(url: str) -> None:
     files: dict[str, bytes] = {}
     vescale_ckpt.load(url, {"w": torch.zeros(3)}, extra_files=files)
     assert files == {"config.json": b"{}"}
+
+
+def test_a_large_index_is_sent_if_each_rank_would_read_all_of_it(
+    url: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (url, checkpoint):
+        vescale_ckpt.save(path, {"weight": torch.ones(3)})
+    monkeypatch.setattr(open_checkpoint, "_MOST_INDEX_BYTES", 0)
+    assert open_checkpoint.is_by_index(open_checkpoint.pack_for_ranks(checkpoint_path(url), True))
+    assert open_checkpoint.pack_for_ranks(str(checkpoint), True) == b""
+    monkeypatch.setattr(open_checkpoint, "_MOST_SENT_BYTES", 0)
+    assert open_checkpoint.pack_for_ranks(checkpoint_path(url), True) == b""
 
 
 def test_one_file_for_each_tensor(url: str) -> None:

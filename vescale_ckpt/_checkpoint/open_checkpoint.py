@@ -21,7 +21,8 @@ from .safetensors.headers import HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 from .torch_checkpoint import TorchCheckpoint
 
-_MOST_INDEX_BYTES = 16 << 20  # a larger index is not sent: each rank reads the few pages that it needs
+_MOST_INDEX_BYTES = 16 << 20  # a larger index of a folder is not sent: each rank reads the few pages that it needs
+_MOST_SENT_BYTES = 128 << 20  # the same of an object, of which each rank would read all
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -106,7 +107,8 @@ def pack_for_ranks(path: str, verify: bool) -> bytes:
     if _is_safetensors(path):
         return pack(b"", b"", HeaderTables.read(path, verify).pack())
     with suppress(OSError):
-        if storage_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
+        storage = storage_at(path)
+        if storage.stat(INDEX_NAME).size > (_MOST_SENT_BYTES if storage.by_requests else _MOST_INDEX_BYTES):
             return b""
     index = metadata_file.index_bytes(path)
     if index is not None:
