@@ -437,6 +437,29 @@ def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
     same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
 
 
+def _dead_before_its_first_connection_with_another(dying: int) -> Any:
+    """Rank 0 waits for a first connection with a rank that dies in this collective; the others go on to the next."""
+    rank = dist.get_rank()
+    with mock.patch.object(connections, "FANOUT", 2):
+        exchange = Exchange.of(dist.new_group(range(8), backend="gloo"), FOREVER)
+        exchange.agree([1], "save 0")
+
+        def two_collectives() -> None:
+            if rank == dying:
+                with mock.patch.object(connections.Connections, "_connect", lambda *_: os.kill(os.getpid(), 9)):
+                    exchange.peers("messages", "plan", [0]).__enter__()
+            with exchange.peers("messages", "plan", [dying] if rank == 0 else []):
+                pass
+            exchange.agree([1], "commit")
+
+        return error_of(two_collectives)
+
+
+def test_a_rank_that_waits_for_a_first_connection_learns_of_a_death_that_others_have_seen() -> None:
+    answers = run_ranks(8, _dead_before_its_first_connection_with_another, 7, check=False)
+    same_everywhere(answers[:7], [7], ["rank 7 of 8", "died"])
+
+
 def _stops(who: int, where: str, directory: Path) -> Any:
     rank = dist.get_rank()
     exchange = Exchange.of(None, FOREVER)

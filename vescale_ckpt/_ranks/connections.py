@@ -172,12 +172,19 @@ class Connections:
 
         self._connects = True
         try:
-            self._pending.extend(in_time(connect, self._left(), "vescale_ckpt connects"))
+            self._pending.extend(in_time(connect, self._left(), "vescale_ckpt connects", self._others_have_failed))
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(waiting_for[0]) from error
         self._connects = False
         self._connected.update(fresh)
         self.wait()
+
+    def _others_have_failed(self) -> bool:
+        """Whether there is a failure report. A rank that waits for a first connection does not notice that others have
+        closed theirs."""
+        with suppress(StoreGoneError):
+            return self._rendezvous.failure() is not None
+        return False
 
     def make_devices(self, device: Device, timeout: float) -> None:
         """Makes `devices`. NCCL connects at the first swap."""

@@ -24,6 +24,7 @@ from .._engine.torch_private import Store, clone_of, default_store
 from ..errors import CheckpointTimeoutError
 
 STORE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
+_SECOND = 1.0
 _NEVER = float("inf")
 _DELAY = 0.02  # a note is written after so many seconds; a later note within that time replaces it
 
@@ -34,10 +35,13 @@ _STORE_GONE = (
 )
 
 
-def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Result:
+def in_time(
+    function: Callable[[], _Result], seconds: float, name: str, in_vain: Callable[[], object] | None = None
+) -> _Result:
     """Calls a function of torch that may exceed its own timeout, on a new thread, and returns its result.
 
-    Raises TimeoutError after `seconds`. The thread goes on until the function returns.
+    Raises TimeoutError after `seconds`, or if `in_vain`, asked once a second meanwhile, is true. The thread goes on
+    until the function returns.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
@@ -48,10 +52,13 @@ def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Resu
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except concurrent.futures.TimeoutError as late:  # this is another class before Python 3.11
-        raise TimeoutError(f"{name}: not done within {seconds:.0f} s") from late
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if concurrent.futures.wait([future], min(left, _SECOND)).done:
+            return future.result()
+        if in_vain is not None and in_vain():
+            break
+    raise TimeoutError(f"{name}: not done within {seconds:.0f} s")
 
 
 class StoreGoneError(CheckpointTimeoutError):
