@@ -129,22 +129,33 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_on(size: int, net: str) -> Iterator[Ranks]:
-    """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number)."""
+def ranks_on(size: int, net: str, backend: str = "gloo") -> Iterator[Ranks]:
+    """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number).
+
+    The default group has this backend. Hundreds of ranks need "fake", which sends nothing: gloo connects all with all.
+    """
     context = multiprocessing.get_context("forkserver")  # torch is imported once
     context.set_forkserver_preload(
-        ["torch.distributed.checkpoint", "torch.distributed.tensor", "vescale_ckpt", __name__]
+        [
+            *("torch.distributed.checkpoint", "torch.distributed.tensor", "vescale_ckpt.api", __name__),
+            "torch.testing._internal.distributed.fake_pg",  # makes the backend known
+        ]
     )
     barrier = context.Barrier(size)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="vescale-ckpt-ranks-"))
-        cables = stack.enter_context(network(float(net))) if net not in (ONE_NODE, LOOPBACK) else None
+        store: str | int = stack.enter_context(tempfile.TemporaryDirectory(prefix="vescale-ckpt-ranks-"))
+        cables = None
+        if net in (ONE_NODE, LOOPBACK):  # as a launcher hosts it
+            host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+            store = host.port
+        else:
+            cables = stack.enter_context(network(float(net)))
         stack.callback(_end, processes, pipes)
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, net, directory, barrier, theirs)
+            arguments = (rank, size, net, backend, store, barrier, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -176,9 +187,9 @@ def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
 # --- What runs in a rank's process
 
 
-def _serve(rank: int, size: int, net: str, directory: str, barrier: Any, pipe: Connection) -> None:
+def _serve(rank: int, size: int, net: str, backend: str, store: str | int, barrier: Any, pipe: Connection) -> None:
     try:
-        mesh = _join(rank, size, net, directory, pipe)
+        mesh = _join(rank, size, net, backend, store, pipe)
     except Exception:
         pipe.send((traceback.format_exc(), None))
         return
@@ -200,7 +211,7 @@ def _serve(rank: int, size: int, net: str, directory: str, barrier: Any, pipe: C
     os._exit(0)  # no destructors: they are where gloo aborts
 
 
-def _join(rank: int, size: int, net: str, directory: str, pipe: Connection) -> DeviceMesh:
+def _join(rank: int, size: int, net: str, backend: str, where: str | int, pipe: Connection) -> DeviceMesh:
     torch.set_num_threads(1)
     if net != ONE_NODE:
         os.environ["VESCALE_CKPT_NODE"] = str(rank)
@@ -211,8 +222,12 @@ def _join(rank: int, size: int, net: str, directory: str, pipe: Connection) -> D
         pipe.send((None, None))
         pipe.recv()
         start_card(rank, float(net))
-    store = dist.FileStore(str(Path(directory, "store")), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    store: dist.Store
+    if isinstance(where, int):
+        store = dist.TCPStore("127.0.0.1", where, is_master=False, timeout=_PATIENCE)
+    else:
+        store = dist.FileStore(str(Path(where, "store")), size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     return init_device_mesh("cpu", (size,))
 
 

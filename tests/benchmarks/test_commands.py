@@ -133,6 +133,16 @@ def test_peers(tmp_path: Path) -> None:
     assert rows["copy", "vescale"]["of_ceiling"] > 0 and rows["save", STOCK]["of_baseline"] > 0
 
 
+def test_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run("many_ranks", tmp_path, "--connect=3,20", "--save=2", "--items=3")
+    assert steps(rows) == dict.fromkeys(("vescale", STOCK), {"first save", "first load", "save", "load"})
+    costs = [
+        line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith(("| 3 |", "| 20 |"))
+    ]
+    assert [int(size) for size, *_ in costs] == [3, 20]
+    assert all(int(descriptors.split()[0]) > 0 and int(requests.split()[0]) >= 15 for _, descriptors, requests in costs)
+
+
 def test_object_store(tmp_path: Path, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in object_server.environment(object_server.endpoint).items():
         monkeypatch.setenv(name, value)
