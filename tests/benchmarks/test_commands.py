@@ -135,7 +135,7 @@ def test_peers(tmp_path: Path) -> None:
 
 def test_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run("many_ranks", tmp_path, "--connect=3,20", "--save=2", "--items=3")
-    assert steps(rows) == dict.fromkeys(("vescale", STOCK), {"first save", "first load", "save", "load"})
+    assert steps(rows) == {name: {"first save", "first load", "save", "load"} for name in ("vescale", STOCK)}
     costs = [
         line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith(("| 3 |", "| 20 |"))
     ]
