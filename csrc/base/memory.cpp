@@ -14,8 +14,6 @@
 namespace vescale_ckpt {
 namespace {
 
-constexpr uint64_t kHugePage = 2 << 20;
-
 // Under the usual "madvise" policy a mapping becomes huge only if it is both aligned and advised.
 std::byte* map_huge(uint64_t bytes) {
   void* map = ::mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -91,23 +89,6 @@ Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes) {
   auto& arena = arenas[{::getpid(), slot_bytes, budget_bytes}];
   if (!arena) arena = std::make_unique<Arena>(slot_bytes, budget_bytes);
   return *arena;
-}
-
-void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges) {
-  std::ranges::sort(ranges, {}, [](std::span<const std::byte> range) { return range.data(); });
-  for (size_t i = 0; i < ranges.size();) {
-    const auto begin = reinterpret_cast<uintptr_t>(ranges[i].data());
-    uintptr_t end = begin;
-    for (; i < ranges.size(); ++i) {
-      const auto next = reinterpret_cast<uintptr_t>(ranges[i].data());
-      if (next > end && next - end > kBlock) break;
-      end = std::max<uintptr_t>(end, next + ranges[i].size());
-    }
-    if (end - begin < kHugePage) continue;
-    const uint64_t page = system::page_bytes();
-    const uintptr_t first = align_down(begin, page);
-    system::advise(reinterpret_cast<std::byte*>(first), align_up(end, page) - first, MADV_HUGEPAGE);
-  }
 }
 
 }  // namespace vescale_ckpt

@@ -15,7 +15,8 @@
 
 namespace vescale_ckpt {
 
-inline constexpr uint64_t kBlock = 4096;  // what direct I/O is cut on: a multiple of every device's block in use
+inline constexpr uint64_t kHugePage = 2 << 20;  // bytes; mappings are aligned to it
+inline constexpr uint64_t kBlock = 4096;        // what direct I/O is cut on: a multiple of every device's block in use
 
 constexpr uint64_t align_down(uint64_t value, uint64_t alignment) {
   return value / alignment * alignment;
@@ -76,10 +77,6 @@ class Arena {
   std::vector<std::byte*> free_;
   uint64_t allocated_ = 0;  // slots
 };
-
-// Asks for huge pages behind memory that is about to be filled for the first time: faults of 4 KiB take as long as the
-// disk. Ranges that nearly touch, as those of many small allocations do, count as one. No effect where it is refused.
-void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges);
 
 // The arena that all writers and readers of this process share: one for each pair of sizes, never freed, safe after
 // fork (the child gets its own).

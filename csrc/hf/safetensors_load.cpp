@@ -13,7 +13,6 @@
 namespace vescale_ckpt::hf {
 namespace {
 
-constexpr uint64_t kHugePage = 2 << 20;
 // Tensors of so many bytes lie on blocks as they do in the file, also where that leaves a gap.
 constexpr uint64_t kLarge = 1 << 20;
 
@@ -75,7 +74,7 @@ SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, st
         const std::vector<std::string> paths = {file_->file->path()};
         const read::OpenFile open = [&](uint32_t) { return file_->file; };
         try {
-          return read::read_tensors(paths, open, wanted, verify, options, sink);
+          return read::read_tensors(paths, open, wanted, verify, options, sink, new_memory_ ? &*new_memory_ : nullptr);
         } catch (const Error& error) {
           if (error.item == Error::kNoItem) throw;
           throw Error(error.kind, error.what(), error.path, error.offset, error.code,
@@ -88,7 +87,7 @@ void SafetensorsLoad::take_memory(std::span<const size_t> numbers, const OnDevic
   const bool on_device = target != nullptr;
   Group group;
   size_t blocks = 0;
-  std::vector<std::span<const std::byte>> taken;
+  std::vector<std::span<std::byte>> taken;
   const auto take = [&] {
     if (group.members.empty()) return;
     const bool alone = group.members.size() == 1;
@@ -125,7 +124,7 @@ void SafetensorsLoad::take_memory(std::span<const size_t> numbers, const OnDevic
     if (bytes >= kOwnMemory) take();
   }
   take();
-  prefer_huge_pages(std::move(taken));
+  if (!on_device) new_memory_.emplace(std::move(taken));
 }
 
 // One for each tensor with bytes, and their positions.

@@ -14,10 +14,12 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "base/new_memory.h"
 #include "hf/safetensors_file.h"
 #include "read/reader.h"
 
@@ -70,6 +72,7 @@ class SafetensorsLoad {
 
   std::shared_ptr<const SafetensorsFile> file_;
   std::vector<Tensor> tensors_;
+  std::optional<NewMemory> new_memory_;                    // of all tensors, in host memory
   std::future<std::unique_ptr<read::ReadReport>> report_;  // the last: it waits before all else goes
 };
 

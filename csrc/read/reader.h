@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "base/new_memory.h"
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/transfer_loop.h"
@@ -82,10 +83,11 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
                                          bool verify, const io::EngineOptions& options, DeviceSink* sink = nullptr);
 // Opens a file by its index; the result is held during reads. Throws Error. The thread of the read calls it.
 using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
-// Does the same with files from `open`; the paths are for errors.
+// Does the same with files from `open`; the paths are for errors. `new_memory`: of items that lie in it, pages are
+// taken before they are filled.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
                                          std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
-                                         DeviceSink* sink = nullptr);
+                                         DeviceSink* sink = nullptr, NewMemory* new_memory = nullptr);
 
 // Reads and checks whole tensors; `memory` is not used. Reports damage in `damaged` instead of throwing; also an I/O
 // error or a missing file, for each affected item. Needs only slots of memory, whatever the tensors' sizes.

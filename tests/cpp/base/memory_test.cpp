@@ -158,26 +158,5 @@ TEST(SharedArena, IsNewAfterFork) {
   EXPECT_EQ(taken.data()[0], std::byte{1});
 }
 
-TEST(HugePages, AreAskedForOnceForNeighbours) {
-  constexpr uint64_t kPiece = 64 << 10, kPieces = 100;
-  std::vector<std::byte> memory(kPieces * kPiece, std::byte{7});
-  std::vector<std::span<const std::byte>> ranges;
-  for (uint64_t i = kPieces; i-- > 0;) ranges.emplace_back(memory.data() + i * kPiece, kPiece - 16);
-  system::inject_fault(Call::advise, ENOMEM, 0, 1000);  // a refusal is no matter
-  prefer_huge_pages(ranges);
-  EXPECT_EQ(system::calls_seen(Call::advise), 1u);
-  {
-    const LargePages pages;
-    prefer_huge_pages(ranges);
-  }
-  EXPECT_EQ(system::calls_seen(Call::advise), 2u);  // a range that begins inside of a page would not be seen
-  prefer_huge_pages({ranges[3], ranges[70], {}});   // too far from each other, and too small
-  prefer_huge_pages({});
-  EXPECT_EQ(system::calls_seen(Call::advise), 2u);
-  system::clear_faults();
-  prefer_huge_pages(ranges);
-  EXPECT_TRUE(std::ranges::all_of(memory, [](std::byte byte) { return byte == std::byte{7}; }));
-}
-
 }  // namespace
 }  // namespace vescale_ckpt
