@@ -53,10 +53,11 @@ test-slow: build
 test-cpp: | system
 	@$(MAKE) -s -C tests/cpp run
 
-# The engine's tests on 64-bit Arm, emulated.
-test-arm:
+# On 64-bit Arm, emulated: the engine's tests; then saves and loads in Python, also of what this processor has saved.
+test-arm: build
 	@scripts/install_system_packages.sh arm
 	@$(MAKE) -s -C tests/cpp run-arm
+	@VENV=$(VENV) scripts/test_arm.sh
 
 sanitize: | system
 	@$(MAKE) -s -C tests/cpp run SANITIZER=address
