@@ -8,6 +8,7 @@ from importlib import import_module
 BENCHMARKS = {
     "saves": "saves and loads of one process, every way that can be compared",
     "loading": "loads by several ranks",
+    "first_loads": "the first load of a safetensors file in a process, beside other loaders",
     "background": "asynchronous saves, and what they take from training",
     "delta": "saves of a LoRA training that write only what changed",
     "export": "exports by several ranks",

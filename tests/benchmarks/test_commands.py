@@ -51,6 +51,12 @@ def steps(rows: Rows) -> dict[str, set[str]]:
     return {name: {step for step, candidate in rows if candidate == name} for _, name in rows}
 
 
+def test_first_loads(tmp_path: Path) -> None:
+    rows = run("first_loads", tmp_path, "--gib=0.002", "--state=small", "--idle=0", "--touch=0.01")
+    assert {"vescale", "not verified", STOCK} <= {candidate for _, candidate in rows}
+    assert steps(rows)["vescale"] == {"load", "load and copy"}
+
+
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("transformers.integrations.mxfp4")
     rows = run("quantized", tmp_path, "--gib=0.001")
