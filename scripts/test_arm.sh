@@ -2,7 +2,8 @@
 # Saves and loads in Python on emulated 64-bit Arm: Debian's Python 3.11, torch's wheel and the engine, cross-compiled, in
 # build/arm64 (1 GB, of which 200 MB are downloaded once). This processor reads what that one saved, and the other way round.
 #
-# torch 2.10 is the last whose wheel for this processor on PyPI asks for no libraries of CUDA, which are gigabytes.
+# torch 2.10 is older than the oldest that is supported: on PyPI its wheel for aarch64 is the last of 146 MB. From 2.11 on they have
+# 420 MB and more; what the one of 2.12.1 requires was read: CUDA's libraries, which are gigabytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=$PWD/build/arm64
@@ -38,15 +39,18 @@ fi
 
 # The units of the last build. A folder's object is made anew if any source is newer.
 mkdir -p "$base/objects"
+for object in "$base"/objects/*.o; do  # of a folder that is no more
+  [ -e "build/units/$(basename "$object" .o).cpp" ] || rm -f "$object"
+done
 for unit in build/units/*.cpp; do
   object=$base/objects/$(basename "$unit" .cpp).o
   [ -e "$object" ] && [ -z "$(find csrc "$unit" -newer "$object" -type f -print -quit)" ] || echo "$unit $object"
-done | xargs -r -P 2 -n 2 sh -c 'aarch64-linux-gnu-g++ -std=c++20 -O1 -fPIC -fvisibility=hidden -D_GNU_SOURCE -Icsrc \
+done | xargs -r -P 2 -n 2 sh -c 'timeout 1800 aarch64-linux-gnu-g++ -std=c++20 -O1 -fPIC -fvisibility=hidden -D_GNU_SOURCE -Icsrc \
   -I"$("$0" -c "import pybind11; print(pybind11.get_include())")" -I"$1/root/usr/include/python3.11" -I"$1/root/usr/include" \
   -c "$2" -o "$3"' "$python" "$base"
 rm -rf "$base/package" && mkdir -p "$base/package" && cp -r vescale_ckpt "$base/package"
 rm -f "$base"/package/vescale_ckpt/_engine/*.so
-aarch64-linux-gnu-g++ -shared -pthread "$base"/objects/*.o -o "$base/package/vescale_ckpt/_engine/_C.cpython-311-aarch64-linux-gnu.so"
+timeout 600 aarch64-linux-gnu-g++ -shared -pthread "$base"/objects/*.o -o "$base/package/vescale_ckpt/_engine/_C.cpython-311-aarch64-linux-gnu.so"
 
 rm -rf "$base/data" && mkdir "$base/data"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONWARNINGS=ignore
