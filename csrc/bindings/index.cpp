@@ -150,13 +150,13 @@ py::list chunks(const metadata::Index& index, const metadata::Index::Key& key) {
   return found;
 }
 
-py::list rows(const metadata::Index& index) {
-  py::list found;
-  for (uint64_t i = 0; i < index.size(); ++i) {
-    const metadata::Index::Key key = index.key(i);
-    found.append(py::make_tuple(decoded(key.name), decoded(key.dtype), numbers(key.shape), chunks(index, key)));
+py::tuple row(const metadata::Index& index, uint64_t number) {
+  if (number >= index.size()) throw py::index_error("the index has no such key");
+  const metadata::Index::Key key = index.key(number);
+  if (const auto found = index.find(key.name); !found || found->number != number) {
+    throw Error::corrupt("the index does not find a name that it holds", {}, 0);
   }
-  return found;
+  return py::make_tuple(decoded(key.name), decoded(key.dtype), numbers(key.shape), chunks(index, key));
 }
 
 metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& targets, bool allow_cast) {
@@ -220,7 +220,9 @@ void bind_index(py::module_& module) {
            "reads all of it; raises if it is damaged")
       .def("__len__", &metadata::Index::size)
       .def("keys", &keys)
-      .def("rows", &rows, "(name, dtype or empty for an object, shape, chunks) of each key")
+      .def("row", &row, py::arg("number"), "(name, dtype or empty for an object, shape, chunks) of a key")
+      .def("check_counts", &metadata::Index::check_counts, py::call_guard<py::gil_scoped_release>(),
+           "raises if it lists more chunks than its metadata has room for; call it before `row`")
       .def_property_readonly("files", &all_files)
       .def("file_ends", &metadata::Index::file_ends, py::call_guard<py::gil_scoped_release>(),
            "of each file, where the last record that lies in it ends")

@@ -14,6 +14,7 @@ namespace vescale_ckpt::metadata {
 namespace {
 
 constexpr uint32_t kMostDtypes = 256;
+constexpr uint64_t kLeastPickled = 16;  // fewer bytes than a chunk takes in `.metadata`
 
 std::optional<uint8_t> code_of(std::string_view name) {
   const auto known = format::dtypes();
@@ -121,11 +122,10 @@ Index::Key Index::key(uint64_t number) const {
   expect(row.kind <= 2 && row.ndim <= state::kMostDims && (!object || (row.ndim == 0 && row.chunks == 1)),
          "a key is of no known kind");
   expect(object || row.dtype < header_.dtypes, "a key has an unknown dtype");
+  expect(row.chunks <= (row.ndim == 0 ? 1 : header_.file_bytes), "a key has too many chunks");
   if (header_.version == IndexHeader1::kVersion) {
     const uint64_t places = header_.tables[IndexHeader1::kPlaces].count;
     expect(within(row.first_crc, row.chunks, places), "a key has too many chunks");
-  } else {
-    expect(row.chunks <= header_.file_bytes, "a key has too many chunks");  // without dimensions no table is as long
   }
   const uint64_t all_dims = header_.tables[IndexHeader::kDims].count;
   expect(
@@ -240,7 +240,15 @@ RecordLocation Index::location(const Key& key, uint64_t chunk) const {
   return found;
 }
 
+void Index::check_counts() const {
+  if (header_.pickle_bytes == 0) return;
+  uint64_t chunks = 0;
+  for (uint64_t number = 0; number < size(); ++number) chunks += key(number).chunks;
+  expect(chunks <= header_.pickle_bytes / kLeastPickled, "it lists more chunks than its metadata has room for");
+}
+
 std::vector<uint64_t> Index::file_ends() const {
+  check_counts();
   std::vector<uint64_t> ends(files());
   for (uint64_t number = 0; number < size(); ++number) {
     const Key found = key(number);

@@ -45,6 +45,9 @@ class Index {
 
   // Reads the whole file and checks every checksum. Throws Error (io, corrupt).
   void check() const { file_.get(0, header_.checksums); }
+  // Throws Error (corrupt) if it lists more chunks than the `.metadata` that it belongs to can: keys share what they
+  // have, so a few bytes may claim any number. Call it before all are listed.
+  void check_counts() const;
 
   uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }
   Key key(uint64_t number) const;

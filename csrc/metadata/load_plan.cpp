@@ -119,6 +119,7 @@ void Planner::add_tensor(size_t number, const state::Item& item, const Index::Ke
   const size_t ndim = item.shape.size();
   bool twice = false;
   index_.overlaps(key, item.offset, item.size, [&](uint64_t chunk, const int64_t* box) {
+    if (twice) return;  // so there are no more rows than the target has elements
     const RecordLocation location = index_.location(key, chunk);
     const uint64_t at = reads_.size(), words = kReadWords + 4 * ndim;
     reads_.resize(at + words);

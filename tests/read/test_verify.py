@@ -9,7 +9,7 @@ import random
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -319,15 +319,42 @@ def test_descriptors_of_others_are_checked(checkpoint: Path) -> None:
             assert report.ok
 
 
-def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, tmp_path: Path) -> None:
-    save(checkpoint, state(1))
-    assert verify(checkpoint).ok
-    index = checkpoint / ".metadata.index"
-    data = bytearray(index.read_bytes())
+def _far_away(data: bytearray) -> None:
     at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the columns
     base = at + 40 * (count - 2)  # of the offsets of the last key
     (offset,) = struct.unpack_from("<Q", data, base)
     struct.pack_into("<Q", data, base, offset + (1 << 40))
+
+
+def _swapped(data: bytearray) -> None:
+    keys, columns = (struct.unpack_from("<Q", data, 48 + 16 * table)[0] for table in (3, 5))
+    for first, second, size in ((keys + 16, keys + 64, 8), (columns + 40, columns + 160, 40)):  # checksums and offsets
+        one, other = slice(first, first + size), slice(second, second + size)
+        data[one], data[other] = data[other], data[one]
+
+
+def _of_many_chunks(data: bytearray) -> None:
+    (keys,) = struct.unpack_from("<Q", data, 48 + 16 * 3)
+    struct.pack_into("<Q", data, keys + 24, 2)  # the second one is what follows in the dims
+
+
+def _of_another_dtype(data: bytearray) -> None:
+    struct.pack_into("<I", data, struct.unpack_from("<Q", data, 48 + 16 * 3)[0] + 40, 1)
+
+
+def _not_found(data: bytearray) -> None:
+    slots, count = struct.unpack_from("<2Q", data, 48 + 16 * 2)
+    data[slots : slots + 8 * count] = bytes(8 * count)
+
+
+@pytest.mark.parametrize("change", [_far_away, _swapped, _of_many_chunks, _of_another_dtype, _not_found])
+def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, change: Callable[[bytearray], None]) -> None:
+    tensors = {"first": torch.ones(4), "second": torch.zeros(4), "long": torch.ones(4, dtype=torch.int64)}
+    save(checkpoint, {**tensors, "number": 3})
+    assert verify(checkpoint).ok
+    index = checkpoint / ".metadata.index"
+    data = bytearray(index.read_bytes())
+    change(data)
     checksums = struct.unpack_from("<Q", data, 40)[0]
     for piece in range(4096, checksums, 4096):
         struct.pack_into("<I", data, checksums + piece // 1024 - 4, zlib.crc32(data[piece : piece + 4096]))

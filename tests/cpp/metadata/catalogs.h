@@ -83,7 +83,7 @@ class Checkpoint {
     return RecordLocations(std::move(tables), files);
   }
 
-  std::vector<std::byte> image(std::string_view save_id = "save", uint64_t bytes = 1, uint32_t crc = 2) const {
+  std::vector<std::byte> image(std::string_view save_id = "save", uint64_t bytes = 1 << 20, uint32_t crc = 2) const {
     const RecordLocations where = locations();
     const IndexImage image(catalog, where, save_id);
     std::vector<std::byte> content(image.bytes());

@@ -372,6 +372,19 @@ TEST_F(IndexTest, ALaterVersionIsRefused) {
   EXPECT_THROW(Index{image}, Error);
 }
 
+// Keys share what they have, so a few bytes could claim any number of chunks.
+TEST_F(IndexTest, MoreChunksThanTheMetadataHasRoomForAreRefused) {
+  Checkpoint checkpoint;
+  for (int i = 0; i < 10; ++i) checkpoint.tensor(std::to_string(i), {100}, grid({100}, {100}));
+  const auto ends = [&](uint64_t pickle_bytes) { return Index(checkpoint.image("save", pickle_bytes)).file_ends(); };
+  EXPECT_EQ(ends(16 * 1000).size(), 2u);
+  EXPECT_THROW(ends(16 * 1000 - 1), Error);
+  checkpoint.tensor("twice", {}, {BoxOf{}, BoxOf{}});
+  const Index index(checkpoint.image());
+  EXPECT_THROW(index.find("twice"), Error);
+  EXPECT_TRUE(index.find("9"));
+}
+
 // Checksums are no protection against intent: whatever is in the tables, it is refused or harmless.
 template <typename Source>
 void use(const Source& source) {

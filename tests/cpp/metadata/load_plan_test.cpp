@@ -154,6 +154,10 @@ TEST(LoadPlan, HolesAndOverlapsAreTold) {
   for (const char* name : {"hole", "nothing"}) wanted.box(name, {10}, {{5}, {0}});  // empty: nothing to cover
   wanted.box("hole", {10}, {{6}, {4}});
   EXPECT_EQ(plan(checkpoint, wanted).uncovered, (Dims{0, 1, 2, 3}));
+  checkpoint.tensor("many times", {10}, std::vector<BoxOf>(1000, BoxOf{{0}, {10}}));
+  const auto found = plan(checkpoint, ItemRows().box("many times", {10}, {{0}, {10}}));
+  EXPECT_EQ(found.uncovered, (Dims{0}));
+  EXPECT_LE(reads_of(found).size(), 11u);
 }
 
 TEST(LoadPlan, OnlyFilesThatAreRead) {

@@ -18,6 +18,7 @@ from ..damage import add_error
 from . import metadata_check, metadata_file
 from .explain_missing import explained
 from .file_names import DELTA_NAME, NODE_MARKER, index_name, metadata_name
+from .index_checkpoint import says_the_same
 
 if TYPE_CHECKING:
     from ..check_records import Progress
@@ -75,19 +76,21 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     report.files += len(listed)
     missing = _check_files(directory, listed, report)
     if not report.quick:
-        if ends is not None and ends != listed:
-            report.damaged.append(Damage(None, index_path, 0, f"the index of {path} contradicts the metadata"))
         wrappers = check_records(checkpoint, missing, report, progress)
-        _check_index(directory, rank, index_path, report)
+        _check_index(checkpoint, index is not None, index_path, report)
         _check_tables(checkpoint, wrappers, missing, report)
 
 
-def _check_index(directory: str, rank: int | None, path: str, report: VerifyReport) -> None:
+def _check_index(checkpoint: NativeCheckpoint, counts: bool, path: str, report: VerifyReport) -> None:
     try:
-        metadata_file.open_index(directory, rank).check()
+        index = metadata_file.open_index(checkpoint.path, checkpoint.rank)
+        index.check()
     except (_C.EngineError, OSError) as error:
         if error.errno != errno.ENOENT:
             report.harmless.append(Damage(None, path, getattr(error, "offset", 0), str(error)))
+        return
+    if counts and not says_the_same(index, checkpoint):
+        report.damaged.append(Damage(None, path, 0, f"{path} contradicts the metadata that it belongs to"))
 
 
 def _check_tables(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..._engine import _C
 from ..._storage.open_storage import storage_at
 from ..._storage.paths import check_relative
+from ...errors import CheckpointError
 from ...reports import SavedBy
 from ..checkpoint import Checkpoint, Chunk, TensorInfo
 from ..safetensors.headers import HeaderTables
@@ -30,6 +31,35 @@ class _Dtype(NamedTuple):
 _DTYPES: dict[str, Any] = {name: _Dtype(name, size) for name, _, size in _C.dtypes()}
 
 
+def _row(index: _C.Index, files: list[str], number: int) -> tuple[str, str, tuple[int, ...], list[Chunk]]:
+    name, dtype, shape, places = index.row(number)
+    chunks = [
+        Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
+        for offsets, sizes, file, offset, length, crc in places
+    ]
+    return name, dtype, shape, chunks
+
+
+def says_the_same(index: _C.Index, checkpoint: Checkpoint) -> bool:
+    """Whether a sound index holds what the checkpoint's metadata holds."""
+    try:
+        index.check_counts()
+        if len(index) != len(checkpoint.tensors) + len(checkpoint.objects):
+            return False
+        files = index.files
+        for number in range(len(index)):  # no two are of one name
+            name, dtype, shape, chunks = _row(index, files, number)
+            tensor = checkpoint.tensors.get(name)
+            expected = checkpoint.objects.get(name) if tensor is None else tensor.chunks
+            if tensor is not None and (f"torch.{dtype}", shape) != (str(tensor.dtype), tuple(tensor.shape)):
+                return False
+            if ([expected] if isinstance(expected, Chunk) else expected) != chunks:
+                return False
+    except (_C.EngineError, CheckpointError):  # it names what is not there
+        return False
+    return True
+
+
 class IndexCheckpoint(Checkpoint):
     """A native checkpoint that all ranks have saved together, or one of safetensors. It cannot be read."""
 
@@ -42,11 +72,9 @@ class IndexCheckpoint(Checkpoint):
         tensors: dict[str, TensorInfo] = {}
         objects: dict[str, Chunk] = {}
         files = index.files
-        for name, dtype, shape, places in index.rows():
-            chunks = [
-                Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
-                for offsets, sizes, file, offset, length, crc in places
-            ]
+        index.check_counts()
+        for number in range(len(index)):
+            name, dtype, shape, chunks = _row(index, files, number)
             if dtype:
                 tensors[name] = TensorInfo(shape, _DTYPES[dtype], chunks)
             else:
