@@ -246,17 +246,26 @@ class BlockWriter {
     pickle_.op(tuple, 'R');
     work_ += work;
   }
-  void shape(uint64_t at, uint32_t ndim) {
+  // Returns what the check counts for its numbers.
+  uint64_t shape(uint64_t at, uint32_t ndim) {
+    const std::span<const int64_t> dims(catalog_.dims.data() + at, ndim);
+    uint64_t cost = ndim;
+    for (const int64_t dim : dims) cost += dim > INT32_MAX ? kLongNumber : 0;
     const uint32_t memo = shared_.shape(at, ndim);
-    if (memo != kNoMemo && can_recall(ndim)) return pickle_.recall(memo);
-    write_shape(pickle_, shared_.global(kSize), {catalog_.dims.data() + at, ndim});
-    work_ += 3 + 2 * uint64_t{ndim};
+    if (memo != kNoMemo && can_recall(cost)) {
+      pickle_.recall(memo);
+    } else {
+      write_shape(pickle_, shared_.global(kSize), dims);
+      work_ += 3 + 2 * cost;
+    }
+    return cost;
   }
   void tensor(const Catalog::Key& key);
   void index(size_t key, uint64_t offset, std::optional<uint64_t> hint);
   void info(const RecordLocation& location);
 
-  static constexpr uint64_t kMargin = 1024;  // more than what one element of a container costs beside its texts
+  static constexpr uint64_t kMargin = 1024;   // more than what one element of a container costs beside its texts
+  static constexpr uint64_t kLongNumber = 8;  // what a number above 32 bits costs more than others
 
   const MetadataContent& content_;
   const Catalog& catalog_;
@@ -268,19 +277,18 @@ class BlockWriter {
 void BlockWriter::tensor(const Catalog::Key& key) {
   global(kTensor);
   pickle_.recall(shared_.properties(key));
-  shape(key.shape, key.ndim);
+  const uint64_t size = shape(key.shape, key.ndim);
   pickle_.op(']');
   for (uint64_t i = 0; i < key.chunks; ++i) {
     if (i % kBatch == 0) pickle_.op('(');
     const Catalog::Chunk& chunk = catalog_.chunks[key.first_chunk + i];
     global(kChunk);
-    shape(chunk.box, key.ndim);
-    shape(chunk.box + key.ndim, key.ndim);
-    reduce_tuple('\x86', 20 + 8 * uint64_t{key.ndim});  // also its part of what the list costs
+    const uint64_t offsets = shape(chunk.box, key.ndim), sizes = shape(chunk.box + key.ndim, key.ndim);
+    reduce_tuple('\x86', 20 + 4 * (offsets + sizes));  // also its part of what the list costs
     if ((i + 1) % kBatch == 0 || i + 1 == key.chunks) pickle_.op('e');
     pickle_.border();
   }
-  reduce_tuple('\x87', 128 + 2 * uint64_t{key.ndim});
+  reduce_tuple('\x87', 128 + 2 * size);
 }
 
 void BlockWriter::state_dict_metadata(size_t begin, size_t end) {
@@ -336,17 +344,18 @@ void BlockWriter::planner_data() {
 
 void BlockWriter::index(size_t key, uint64_t offset, std::optional<uint64_t> hint) {
   const uint32_t ndim = catalog_.keys[key].ndim;
+  uint64_t numbers = 0;
   global(kIndex);
   name(key);
   if (hint) {
-    shape(offset, ndim);
+    numbers = shape(offset, ndim);
     pickle_.number(static_cast<int64_t>(*hint));
     pickle_.op('\x87');
   } else {
     pickle_.op('\x85');
   }
   pickle_.op('R');
-  work_ += 2 * (10 + uint64_t{catalog_.keys[key].name_bytes} + (hint ? 2 * uint64_t{ndim} : 0));
+  work_ += 2 * (10 + uint64_t{catalog_.keys[key].name_bytes} + 2 * numbers);
 }
 
 void BlockWriter::info(const RecordLocation& location) {
@@ -355,7 +364,7 @@ void BlockWriter::info(const RecordLocation& location) {
   text(shared_.file(location.file), file);
   pickle_.number(static_cast<int64_t>(location.offset));
   pickle_.number(static_cast<int64_t>(location.length));
-  reduce_tuple('\x87', 8 + file.size());
+  reduce_tuple('\x87', 8 + 2 * kLongNumber + file.size());
   if (location.crc < 0) return;
   pickle_.op('}');
   pickle_.recall(shared_.crc());

@@ -102,6 +102,16 @@ TEST(MetadataPickle, LongNamesManyChunksAndManyDimensionsPassOurCheck) {
   }
 }
 
+// The check counts more for numbers above 32 bits.
+TEST(MetadataPickle, WideNumbersThatAreRecalledPassOurCheck) {
+  Dims shape(64, 1);
+  shape[0] = int64_t{1} << 40;
+  Checkpoint checkpoint(1);
+  checkpoint.tensor(std::string(223, 'x'), shape, std::vector<BoxOf>(17000, BoxOf{Dims(64, 0), shape}));
+  for (size_t at = 0; at < checkpoint.tables()[0].size(); at += 4) checkpoint.tables()[0][at + 3] = -1;
+  expect_sound(checkpoint.metadata());
+}
+
 TEST(MetadataPickle, PathsOfLongNamesPassOurCheck) {
   Checkpoint checkpoint;
   KeyPathsBuilder builder;
