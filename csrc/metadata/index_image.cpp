@@ -33,10 +33,10 @@ void pack(std::span<const uint64_t> codes, uint32_t width, std::vector<uint64_t>
 // Numbers values in the order in which they first come. For few values.
 class Numbering {
  public:
+  explicit Numbering(size_t numbers) : slots_(std::bit_ceil(4 * std::min(numbers, kMostValues))) {}
+
   // Returns false, and gives up, if there are more than kMostValues values.
   bool run(std::span<const uint64_t> numbers, std::vector<uint64_t>& codes, std::vector<uint64_t>& values) {
-    std::ranges::fill(slots_, 0);
-    values_.clear();
     codes.resize(numbers.size());
     bool few = true;
     for (size_t i = 0; i < numbers.size() && few; ++i) {
@@ -60,7 +60,7 @@ class Numbering {
     return at;
   }
 
-  std::vector<uint32_t> slots_ = std::vector<uint32_t>(4 * kMostValues);  // number of a value plus 1; 0: free
+  std::vector<uint32_t> slots_;  // number of a value plus 1; 0: free
   std::vector<uint64_t> values_;
 };
 
@@ -153,7 +153,7 @@ void IndexImage::add_column() {
   column.step = 0;
   for (uint64_t& number : numbers_) number -= least;
   column.width = static_cast<uint32_t>(std::bit_width(most - least));
-  if (Numbering().run(numbers_, codes_, values_)) {
+  if (Numbering(numbers_.size()).run(numbers_, codes_, values_)) {
     const auto width = static_cast<uint32_t>(std::bit_width(values_.size() - 1));
     if (values_.size() * 64 + numbers_.size() * width < numbers_.size() * column.width) {
       column.width = width;

@@ -17,9 +17,8 @@
 
 namespace vescale_ckpt::metadata {
 
-// Chunks repeat: keys of equal
-// shapes and chunks share their dims, and columns their codes and values. Throws Error (invalid) if a location is
-// invalid.
+// Chunks repeat: keys of equal shapes and chunks share their dims, and columns their codes and values. Throws Error
+// (invalid) if a location is invalid.
 class IndexImage {
  public:
   IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id);
