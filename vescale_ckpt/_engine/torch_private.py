@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import sys
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -208,6 +210,33 @@ def gloo_of_addresses(
         addresses.set(f"0/{of}", address)
 
     return group, bytes(addresses.get(f"0/{rank}")), tell
+
+
+def shut_down_connections(own: bytes, others: Iterable[bytes]) -> None:
+    """Shuts down the connections of a group of `gloo_of_addresses` with other ranks. `own`, `others`: addresses, as it
+    gave them.
+
+    gloo closes these alone. A wait that ends would also close a connection that is being made, and gloo ends the
+    process if that comes later.
+    """
+    mine, listeners = _listener_of(own), {_listener_of(address) for address in others}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.getpeername()[:2] in listeners or found.getsockname()[:2] == mine:
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def _listener_of(address: bytes) -> tuple[str, int]:
+    """Host and port of an address of gloo: the length of a name, the name, the length of what follows, and there a
+    `sockaddr_storage` (`Rank::bytes` in its `tcp/context.cc`)."""
+    name_bytes = int.from_bytes(address[:8], sys.byteorder)
+    found = address[16 + name_bytes :]
+    family, port = int.from_bytes(found[:2], sys.byteorder), int.from_bytes(found[2:4], "big")
+    host = found[4:8] if family == socket.AF_INET else found[8:24]
+    return socket.inet_ntop(family, host), port
 
 
 def ranks_of_dcp_save() -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from .._engine.torch_private import gloo_of_addresses
+from .._engine.torch_private import gloo_of_addresses, shut_down_connections
 from .._observe.phase_times import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
@@ -124,6 +124,7 @@ class Connections:
         self._sent: deque[tuple[int, list[Arrival]]] = deque()  # (number of the collective, sends without a receipt)
         self._short_message = torch.zeros(1, dtype=torch.uint8, device="cpu")  # every trailer and receipt is this
         self._connected = {self.rank}  # ranks that this one can send to and receive from
+        self._addresses: dict[int, bytes] = {}  # {rank: its address}, of this rank and those that it has connected to
         # gloo ends the process if it is closed while it connects, and then cannot connect.
         self._connects = False
         self._gloo: dist.ProcessGroupGloo | None = None
@@ -136,6 +137,7 @@ class Connections:
             failed = error
         with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
             rendezvous.meet(_CONNECTING, timeout, address, self._deadline)
+        self._addresses[self.rank] = address
         try:
             if failed is not None:
                 raise failed
@@ -158,6 +160,7 @@ class Connections:
             if not address:
                 raise LostError(peer, in_time=True)  # it has left with an error
             self._tell(peer, address)
+            self._addresses[peer] = address
         gloo: Any = self._gloo
         waiting_for = [0]
 
@@ -356,9 +359,13 @@ class Connections:
         return failure
 
     def _close(self) -> None:
-        if self._gloo is not None and not self._connects:
+        if self._gloo is not None:
+            cut = partial(self._cut, self._gloo)
+            if self._connects:
+                others = [address for rank, address in self._addresses.items() if rank != self.rank]
+                cut = partial(shut_down_connections, self._addresses[self.rank], others)
             with suppress(TimeoutError):
-                in_time(partial(self._cut, self._gloo), STORE_SECONDS, "vescale_ckpt closing")
+                in_time(cut, STORE_SECONDS, "vescale_ckpt closing")
         for awaited in *self._pending, *self._receipts:
             awaited.works.clear()  # tracebacks may hold the list
         for _, works in self._sent:
