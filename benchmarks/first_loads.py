@@ -74,10 +74,14 @@ def load_here(way: str, path: str, idle: float, touch: int) -> None:
     for key, target in targets.items():
         target.copy_(loaded[key])
     end, cpu_end = time.perf_counter(), time.process_time()
+    print(json.dumps([[after - began, cpu_after - cpu], [end - began, cpu_end - cpu], _checksum(targets)]))
+
+
+def _checksum(tensors: Tensors) -> int:
     found = 0
-    for key in sorted(targets):
-        found = zlib.crc32(memoryview(targets[key].numpy()).cast("B"), found)  # type: ignore[arg-type]
-    print(json.dumps([[after - began, cpu_after - cpu], [end - began, cpu_end - cpu], found]))
+    for key in sorted(tensors):
+        found = zlib.crc32(memoryview(tensors[key].numpy()).cast("B"), found)  # type: ignore[arg-type]
+    return found
 
 
 def _turn(way: str, path: Path, expected: int, warm: bool, idle: float, touch: int) -> Steps:
@@ -106,9 +110,7 @@ def _samples(options: argparse.Namespace, directory: Path, alternate: Alternate)
         generator = torch.Generator().manual_seed(options.seed)
         state = {f"{number:06}": torch.randn(size // 4, generator=generator) for number in range(count)}
         safetensors.save_file(state, path)
-        expected = 0
-        for key in sorted(state):
-            expected = zlib.crc32(memoryview(state[key].numpy()).cast("B"), expected)  # type: ignore[arg-type]
+        expected = _checksum(state)
         del state
         settle(path.parent)
         before = (("idle", options.idle, 0), ("touched", 0.0, int(options.touch * 2**30)))

@@ -295,8 +295,7 @@ class _Opened:
         yield group
 
     def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
-        is_done = self.device.type == "cpu" or self.cuda is not None
-        if is_done:
+        if self.device.type == "cpu" or self.cuda is not None:
             return read
         with TorchCopies() as copies:
             found = [copies.to_device(host, self.device) for host in read]

@@ -5,7 +5,6 @@
 // memory that it has left alone. Which of them costs less changes within one load, so each step is timed.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>

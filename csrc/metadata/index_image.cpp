@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kPiece = VerifiedFile::kPiece;
 constexpr size_t kMostValues = size_t{1} << 12;  // a column with more distinct values has them as codes
 
-// Appends `width` bits of each code.
+// Makes words of `width` bits of each code.
 void pack(std::span<const uint64_t> codes, uint32_t width, std::vector<uint64_t>& words) {
   words.assign((codes.size() * width + 63) / 64, 0);
   for (uint64_t i = 0; i < codes.size(); ++i) {
@@ -162,8 +162,8 @@ void IndexImage::add_column() {
       numbers_.swap(codes_);
     }
   }
-  pack(numbers_, column.width, tree_);
-  column.codes = words_.add(tree_);
+  pack(numbers_, column.width, packed_);
+  column.codes = words_.add(packed_);
 }
 
 void IndexImage::add_slots(const Catalog& catalog) {

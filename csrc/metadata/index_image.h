@@ -56,7 +56,7 @@ class IndexImage {
   std::vector<IndexColumn> columns_;
   Words words_;
   LargeVector<uint32_t> crcs_;
-  std::vector<uint64_t> tree_, numbers_, codes_, values_;  // reused for each key
+  std::vector<uint64_t> tree_, numbers_, codes_, values_, packed_;  // reused for each key
   IndexHeader header_{};
 };
 

@@ -13,6 +13,8 @@ from .._engine.rows import int_table
 from .._engine.torch_copies import TorchCopies
 from .host_batches import write_table
 
+_GAP = 4096  # bytes between the addresses of two ranges
+
 
 class TorchSnapshot:
     """Memory of the snapshots' arena for the last of these tensors, as many as the budget allows. Use it as
@@ -48,6 +50,3 @@ class TorchSnapshot:
     def release(self) -> None:
         self._copies.clear()
         self._memory.release()
-
-
-_GAP = 4096  # bytes between the addresses of two ranges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..._engine import _C
@@ -31,24 +31,26 @@ class _Dtype(NamedTuple):
 _DTYPES: dict[str, Any] = {name: _Dtype(name, size) for name, _, size in _C.dtypes()}
 
 
-def _row(index: _C.Index, files: list[str], number: int) -> tuple[str, str, tuple[int, ...], list[Chunk]]:
-    name, dtype, shape, places = index.row(number)
-    chunks = [
-        Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
-        for offsets, sizes, file, offset, length, crc in places
-    ]
-    return name, dtype, shape, chunks
+def _rows(index: _C.Index) -> Iterator[tuple[str, str, tuple[int, ...], list[Chunk]]]:
+    """Name, dtype or "" for an object, shape and chunks of each key. Raises if the index claims more chunks than its
+    metadata has room for."""
+    index.check_counts()
+    files = index.files
+    for number in range(len(index)):
+        name, dtype, shape, places = index.row(number)
+        chunks = [
+            Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
+            for offsets, sizes, file, offset, length, crc in places
+        ]
+        yield name, dtype, shape, chunks
 
 
 def says_the_same(index: _C.Index, checkpoint: Checkpoint) -> bool:
     """Whether a sound index holds what the checkpoint's metadata holds."""
     try:
-        index.check_counts()
         if len(index) != len(checkpoint.tensors) + len(checkpoint.objects):
             return False
-        files = index.files
-        for number in range(len(index)):  # no two are of one name
-            name, dtype, shape, chunks = _row(index, files, number)
+        for name, dtype, shape, chunks in _rows(index):  # no two are of one name
             tensor = checkpoint.tensors.get(name)
             expected = checkpoint.objects.get(name) if tensor is None else tensor.chunks
             if tensor is not None and (f"torch.{dtype}", shape) != (str(tensor.dtype), tuple(tensor.shape)):
@@ -71,10 +73,7 @@ class IndexCheckpoint(Checkpoint):
         self._files: list[str] = []  # also those without tensors; filled for safetensors
         tensors: dict[str, TensorInfo] = {}
         objects: dict[str, Chunk] = {}
-        files = index.files
-        index.check_counts()
-        for number in range(len(index)):
-            name, dtype, shape, chunks = _row(index, files, number)
+        for name, dtype, shape, chunks in _rows(index):
             if dtype:
                 tensors[name] = TensorInfo(shape, _DTYPES[dtype], chunks)
             else:
