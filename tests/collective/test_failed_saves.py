@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
+import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, saves, steps
+from harness.files import only_named_files
 from harness.ranks import RankDiedError, run_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, load, replicated, save
@@ -63,6 +67,11 @@ def _broken(state: dict[str, Any], phase: str) -> None:
         faults.inject("rename", errno.EIO, times=1000)
 
 
+def _room_for_half(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Any:
+    """For `steps.around("commit files")`: the file finds room for half of it."""
+    return faults.files_of_at_most(len(content) // 2)
+
+
 PHASES = ["flatten", "pickle", "describe", "freed", "per rank", "write"]
 
 
@@ -78,7 +87,11 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
     state = state_of(2)
     if dist.get_rank() == broken:
         _broken(state, phase)
-    with pytest.raises(ERRORS) as caught:
+    has_no_room = phase == "metadata" and dist.get_rank() == broken
+    with (
+        steps.around("commit files", _room_for_half) if has_no_room else nullcontext(),
+        pytest.raises(ERRORS) as caught,
+    ):
         save(way, path, state, planner)
     faults.clear()
     assert f"rank {broken}" in str(caught.value) or list(caught.value.failures) == [broken]  # type: ignore[union-attr]
@@ -100,8 +113,9 @@ def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, way: str, phase
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _fail, way, str(tmp_path), "rename", 0, timeout=BOUND)
+@pytest.mark.parametrize("phase", ["metadata", "rename"])
+def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str, phase: str) -> None:
+    run_ranks(2, _fail, way, str(tmp_path), phase, 0, timeout=BOUND)
 
 
 def _die(directory: str, phase: str, who: int) -> None:
@@ -109,7 +123,11 @@ def _die(directory: str, phase: str, who: int) -> None:
     planner = SavePlanner()
     old = replicated(1)
     vescale_ckpt.save(path, old, planner=planner)
-    if dist.get_rank() == who:
+    if dist.get_rank() == who and phase == "within the metadata":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the write behind the middle kills the process
+        steps.around("commit files", _room_for_half).start()
+    elif dist.get_rank() == who:
         act = steps.behind if phase == "finish files" else steps.before
         act(phase, lambda *_, **__: os.kill(os.getpid(), 9)).start()
     with pytest.raises(CheckpointTimeoutError) as caught:
@@ -118,11 +136,18 @@ def _die(directory: str, phase: str, who: int) -> None:
     assert_same(saves.load(path, old), old)
 
 
-@pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("open files", 2), ("finish files", 1), ("commit", 0)])
+@pytest.mark.parametrize(
+    ("phase", "who"),
+    [("agree", 1), ("open files", 2), ("finish files", 1), ("commit", 0), ("within the metadata", 0)],
+)
 def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who: int) -> None:
     answers = run_ranks(3, _die, str(tmp_path), phase, who, timeout=BOUND, check=False)
     assert isinstance(answers.pop(who), RankDiedError)
     assert answers == [None, None]
+    part = [path.stat().st_size for path in (tmp_path / "c").glob(".metadata.tmp.*")]
+    assert len(part) == (phase == "within the metadata") and all(part)
+    vescale_ckpt.save(tmp_path / "c", replicated(3))
+    assert only_named_files(tmp_path / "c")
 
 
 def _leaks(way: str, directory: str) -> None:

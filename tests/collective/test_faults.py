@@ -375,6 +375,58 @@ def test_a_full_disk_at_the_commit_keeps_the_old_checkpoint(small_disk: Path) ->
     assert only_named_files(directory)
 
 
+@pytest.mark.root
+def test_a_disk_that_is_full_within_the_metadata_keeps_the_old_checkpoint(small_disk: Path) -> None:
+    directory, ballast, page = small_disk / "checkpoint", small_disk / "ballast", resource.getpagesize()
+    long_names = {"k" * 150 + str(i): i for i in range(1000)}
+    room = needed = -1
+
+    @contextlib.contextmanager
+    def nearly_full(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Iterator[None]:
+        nonlocal room, needed
+        pages, needed = -(-len(content) // page), len(content)
+        room = page * min(pages - 1, int(pages * share))
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - room)
+        yield
+
+    for share in (0.0, 0.3, 0.6, 1.0):
+        save(directory, state(1))
+        with steps.around("commit files", nearly_full):
+            failure = failed_save(directory, long_names)
+        assert isinstance(failure, StorageFullError) and failure.needed >= needed > room >= int(0.9 * share * needed)
+        assert f"{directory}/.metadata.tmp." in str(failure) and f"at offset {room}: No space left" in str(failure)
+        assert only_named_files(directory) and outcome(directory, state(1)) is None
+        ballast.unlink()
+    save(directory, long_names)
+    assert outcome(directory, long_names) is None and only_named_files(directory)
+
+
+@pytest.mark.parametrize("way", ["dcp", "async"])
+def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(checkpoint: Path, way: str) -> None:
+    room = -1
+
+    def limit(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Any:
+        nonlocal room
+        room = min(len(content) - 1, int(len(content) * share))
+        return faults.files_of_at_most(room)
+
+    for share in (0.0, 0.5, 1.0):
+        save(checkpoint, state(1))
+        with steps.around("commit files", limit):
+            if way == "dcp":
+                failure = failed_save(checkpoint, state(2))
+            else:
+                with pytest.raises(StorageFullError) as raised:
+                    vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True).result()
+                failure = raised.value
+        assert isinstance(failure, StorageFullError) and failure.needed > room and (room > 0) == (share > 0)
+        assert f"{checkpoint}/.metadata.tmp." in str(failure) and f"at offset {room}: File too large" in str(failure)
+        assert only_named_files(checkpoint) and outcome(checkpoint, state(1)) is None
+    save(checkpoint, state(2))
+    assert outcome(checkpoint, state(2)) is None and only_named_files(checkpoint)
+
+
 def test_a_limit_on_file_sizes_is_a_named_error(checkpoint: Path) -> None:
     save(checkpoint, state(1))
     answer = in_child(save_within, checkpoint, 1 * MiB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 
 from vescale_ckpt._engine import _C
@@ -32,3 +33,15 @@ def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None
         yield
     finally:
         clear()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """In it no file of this process grows beyond so many bytes: a write ends there, in the middle of what it is given,
+    and the next one fails (EFBIG). Python ignores the signal."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))

@@ -163,6 +163,17 @@ def behind(step: str, action: Callable[..., Any]) -> Any:
     return instead(step, both)
 
 
+def around(step: str, context: Callable[..., Any]) -> Any:
+    """A context in which a step runs within what `context` makes of its arguments."""
+    original = getattr(*STEPS[step])
+
+    def within(*arguments: Any, **options: Any) -> Any:
+        with context(*arguments, **options):
+            return original(*arguments, **options)
+
+    return instead(step, within)
+
+
 def results(step: str, into: list[Any]) -> Any:
     """A context in which what a step returns is noted."""
     original = getattr(*STEPS[step])

@@ -165,6 +165,35 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     check_afterwards(bucket_url, object_server, error is not None, 2, doubtful=kind == "get")
 
 
+@pytest.mark.parametrize(
+    ("kind", "action"), [("create_upload", "slow_down"), ("upload_part", "denied"), ("complete_upload", "expired")]
+)
+def test_metadata_of_many_parts_appears_whole_or_not_at_all(
+    impatient: pytest.MonkeyPatch,
+    fault_proxy: FaultProxy,
+    bucket_url: str,
+    object_server: ObjectServer,
+    kind: Kind,
+    action: Action,
+) -> None:
+    impatient.setattr(object_store, "_MOST_SINGLE_PUT", MiB)
+    long_names = {"k" * 120_000 + str(i): i for i in range(100)}  # three parts of 5 MiB
+    vescale_ckpt.save(bucket_url, state(1))
+    for skip in range(3 if kind == "upload_part" else 1):
+        impatient.setenv(*IMPATIENCE)
+        fault_proxy.add(Rule(action, kind=kind, path=r"/\.metadata\?", skip=skip, times=FOR_GOOD))
+        error = outcome(lambda: vescale_ckpt.save(bucket_url, long_names))
+        assert error is not None and f"{bucket_url}/.metadata" in str(error), error
+        assert fault_proxy.count("create_upload", r"/\.metadata\?")
+        fault_proxy.clear()
+        impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "60")
+        check_afterwards(bucket_url, object_server, True, 2)
+        vescale_ckpt.save(bucket_url, state(1))
+    vescale_ckpt.save(bucket_url, long_names)
+    assert fault_proxy.count("upload_part", r"/\.metadata\?") >= 3
+    assert vescale_ckpt.load(bucket_url) == long_names
+
+
 @pytest.mark.parametrize("way", ["sync", pytest.param("async", marks=SLOW)])
 def test_a_commit_that_arrives_late_is_whole(
     impatient: pytest.MonkeyPatch, fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer, way: str

@@ -308,7 +308,7 @@ class NativeLayout(Layout):
         metadata, index, delta = (*content, None, None)[:3]
         assert metadata is not None
         try:
-            with named_system_errors(path):
+            with named_system_errors(path, sum(map(len, content))):
                 if self.options.overwrite:
                     with storage_at(path).look():
                         extra.withdraw(self._replaced.extra_names(path, self.metadata_rank))

@@ -1,9 +1,11 @@
 #include "io/commit.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,6 +15,26 @@
 
 namespace vescale_ckpt::io {
 namespace {
+
+// Within its scope no file of this process grows beyond so many bytes: a write stops there, the next one fails.
+class FilesOfAtMost {
+ public:
+  explicit FilesOfAtMost(uint64_t bytes) : handler_(::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit{bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FilesOfAtMost() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    ::signal(SIGXFSZ, handler_);
+  }
+  FilesOfAtMost(const FilesOfAtMost&) = delete;
+  FilesOfAtMost& operator=(const FilesOfAtMost&) = delete;
+
+ private:
+  sighandler_t handler_;
+  rlimit before_{};
+};
 
 class CommitTest : public ScratchTest {
  protected:
@@ -45,6 +67,30 @@ TEST_F(CommitTest, ThatFailsLeavesTheOldFileAndNoOther) {
       EXPECT_EQ(files(), (std::set<std::string>{"file"})) << static_cast<int>(call);
     }
   }
+}
+
+TEST_F(CommitTest, WithoutRoomForTheWholeFileLeavesTheOldOneAndNoOther) {
+  const std::string content(20'000, 'c');
+  write_file(path("file"), "old");
+  for (const uint64_t room : {0, 1, 4096, 10'000, 19'999}) {
+    for (const bool replace : {true, false}) {
+      const FilesOfAtMost limit(room);
+      try {
+        commit_file(directory(), "file", std::as_bytes(std::span(content)), replace);
+        ADD_FAILURE() << room;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind, Error::Kind::full);
+        EXPECT_EQ(error.code, EFBIG);
+        EXPECT_EQ(error.offset, room);
+        EXPECT_TRUE(error.path.starts_with(path("file.tmp."))) << error.path;
+      }
+      EXPECT_EQ(read_file(path("file")), "old");
+      EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+    }
+  }
+  const FilesOfAtMost limit(content.size());
+  EXPECT_EQ(commit(true, content), 0);
+  EXPECT_EQ(read_file(path("file")), content);
 }
 
 TEST_F(CommitTest, WritesOnAfterAShortWrite) {
