@@ -134,8 +134,9 @@ TEST_F(NewMemoryTest, KnowsItsRanges) {
   memory.take_pages(data() + 4 * kHugePage, 4 * kHugePage);
   EXPECT_EQ(populated(), 3u);
   const LargePages pages;
+  const uint64_t before = advised();  // more than 2 where the machine was slow with huge pages
   const NewMemory on_large_pages({all().subspan(100)}, choice_);
-  EXPECT_EQ(advised(), 3u);  // a range that begins inside of a page would not be seen
+  EXPECT_EQ(advised(), before + 1);  // a range that begins inside of a page would not be seen
 }
 
 TEST_F(NewMemoryTest, IsFilledByThreadsMeanwhile) {
