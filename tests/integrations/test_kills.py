@@ -217,13 +217,18 @@ def test_a_kill_at_any_system_call_leaves_a_whole_step(
 
 #: The job of test_transformers.py, one rank of which is killed at a system call of the save of step 3.
 _KILLED_JOB = f"""
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 sys.path.insert(0, {str(HERE.parent)!r})
 from harness import faults
+from vescale_ckpt._checkpoint.native.step_order import complete_steps
 job = runpy.run_path({str(HERE / "trainer_job.py")!r})
 place, way, rank, call, number, error = sys.argv[1:]
 def on_step_end(self, args, state, control, **_):
     if state.global_step == 3 and os.environ["RANK"] == rank:
+        until = time.monotonic() + 120
+        while 2 not in complete_steps(place):  # its save goes on beside step 3
+            assert time.monotonic() < until, "the save of step 2 did not end"
+            time.sleep(0.01)
         faults.inject(call, int(error), int(number))
 job["PrintLoss"].on_step_end = on_step_end
 job["main"](place, way)
