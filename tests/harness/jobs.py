@@ -53,6 +53,7 @@ class Job:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
             **environment,
         }
         self.losses: dict[int, str] = {}  #: by step

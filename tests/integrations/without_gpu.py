@@ -27,6 +27,8 @@ if __name__ == "__main__":
 
     Accelerator.__init__ = on_cpu  # type: ignore[method-assign]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    # A thread of the default group's gloo needs the interpreter to release the tensors of the last collective. If that
+    # ends meanwhile, torch ends the process with SIGABRT.
+    time.sleep(1)
     if dist.is_initialized():
-        time.sleep(0.3)  # else gloo may abort when the process ends
         dist.destroy_process_group()
