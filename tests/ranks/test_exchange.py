@@ -622,6 +622,49 @@ def test_ranks_in_different_collectives_learn_where_they_are(first: str, second:
         assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
 
 
+# --- Contents of which some ranks get equal parts
+
+
+def _contents(whom: list[int]) -> int:
+    """Returns the bytes that this rank has sent."""
+    exchange, sent = Exchange.of(None, FOREVER), 0
+    send = connections.Connections.send
+
+    def counted(self: Any, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
+        nonlocal sent
+        sent += tensor.nbytes
+        send(self, peer, tensor, receipt)
+
+    data, more = bytes_of(1, 3 << 20), bytes_of(3)
+    expected = [(data, b"", more, str(rank).encode()) if rank in whom else () for rank in range(exchange.size)]
+    given = expected if exchange.is_coordinator else None
+    with mock.patch.object(connections.Connections, "send", counted):
+        assert exchange.scatter_contents(given, "equal") == expected[exchange.rank]
+    # Parts that are equal but not one object, and those of one rank alone, come too.
+    other = [(bytes(bytearray(more)), str(rank).encode()) if rank in whom else () for rank in range(exchange.size)]
+    assert exchange.scatter_contents(other if exchange.is_coordinator else None, "other") == other[exchange.rank]
+    alone = [(more,) if rank == whom[-1] else () for rank in range(exchange.size)]
+    assert exchange.scatter_contents(alone if exchange.is_coordinator else None, "alone") == alone[exchange.rank]
+    nothing = [()] * exchange.size if exchange.is_coordinator else None
+    assert exchange.scatter_contents(nothing, "nothing") == ()
+    return sent
+
+
+def _contents_in_a_deep_tree(whom: list[int]) -> int:
+    with mock.patch.object(connections, "FANOUT", 2):
+        return _contents(whom)
+
+
+@pytest.mark.parametrize(
+    ("size", "whom", "times"),
+    [(1, [0], [0]), (4, [0, 2], [1, 0, 0, 0]), (8, [0, 1, 3, 4, 6, 7], [2, 2, 0, 1, 0, 0, 0, 0]), (3, [1, 2], None)],
+)
+def test_equal_parts_pass_from_rank_to_rank(size: int, whom: list[int], times: list[int] | None) -> None:
+    sent = run_ranks(size, _contents_in_a_deep_tree, whom)
+    if times is not None:  # the coordinator gets them
+        assert [round(of_rank / (1 << 20)) for of_rank in sent] == times
+
+
 # --- The store
 
 

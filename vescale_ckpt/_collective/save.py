@@ -23,7 +23,6 @@ from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
 from .._ranks.first_word import FirstWord
 from .._ranks.groups import check_alone_on_purpose
-from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._ranks.store_thread import StoreGoneError
@@ -271,10 +270,9 @@ class Save:
             contents = self.steps.take(self._layout.contents, self._of_all, messages, self._by_node)
         mine = () if contents is None else contents[0]
         if self._by_node:
-            of_ranks = None
-            if self.exchange.is_coordinator:
-                of_ranks = [pack(*content) for content in contents or [()] * self.exchange.size]
-            mine = tuple(unpack(self.exchange.scatter(of_ranks, self.steps.phase("metadata"))))
+            if self.exchange.is_coordinator and contents is None:
+                contents = [()] * self.exchange.size
+            mine = self.exchange.scatter_contents(contents, self.steps.phase("metadata"))
         if mine:
             self.steps.take(self._commit, self._layout.commit, *mine)
 

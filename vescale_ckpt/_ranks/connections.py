@@ -75,16 +75,17 @@ class _Awaited(NamedTuple):
 def subtree(rank: int, size: int) -> list[int]:
     """Returns a rank and all below it in the tree of ranks: each before those below it, and lower ones first."""
     found = [rank]
-    for child in _children(rank, size):
+    for child in children_of(rank, size):
         found += subtree(child, size)
     return found
 
 
-def _children(rank: int, size: int) -> range:
+def children_of(rank: int, size: int) -> range:
+    """Returns the children of a rank in the tree of ranks."""
     return range(rank * FANOUT + 1, min((rank + 1) * FANOUT + 1, size))
 
 
-def _parent(rank: int) -> int | None:
+def parent_of(rank: int) -> int | None:
     """Returns the parent of a rank in the tree of ranks; None for the root."""
     return (rank - 1) // FANOUT if rank else None
 
@@ -99,8 +100,8 @@ class Connections:
     def __init__(self, rendezvous: Rendezvous, ranks: list[int], timeout: float) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
-        self.parent = _parent(self.rank)
-        self.children = _children(self.rank, self.size)
+        self.parent = parent_of(self.rank)
+        self.children = children_of(self.rank, self.size)
         self.calls = 0
         self._step = _CONNECTING
         self._progress = 0
@@ -114,10 +115,10 @@ class Connections:
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
         self._farthest = 0  # the largest distance of two ranks in the tree
-        at = _parent(self.size - 1)
+        at = parent_of(self.size - 1)
         while at is not None:
             self._farthest += 2
-            at = _parent(at)
+            at = parent_of(at)
         # Only these queues hold work in flight. gloo closes only after all of it is released.
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()

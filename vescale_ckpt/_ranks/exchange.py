@@ -13,11 +13,12 @@ import hashlib
 import json
 import logging
 import pickle
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress
+from itertools import compress, takewhile
 from typing import TypeVar
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from .. import settings
 from .._observe.timeline import phase as observed_phase
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
-from .connections import Connections, subtree, tensor_over
+from .connections import Connections, children_of, parent_of, subtree, tensor_over
 from .first_word import FirstWord
 from .groups import check_alone_on_purpose, resolve_group
 from .message import pack, unpack
@@ -200,6 +201,36 @@ class Exchange:
                     _send(links, [child], of_child)
         assert parts is not None
         return parts[0]
+
+    def scatter_contents(self, contents: Sequence[tuple[bytes, ...]] | None, phase: str) -> tuple[bytes, ...]:
+        """Returns this rank's element of `contents`, which the coordinator gives, one for each rank; most may be empty.
+
+        First parts that are the same object in all but the empty ones travel along a tree of the ranks that get them.
+        So the coordinator neither holds nor sends them as often as there are such ranks.
+        """
+        shared: tuple[bytes, ...] = ()
+        messages: list[bytes] | None = None
+        if contents is not None:
+            messages = [b""] * len(contents)
+            whom = [rank for rank, content in enumerate(contents) if content]
+            if whom and whom[0] == self.rank:
+                shared = _shared([contents[rank] for rank in whom])
+            for number, rank in enumerate(whom):
+                near = [rank]  # its parent in their tree, which is itself for the root, and its children
+                if shared:
+                    near = [whom[parent_of(number) or 0], *(whom[child] for child in children_of(number, len(whom)))]
+                head = struct.pack(f"<{1 + len(near)}q", len(shared), *near)
+                messages[rank] = pack(head, *contents[rank][len(shared) :])
+        message = self.scatter(messages, phase)
+        head, *own = unpack(message) if message else [struct.pack("<2q", 0, self.rank)]
+        count, parent, *children = struct.unpack(f"<{len(head) // 8}q", head)
+        if self._links is not None:
+            with self.peers("broadcast to some", phase, {parent, *children} - {self.rank}) as links:
+                if parent != self.rank:
+                    shared = tuple(_receive(links, parent, count))
+                if children:
+                    _send(links, children, shared)
+        return (*shared, *own)
 
     def broadcast(self, data: bytes | None, phase: str) -> bytes:
         """Returns the coordinator's bytes on every rank."""
@@ -462,6 +493,14 @@ def _first_swap(links: Connections) -> None:
         sent = torch.zeros(links.size, dtype=torch.uint8, device=device.device)
         received = torch.zeros_like(sent)
     links.devices.connect(torch.split(received, 1), torch.split(sent, 1))
+
+
+def _shared(contents: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    """Returns the first parts that are the same object in all of several contents."""
+    if len(contents) < 2:
+        return ()
+    alike = takewhile(lambda parts: len({*map(id, parts)}) == 1, zip(*contents, strict=False))
+    return tuple(parts[0] for parts in alike)
 
 
 def _send(links: Connections, peers: Sequence[int], parts: Sequence[bytes]) -> None:
