@@ -321,6 +321,13 @@ void bind_engine(py::module_& module) {
         io::commit_file(directory, name, content, replace);
       },
       py::arg("directory"), py::arg("name"), py::arg("content"), py::arg("replace") = true);
+  py::class_<io::PendingFile>(module, "PendingFile")
+      .def(py::init<const std::string&, const std::string&>(), py::arg("directory"), py::arg("name"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("size", &io::PendingFile::size)
+      .def("check", &io::PendingFile::check, py::call_guard<py::gil_scoped_release>())
+      .def("commit", &io::PendingFile::commit, py::arg("replace") = true, py::call_guard<py::gil_scoped_release>())
+      .def("discard", &io::PendingFile::discard, py::call_guard<py::gil_scoped_release>());
   module.def("process_space", &io::process_space);
   module.def("set_exit_status", &set_exit_status);
   module.def(

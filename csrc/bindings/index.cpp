@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "io/commit.h"
 #include "metadata/catalog.h"
 #include "metadata/index.h"
 #include "metadata/index_image.h"
@@ -84,7 +85,8 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
                                                  const std::vector<py::bytes>& record_locations,
                                                  const std::vector<std::vector<std::string>>& files,
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
-                                                 const py::str& save_id, const std::optional<py::str>& structure) {
+                                                 const py::str& save_id, const std::optional<py::str>& structure,
+                                                 io::PendingFile* target) {
   std::vector<std::span<const int64_t>> tables;
   for (const py::bytes& table : record_locations) tables.push_back(words(table));
   std::vector<std::span<const std::byte>> blocks;
@@ -100,15 +102,19 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
-  py::bytes metadata = room(metadata::most_metadata_bytes(content));
+  py::bytes metadata =
+      room(target != nullptr ? metadata::MetadataTrailer::kBytes : metadata::most_metadata_bytes(content));
   const auto [pickle, image] = without_gil([&, out = data(metadata)] {
     auto of_index = std::async(std::launch::async, [&] { return metadata::IndexImage(catalog, of_ranks.first, save); });
-    const auto written = metadata::write_metadata(
-        content, std::max(1u, std::thread::hardware_concurrency()),
-        [&](uint64_t offset, std::span<const std::byte> bytes) { std::ranges::copy(bytes, out + offset); });
+    const auto written = metadata::write_metadata(content, std::max(1u, std::thread::hardware_concurrency()),
+                                                  [&](uint64_t offset, std::span<const std::byte> bytes) {
+                                                    target != nullptr ? target->write(offset, bytes)
+                                                                      : void(std::ranges::copy(bytes, out + offset));
+                                                  });
+    if (target != nullptr) std::ranges::copy(written.trailer, out);
     return std::make_pair(written, of_index.get());
   });
-  metadata = cut(std::move(metadata), pickle.bytes);
+  if (target == nullptr) metadata = cut(std::move(metadata), pickle.bytes);
   py::bytes index = room(image.bytes());
   without_gil([&, &pickle = pickle, &image = image, out = data(index)] {
     image.write(out, pickle.pickle_bytes, pickle.pickle_crc);
@@ -183,9 +189,12 @@ std::vector<py::str> files(const metadata::LoadPlan& plan) {
 
 void bind_index(py::module_& module) {
   module.def("pack_paths", &pack_paths, py::arg("names"), py::arg("paths"), "planner_data of one rank, packed");
-  module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("record_locations"), py::arg("files"),
-             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
-             "the contents of .metadata and of the index that lies beside it");
+  module.def(
+      "checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("record_locations"), py::arg("files"),
+      py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
+      py::arg("target") = py::none(),
+      "the contents of .metadata and of the index that lies beside it; with `target`, which is written to, only the "
+      "last bytes of .metadata");
 
   py::class_<metadata::LoadPlan>(module, "LoadPlan")
       .def_property_readonly("reads", [](const metadata::LoadPlan& plan) { return bytes_of(plan.reads); })

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <memory>
+#include <utility>
 
 #include "base/crc32.h"
 #include "base/error.h"
@@ -20,31 +21,7 @@
 namespace vescale_ckpt::io {
 namespace {
 
-void write_all(int fd, const std::string& path, std::span<const std::byte> bytes) {
-  for (uint64_t done = 0; done < bytes.size();) {
-    const int64_t result =
-        system::write(fd, bytes.data() + done, std::min<uint64_t>(bytes.size() - done, 1 << 30), done, 0);
-    if (result == -EINTR) continue;
-    if (result <= 0) throw Error::system("write", path, done, result == 0 ? EIO : static_cast<int>(-result));
-    done += static_cast<uint64_t>(result);
-  }
-  if (const int result = system::sync(fd); result < 0) throw Error::system("sync", path, 0, -result);
-}
-
-// Closes the file; removes it if it cannot be written.
-void fill(int fd, const std::string& path, std::span<const std::byte> bytes) {
-  try {
-    write_all(fd, path, bytes);
-  } catch (...) {
-    system::close(fd);
-    system::unlink(path.c_str());
-    throw;
-  }
-  if (const int result = system::close(fd); result < 0) {
-    system::unlink(path.c_str());
-    throw Error::system("close", path, bytes.size(), -result);
-  }
-}
+constexpr uint64_t kLarge = 1 << 20;  // a file or piece of fewer bytes waits for the sync
 
 bool is_there(const std::string& path) {
   struct stat found{};
@@ -120,20 +97,74 @@ const std::string& process_space() {
   return space;
 }
 
+PendingFile::PendingFile(const std::string& directory, const std::string& name)
+    : directory_(directory), path_(directory + "/" + name), fd_(-EEXIST) {
+  static std::atomic<unsigned> serial{0};
+  // A process of this number may have been killed here before.
+  for (int tries = 0; fd_ == -EEXIST && tries < 1000; ++tries) {
+    temporary_ = path_ + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial++) + "." + process_space();
+    fd_ = system::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
+  }
+  if (fd_ < 0) keep(Error::system("create", std::exchange(temporary_, {}), 0, -fd_));
+}
+
+void PendingFile::write(uint64_t offset, std::span<const std::byte> bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    size_ = std::max(size_, offset + bytes.size());
+    if (error_ && error_->offset <= offset) return;
+  }
+  for (uint64_t done = 0; done < bytes.size();) {
+    const int64_t result =
+        system::write(fd_, bytes.data() + done, std::min<uint64_t>(bytes.size() - done, 1 << 30), offset + done, 0);
+    if (result == -EINTR) continue;
+    if (result <= 0) {
+      return keep(Error::system("write", temporary_, offset + done, result == 0 ? EIO : static_cast<int>(-result)));
+    }
+    done += static_cast<uint64_t>(result);
+  }
+  if (bytes.size() >= kLarge) {
+    ::sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes.size()), SYNC_FILE_RANGE_WRITE);
+  }
+}
+
+void PendingFile::keep(Error error) {
+  const std::lock_guard lock(mutex_);
+  if (!error_ || error.offset < error_->offset) error_ = std::move(error);
+}
+
+void PendingFile::check() {
+  if (!error_) return;
+  discard();
+  throw *error_;
+}
+
+void PendingFile::commit(bool replace) {
+  check();
+  try {
+    if (const int result = system::sync(fd_); result < 0) throw Error::system("sync", temporary_, 0, -result);
+    if (const int result = system::close(std::exchange(fd_, -1)); result < 0) {
+      throw Error::system("close", temporary_, size_, -result);
+    }
+  } catch (...) {
+    discard();
+    throw;
+  }
+  move_into_place(std::exchange(temporary_, {}), directory_, path_, replace);
+}
+
+void PendingFile::discard() noexcept {
+  if (fd_ >= 0) system::close(fd_);
+  fd_ = -1;
+  if (!temporary_.empty()) system::unlink(temporary_.c_str());
+  temporary_.clear();
+}
+
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes,
                  bool replace) {
-  static std::atomic<unsigned> serial{0};
-  const std::string path = directory + "/" + name;
-  std::string temporary;
-  int fd = -EEXIST;
-  // A process of this number may have been killed here before.
-  for (int tries = 0; fd == -EEXIST && tries < 1000; ++tries) {
-    temporary = path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial++) + "." + process_space();
-    fd = system::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
-  }
-  if (fd < 0) throw Error::system("create", temporary, 0, -fd);
-  fill(fd, temporary, bytes);
-  move_into_place(temporary, directory, path, replace);
+  PendingFile file(directory, name);
+  file.write(0, bytes);
+  file.commit(replace);
 }
 
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path,

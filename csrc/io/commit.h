@@ -3,8 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
+
+#include "base/error.h"
 
 namespace vescale_ckpt::io {
 
@@ -13,9 +17,40 @@ namespace vescale_ckpt::io {
 // process lives.
 const std::string& process_space();
 
-// Writes `bytes` under the temporary name `{name}.tmp.{process}.{n}.{process_space}` in `directory`, syncs, renames to
-// `name`, syncs the directory. A reader sees the old file or the new one. On any error before the rename the temporary
-// file is removed and the old one stays. Without `replace` there may be no old one, as for `rename_if_free`.
+// A file that is written under the temporary name `{name}.tmp.{process}.{n}.{process_space}` in `directory`. A reader
+// of `name` sees the old file or the new one. Errors of the constructor and of `write` are kept for `check` and
+// `commit`: of several the one that lies first in the file.
+class PendingFile {
+ public:
+  PendingFile(const std::string& directory, const std::string& name);
+  ~PendingFile() { discard(); }
+  PendingFile(const PendingFile&) = delete;
+  PendingFile& operator=(const PendingFile&) = delete;
+
+  // Several threads may call it. The disk begins to write large pieces at once.
+  void write(uint64_t offset, std::span<const std::byte> bytes);
+
+  // These come after all calls of `write`.
+  uint64_t size() const { return size_; }  // where the last byte given to `write` ends, also after an error
+  // Throws the error that was kept, and removes the file.
+  void check();
+  // Syncs, renames to `name`, syncs the directory. On any error before the rename the temporary file is removed and the
+  // old one stays. Without `replace` there may be no old one, as for `rename_if_free`.
+  void commit(bool replace = true);
+  // Removes the file, unless it is committed.
+  void discard() noexcept;
+
+ private:
+  void keep(Error error);
+
+  std::string directory_, path_, temporary_;  // no temporary name: committed, or removed
+  int fd_ = -1;
+  std::mutex mutex_;  // guards what follows
+  uint64_t size_ = 0;
+  std::optional<Error> error_;
+};
+
+// Writes, syncs and commits a `PendingFile` of such content.
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes,
                  bool replace = true);
 

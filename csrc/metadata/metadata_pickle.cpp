@@ -611,8 +611,8 @@ WrittenMetadata write_metadata(const MetadataContent& content, unsigned threads,
       }
     };
   });
-  WrittenMetadata written{output.written() + MetadataTrailer::kBytes, output.written(), output.crc()};
-  std::array<std::byte, MetadataTrailer::kBytes> trailer;
+  WrittenMetadata written{output.written() + MetadataTrailer::kBytes, output.written(), output.crc(), {}};
+  auto& trailer = written.trailer;
   const auto length = static_cast<uint32_t>(written.pickle_bytes);
   std::memcpy(trailer.data(), MetadataTrailer::kMagic.data(), MetadataTrailer::kMagic.size());
   std::memcpy(trailer.data() + 8, &length, sizeof length);

@@ -63,6 +63,16 @@ def _held_at(moment: str, cancelled: Path) -> Any:
         late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
         with late if rank == 0 else contextlib.nullcontext():
             yield
+    elif moment == "when .metadata is written":
+
+        def hold(*_: Any, **__: Any) -> None:
+            (file,) = (cancelled.parent / "c").glob(".metadata.tmp.*")
+            assert file.stat().st_size
+            (cancelled.parent / "made").touch()
+            _wait_for(cancelled)
+
+        with steps.behind("make the metadata", hold) if rank == 0 else contextlib.nullcontext():
+            yield
     else:
         late = steps.before(moment, lambda *_: _wait_for(cancelled))
         with late if rank == 0 else contextlib.nullcontext():
@@ -84,6 +94,8 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
         if rank in callers:
             if moment == "when others have written":
                 _wait_for_gather(handle)
+            elif moment == "when .metadata is written":
+                _wait_for(directory / "made")
             said = handle.cancel()
             cancelled.touch()
         else:
@@ -126,6 +138,12 @@ def _check(answers: list[Any], callers: list[int]) -> None:
 
 def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) -> None:
     _check(run_ranks(3, _cancels, "dcp", "when others have written", [2], tmp_path), [2])
+
+
+@pytest.mark.parametrize("callers", [[0], [1]])
+@pytest.mark.parametrize("way", ["dcp", "delta"])
+def test_a_save_whose_metadata_is_written_is_cancelled(way: str, callers: list[int], tmp_path: Path) -> None:
+    _check(run_ranks(2, _cancels, way, "when .metadata is written", callers, tmp_path), callers)
 
 
 def _too_late(directory: Path, way: str) -> Any:

@@ -67,8 +67,8 @@ def _broken(state: dict[str, Any], phase: str) -> None:
         faults.inject("rename", errno.EIO, times=1000)
 
 
-def _room_for_half(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Any:
-    """For `steps.around("commit files")`: the file finds room for half of it."""
+def _room_for_half(content: bytes, _index: bytes) -> Any:
+    """For `steps.around_metadata`: the file finds room for half of it."""
     return faults.files_of_at_most(len(content) // 2)
 
 
@@ -89,7 +89,7 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
         _broken(state, phase)
     has_no_room = phase == "metadata" and dist.get_rank() == broken
     with (
-        steps.around("commit files", _room_for_half) if has_no_room else nullcontext(),
+        steps.around_metadata(_room_for_half) if has_no_room else nullcontext(),
         pytest.raises(ERRORS) as caught,
     ):
         save(way, path, state, planner)
@@ -126,7 +126,7 @@ def _die(directory: str, phase: str, who: int) -> None:
     if dist.get_rank() == who and phase == "within the metadata":
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the write behind the middle kills the process
-        steps.around("commit files", _room_for_half).start()
+        steps.around_metadata(_room_for_half).start()
     elif dist.get_rank() == who:
         act = steps.behind if phase == "finish files" else steps.before
         act(phase, lambda *_, **__: os.kill(os.getpid(), 9)).start()
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who:
     assert isinstance(answers.pop(who), RankDiedError)
     assert answers == [None, None]
     part = [path.stat().st_size for path in (tmp_path / "c").glob(".metadata.tmp.*")]
-    assert len(part) == (phase == "within the metadata") and all(part)
+    assert len(part) == (phase in ("commit", "within the metadata")) and all(part)
     vescale_ckpt.save(tmp_path / "c", replicated(3))
     assert only_named_files(tmp_path / "c")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -382,7 +383,7 @@ def test_a_disk_that_is_full_within_the_metadata_keeps_the_old_checkpoint(small_
     room = needed = -1
 
     @contextlib.contextmanager
-    def nearly_full(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Iterator[None]:
+    def nearly_full(content: bytes, _index: bytes) -> Iterator[None]:
         nonlocal room, needed
         pages, needed = -(-len(content) // page), len(content)
         room = page * min(pages - 1, int(pages * share))
@@ -392,10 +393,11 @@ def test_a_disk_that_is_full_within_the_metadata_keeps_the_old_checkpoint(small_
 
     for share in (0.0, 0.3, 0.6, 1.0):
         save(directory, state(1))
-        with steps.around("commit files", nearly_full):
+        with steps.around_metadata(nearly_full):
             failure = failed_save(directory, long_names)
         assert isinstance(failure, StorageFullError) and failure.needed >= needed > room >= int(0.9 * share * needed)
-        assert f"{directory}/.metadata.tmp." in str(failure) and f"at offset {room}: No space left" in str(failure)
+        told = re.search(re.escape(f"{directory}/.metadata.tmp.") + r"\S+ at offset (\d+): No space left", str(failure))
+        assert told and int(told[1]) <= room  # the threads share the room
         assert only_named_files(directory) and outcome(directory, state(1)) is None
         ballast.unlink()
     save(directory, long_names)
@@ -406,14 +408,14 @@ def test_a_disk_that_is_full_within_the_metadata_keeps_the_old_checkpoint(small_
 def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(checkpoint: Path, way: str) -> None:
     room = -1
 
-    def limit(_storage: Any, _name: str, content: bytes, _overwrite: bool) -> Any:
+    def limit(content: bytes, _index: bytes) -> Any:
         nonlocal room
         room = min(len(content) - 1, int(len(content) * share))
         return faults.files_of_at_most(room)
 
     for share in (0.0, 0.5, 1.0):
         save(checkpoint, state(1))
-        with steps.around("commit files", limit):
+        with steps.around_metadata(limit):
             if way == "dcp":
                 failure = failed_save(checkpoint, state(2))
             else:
@@ -425,6 +427,56 @@ def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(c
         assert only_named_files(checkpoint) and outcome(checkpoint, state(1)) is None
     save(checkpoint, state(2))
     assert outcome(checkpoint, state(2)) is None and only_named_files(checkpoint)
+
+
+def _index_of(directory: Path) -> bytes:
+    return (directory / ".metadata.index").read_bytes()
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _breaks_down(*_: Any, **__: Any) -> None:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("action", [_interrupt, _breaks_down])
+@pytest.mark.parametrize("way", ["dcp", "save", "async", "before the commit"])
+def test_metadata_that_is_written_and_not_committed_is_removed(checkpoint: Path, way: str, action: Any) -> None:
+    save(checkpoint, state(1))
+    old, written = _index_of(checkpoint), 0
+
+    def after_it_was_written(*arguments: Any, **options: Any) -> None:
+        nonlocal written
+        (file,) = checkpoint.glob(".metadata.tmp.*")
+        written = file.stat().st_size
+        action()
+
+    step = steps.before("may commit", after_it_was_written)
+    if way != "before the commit":
+        step = steps.behind("make the metadata", after_it_was_written)
+    with step, pytest.raises(BaseException) as raised:  # also KeyboardInterrupt
+        if way == "dcp":
+            save(checkpoint, state(2))
+        elif way == "async":
+            vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True).result()
+        else:
+            vescale_ckpt.save(checkpoint, state(2))
+    error = cause(raised.value) if isinstance(raised.value, CheckpointException) else raised.value
+    assert isinstance(error, (KeyboardInterrupt, RuntimeError)) and written
+    assert not [*checkpoint.glob(".metadata.tmp.*")] and _index_of(checkpoint) == old
+    assert outcome(checkpoint, state(1)) is None
+    save(checkpoint, state(2))
+    assert outcome(checkpoint, state(2)) is None and only_named_files(checkpoint)
+
+
+def test_metadata_without_room_leaves_the_old_index(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    old = _index_of(checkpoint)
+    with steps.around_metadata(lambda content, _: faults.files_of_at_most(len(content) - 1)):
+        assert isinstance(failed_save(checkpoint, state(2)), StorageFullError)
+    assert _index_of(checkpoint) == old
 
 
 def test_a_limit_on_file_sizes_is_a_named_error(checkpoint: Path) -> None:

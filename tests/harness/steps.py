@@ -18,6 +18,7 @@ from vescale_ckpt._collective.save import Save
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._load import load_packed
+from vescale_ckpt._plan.save_plan import GlobalSavePlan
 from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.first_word import FirstWord
@@ -77,6 +78,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "ask the store for the first word": (FirstWord, "say"),
     "commit": (NativeLayout, "commit"),
     "commit the metadata": (commit_metadata, "commit"),
+    "make the metadata": (GlobalSavePlan, "files"),
     "commit files": (FileSystem, "commit"),
     "note the order of steps": (step_order, "write"),
     "share a lock": (locks, "share_made"),
@@ -126,11 +128,11 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]
-CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C, "sync_directory")]
+CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C.PendingFile, "commit"), (_C, "sync_directory")]
 #: What changes a directory in a save or a clean-up, for `children.killed_before`.
 CHANGES_OF_FOLDERS = [
     (FileSystem, name)
-    for name in ("write", "remove", "keep_marker", "make_marker", "sync", "set_aside", "remove_folder")
+    for name in ("write", "commit", "remove", "keep_marker", "make_marker", "sync", "set_aside", "remove_folder")
 ]
 #: Seconds by which ranks may learn of each other's failures after a timeout.
 SECONDS_OF_GRACE = GRACE
@@ -172,6 +174,20 @@ def around(step: str, context: Callable[..., Any]) -> Any:
             return original(*arguments, **options)
 
     return instead(step, within)
+
+
+def around_metadata(context: Callable[[bytes, bytes], Any]) -> Any:
+    """A context in which `.metadata` is made and written within what `context` makes of its content and the index."""
+    original = GlobalSavePlan.files
+
+    def within(*arguments: Any, target: _C.PendingFile | None = None) -> Any:
+        made = original(*arguments)
+        if target is None:
+            return made
+        with context(*made):
+            return original(*arguments, target=target)
+
+    return instead("make the metadata", within)
 
 
 def results(step: str, into: list[Any]) -> Any:

@@ -136,7 +136,7 @@ class Calls:
         self._write_file = self._stand_in("write_file", _write_file)
         monkeypatch.setattr(_C, "commit_file", self._commit_file)
 
-    def _commit_file(self, directory: str, name: str, content: bytes) -> None:
+    def _commit_file(self, directory: str, name: str, content: bytes, replace: bool = True) -> None:
         """What `_C.commit_file` does, in calls that a test can come between."""
         path = os.path.join(directory, name)
         temporary = temporary_name(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import struct
 import tarfile
 import zlib
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.files import read_metadata
 from harness.ranks import run_ranks
 from harness.states import DTYPES, StridedShard, random_tensor
@@ -30,6 +33,10 @@ from torch.distributed.tensor import distribute_tensor
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter
 from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
+from vescale_ckpt._engine import _C
+from vescale_ckpt.simulate.models import MODELS, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, written
 
 
 class SecondReader:
@@ -147,6 +154,43 @@ def test_index_is_as_documented(checkpoint: Path, name: str, options: dict[str, 
     writer = StorageWriter(checkpoint, **options)
     dcp.save(dict(STATES[name]), storage_writer=writer, planner=SavePlanner(), no_dist=True)
     _check(checkpoint)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("way", ["dcp", "save", "alone", "overwrite"])
+def test_files_are_written_as_they_are_made_in_memory(checkpoint: Path, name: str, way: str) -> None:
+    made: list[tuple[bytes, bytes]] = []
+
+    def note(*content: bytes) -> Any:
+        made.append(content)  # type: ignore[arg-type]
+        return contextlib.nullcontext()
+
+    with steps.around_metadata(note):
+        if way == "dcp":
+            dcp.save(dict(STATES[name]), storage_writer=StorageWriter(checkpoint), planner=SavePlanner(), no_dist=True)
+        else:
+            vescale_ckpt.save(checkpoint, dict(STATES[name]), overwrite=way != "alone")
+    if way == "overwrite":
+        vescale_ckpt.save(checkpoint, {"another": 1})
+        with steps.around_metadata(note):
+            vescale_ckpt.save(checkpoint, dict(STATES[name]))
+    assert (checkpoint / ".metadata").read_bytes() == made[-1][0]
+    assert (checkpoint / ".metadata.index").read_bytes() == made[-1][1]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_many_chunks_are_written_as_they_are_made_in_memory(tmp_path: Path, ranks: int) -> None:
+    entries = with_adam(MODELS["llama-8b"].entries(torch.bfloat16))
+    state = SimulatedState(entries, Parallelism(ranks, fsdp=ranks // 8, tensor=8))
+    plan, parts = planned(gather(state).inventories, "balanced")
+    results = written(state, parts)
+    metadata, index = metadata_files(plan, results)
+    file = _C.PendingFile(str(tmp_path), ".metadata")
+    end, its_index = _C.checkpoint_files(plan.catalog(), *results, "checkpoint", "0" * 32, target=file)
+    assert (end, file.size, its_index == index) == (metadata[-16:], len(metadata), True)
+    assert not (tmp_path / ".metadata").exists()
+    file.commit()
+    assert (tmp_path / ".metadata").read_bytes() == metadata and os.listdir(tmp_path) == [".metadata"]
 
 
 def _save_many_chunks(directory: Path) -> None:

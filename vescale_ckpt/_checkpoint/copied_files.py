@@ -23,6 +23,7 @@ from .native.file_names import (
     is_metadata_file,
     is_temporary_file,
 )
+from .native.metadata_check import TRAILER_BYTES
 from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
 from .safetensors.headers import INDEX_SUFFIX, SUFFIX
@@ -155,5 +156,5 @@ def _make_self_contained(source: str, of_checkpoint: set[str]) -> dict[str, byte
         table = delta_table.read(source)
     except CheckpointError:  # Neither the source nor the copy can be the base of a delta save.
         table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
-    delta = replace(table, files=[*map(name_in_copy, table.files)]).pack(content)
+    delta = replace(table, files=[*map(name_in_copy, table.files)]).pack(len(content), content[-TRAILER_BYTES:])
     return {DELTA_NAME: delta, METADATA_NAME: content}

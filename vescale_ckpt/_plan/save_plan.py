@@ -104,10 +104,19 @@ class GlobalSavePlan:
         self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: {options of an export: its token, layout}
 
     def files(
-        self, locations: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
+        self,
+        locations: list[bytes],
+        names: list[list[str]],
+        directory: str,
+        save_id: str,
+        node: int = 0,
+        target: _C.PendingFile | None = None,
     ) -> tuple[bytes, bytes]:
-        """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank."""
-        return _C.checkpoint_files(self.catalog(node), locations, names, self.paths, directory, save_id, self.structure)
+        """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank. With
+        `target`, writes `.metadata` to it as it is made, and returns its last `TRAILER_BYTES` only."""
+        return _C.checkpoint_files(
+            self.catalog(node), locations, names, self.paths, directory, save_id, self.structure, target
+        )
 
     def catalog(self, node: int = 0) -> _C.Catalog:
         if node not in self._catalogs:

@@ -157,13 +157,16 @@ class FileSystem(Storage):
     def write(self, name: str, content: bytes) -> None:
         _C.commit_file(self.path, name, content)
 
-    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+    def pending(self, name: str) -> _C.PendingFile:
+        return _C.PendingFile(self.path, name)
+
+    def commit(self, name: str, content: bytes | _C.PendingFile, overwrite: bool) -> None:
         self.make_durable(holds_one=self.has(name))
-        if overwrite:
-            self.write(name, content)
-            return
-        with as_existing(self._at(name)):
-            _C.commit_file(self.path, name, content, replace=False)
+        with contextlib.nullcontext() if overwrite else as_existing(self._at(name)):
+            if isinstance(content, bytes):
+                _C.commit_file(self.path, name, content, overwrite)
+            else:
+                content.commit(overwrite)
 
     def check_exclusive_commits(self) -> None:
         """Does nothing: a file system that has hard links keeps the promise, and on others a commit looks first."""

@@ -388,8 +388,9 @@ class ObjectStore(Storage):
         client = self._client.at(name)
         object_looks.keep(client, client.put(content), content)
 
-    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+    def commit(self, name: str, content: bytes | _C.PendingFile, overwrite: bool) -> None:
         """Makes one conditional request. Of several jobs with `overwrite=False` one succeeds."""
+        assert isinstance(content, bytes)
         client = self._client.at(name)
         try:
             object_looks.keep(client, client.put(content, create=not overwrite), content)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple, Protocol
 
+from .._engine import _C
+
 #: Names of marker files begin with this. Clean-ups find them as temporary files of a checkpoint's metadata.
 MARKER_PREFIX = ".metadata.tmp.place."
 LOCK_NAME = ".lock"  #: a save locks this file in its directory before it writes anything
@@ -156,8 +158,12 @@ class Storage(ABC):
     def write(self, name: str, content: bytes) -> None:
         """Writes a whole file, atomically and durably. Replaces a file of that name."""
 
+    def pending(self, name: str) -> _C.PendingFile | None:
+        """Returns a file for `commit`, to which the engine writes before. None: `commit` needs the bytes."""
+        return None
+
     @abstractmethod
-    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+    def commit(self, name: str, content: bytes | _C.PendingFile, overwrite: bool) -> None:
         """Writes the file that makes a save the checkpoint of the folder, as `write` does. The folder's own name is
         durable afterwards, too. With `overwrite=False` it raises FileExistsError if the file exists: of several that
         commit at once one succeeds."""

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
 from .._checkpoint.native.delta_table import DeltaTable
 from .._checkpoint.native.extra_copies import ExtraFiles
-from .._checkpoint.native.file_names import data_name
+from .._checkpoint.native.file_names import data_name, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
+from .._checkpoint.native.metadata_check import TRAILER_BYTES
 from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
 from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
@@ -82,6 +83,7 @@ class NativeLayout(Layout):
         self._base_path, self._frozen = base, frozen
         self._delta: Delta | None = None  # what need not be written
         self._base: DeltaBase | None = None  # the same, on the coordinator
+        self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
         self._open_later: Callable[[Any], None] | None = None  # makes the file of a delta save, if it needs one
 
     def begin(self, is_coordinator: bool) -> None:
@@ -123,7 +125,7 @@ class NativeLayout(Layout):
         if steps.exchange.is_coordinator:
             self._base = steps.take(DeltaBase, base, self.options.path)
         steps.raise_together("base")
-        known = None if self._base is None else self._base.table.pack(b"")
+        known = None if self._base is None else self._base.table.pack(0, b"")
         table = DeltaTable.unpack(steps.exchange.broadcast(known, steps.phase("base")))
         self._delta = Delta(table, self._frozen)
 
@@ -146,13 +148,23 @@ class NativeLayout(Layout):
             nodes = [int(node) for _, _, node, *_ in of_all]
             writers = [nodes.index(node) for node in sorted(set(nodes))]  # as plans number nodes
         save_id = stamped(self.options.save_id, len(of_all))
+        target = None if by_node else self._begin_metadata()
         for number, writer in enumerate(writers):
-            of_ranks[writer] = planned.files(locations, names, self.options.path, save_id, number)
+            of_ranks[writer] = planned.files(locations, names, self.options.path, save_id, number, target=target)
         if self._base is not None and self._delta is not None:
             delta = table_of_new_checkpoint(self._delta.seed, locations, [ids for _, ids, *_ in of_all], names)
             self._base.check(delta.files)
-            of_ranks[0] = (*of_ranks[0], delta.pack(of_ranks[0][0]))
+            of_ranks[0] = (*of_ranks[0], delta.pack(*self._length_and_end(of_ranks[0][0])))
         return of_ranks
+
+    def _begin_metadata(self) -> _C.PendingFile | None:
+        self._pending = storage_at(self.options.path).pending(metadata_name(self.metadata_rank))
+        return self._pending
+
+    def _length_and_end(self, metadata: bytes) -> tuple[int, bytes]:
+        """Of `.metadata`. `metadata`: its content, or only its end if `_pending` holds it."""
+        length = len(metadata) if self._pending is None else self._pending.size
+        return length, metadata[-TRAILER_BYTES:]
 
     # --- Data files
 
@@ -302,19 +314,25 @@ class NativeLayout(Layout):
 
     def commit(self, *content: bytes) -> None:
         """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
-        metadata, and if there are such files those of the index and, of a save with `base=`, of `.metadata.delta`."""
+        metadata, or its end if it is pending, and if there are such files those of the index and, of a save with
+        `base=`, of `.metadata.delta`."""
         path = self.options.path
         extra = ExtraFiles(path, self._extra_files, self.metadata_rank)
         metadata, index, delta = (*content, None, None)[:3]
         assert metadata is not None
+        length, end = self._length_and_end(metadata)
         try:
-            with named_system_errors(path, sum(map(len, content))):
+            with named_system_errors(path, length + sum(map(len, content[1:]))):
+                if self._pending is not None:
+                    self._pending.check()  # before a copy or the index of the old checkpoint is touched
                 if self.options.overwrite:
                     with storage_at(path).look():
                         extra.withdraw(self._replaced.extra_names(path, self.metadata_rank))
-                commit_metadata.commit(path, self.metadata_rank, metadata, index, delta, self.options.overwrite)
+                commit_metadata.commit(
+                    path, self.metadata_rank, self._pending or metadata, index, delta, self.options.overwrite
+                )
         except BaseException as error:
-            extra.put_back(metadata)
+            extra.put_back(length, end)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
@@ -340,6 +358,9 @@ class NativeLayout(Layout):
 
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""
+        if self._pending is not None:
+            self._pending.discard()  # or it is committed
+        self._pending = None
         self._release_base()
         if self._lock is not None:
             self._lock.release()
@@ -382,8 +403,10 @@ class NativeLayout(Layout):
         locations, names = zip(*map(_record_locations, results), strict=True)
         self._of_all = names
         self._check_shared_directory(names)
-        content, index = planned.files(list(locations), list(names), path, save_id)
-        if metadata.was_changed():  # for instance by a class derived from `StorageWriter`
+        changed = metadata.was_changed()  # for instance by a class derived from `StorageWriter`
+        target = None if changed else self._begin_metadata()
+        content, index = planned.files(list(locations), list(names), path, save_id, target=target)
+        if changed:
             self.commit(_with_changes(content, metadata))
         else:
             self.commit(content, index)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def commit(
     directory: str,
     rank: int | None,
-    metadata: bytes,
+    metadata: bytes | _C.PendingFile,
     index: bytes | None,
     delta: bytes | None = None,
     overwrite: bool = True,

@@ -61,11 +61,9 @@ class DeltaTable:
         )
         return Row(*_ROW.unpack_from(self.packed, at)) if self.packed[at : at + ID_BYTES] == id else None
 
-    def pack(self, metadata: bytes) -> bytes:
-        """The content of the file for a `.metadata` of such content."""
-        head = _HEAD.pack(
-            _MAGIC, len(metadata), metadata[-TRAILER_BYTES:], self.seed, len(self.files), len(self.packed) // _ROW.size
-        )
+    def pack(self, length: int, end: bytes) -> bytes:
+        """The content of the file for a `.metadata` of such a length and trailer."""
+        head = _HEAD.pack(_MAGIC, length, end, self.seed, len(self.files), len(self.packed) // _ROW.size)
         names = [name.encode() for name in self.files]
         parts = [head, *(_NAME.pack(len(name)) + name for name in names), self.packed]
         content = b"".join(parts)

@@ -18,6 +18,7 @@ from ..._storage.pending import final_name, temporary_ones
 from ..._storage.storage import LOCK_NAME
 from ...errors import CheckpointError
 from . import file_names
+from .metadata_check import TRAILER_BYTES
 from .step_order import ORDER_NAME
 
 logger = logging.getLogger(__name__)
@@ -83,17 +84,18 @@ class ExtraFiles:
         if self._withdrawn:
             storage.sync()
 
-    def put_back(self, metadata: bytes) -> None:
-        """Writes the removed copies again after a commit of `metadata` that failed. Logs errors. A commit that reported
-        a failure may have succeeded: if the new metadata is there, or cannot be read, nothing is written."""
-        found: bytes | None = None
+    def put_back(self, length: int, end: bytes) -> None:
+        """Writes the removed copies again after a commit that failed, of metadata of such a length and trailer. Logs
+        errors. A commit that reported a failure may have succeeded: if the new metadata is there, or cannot be read,
+        nothing is written."""
+        name = file_names.metadata_name(self._metadata_rank)
         try:
-            found = storage_at(self._path).read(file_names.metadata_name(self._metadata_rank))
+            found, its_end = storage_at(self._path).read_range(name, -TRAILER_BYTES, TRAILER_BYTES)
+            if (found.size, its_end) == (length, end):
+                return
         except FileNotFoundError:
             pass
         except (OSError, CheckpointError):
-            return
-        if found == metadata:
             return
         for name, content in self._withdrawn.items():
             _write(self._path, name, content)
