@@ -155,6 +155,7 @@ def _lose_on_two_ranks(path: Path) -> tuple[str, list[str]]:
     FileSystem.commit = late  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:
         vescale_ckpt.save(path, {**model(1), "mine": vescale_ckpt.PerRank(dist.get_rank())}, overwrite=False)
+    FileSystem.commit = before  # type: ignore[method-assign]  # the process goes on to other tests
     dist.barrier()
     return str(caught.value), sorted(os.listdir(path))
 
