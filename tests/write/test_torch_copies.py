@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._lazy.ts_backend
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.fake_device import KIND, FakeDevice, fake_device
@@ -133,6 +134,25 @@ def _without_waits(fake: FakeDevice, folder: Path) -> None:
 def test_where_torch_cannot_wait_for_streams_each_copy_is_waited_for(tmp_path: Path) -> None:
     lines = _run(_without_waits, tmp_path)
     assert len(lines) == 1 and "copied by torch, one after the other" in lines[0]
+
+
+def _functional(folder: Path) -> None:
+    torch._lazy.ts_backend.init()  # its tensors are functional, as those of XLA; they have no address
+    values = {"whole": numbers(300), "turned": numbers(3, 4).t(), "half": numbers(7).bfloat16(), "none": numbers(0, 3)}
+    state = {key: value.to("lazy") for key, value in values.items()}
+    for is_async in (False, True):
+        _save(folder / str(is_async), state, is_async)
+        found = {key: torch.zeros_like(value).to("lazy") for key, value in values.items()}
+        vescale_ckpt.load(folder / str(is_async), found)
+        assert_same({key: value.cpu() for key, value in found.items()}, values)
+    dcp.save(vescale_ckpt.Stager().stage(state), storage_writer=StorageWriter(folder / "staged"), no_dist=True)
+    staged = {key: torch.zeros_like(value) for key, value in values.items()}
+    dcp.load(staged, checkpoint_id=folder / "staged", no_dist=True)
+    assert_same(staged, values)
+
+
+def test_functional_tensors_without_addresses(tmp_path: Path) -> None:
+    in_fork(_functional, tmp_path)
 
 
 def _kinds(fake: FakeDevice, folder: Path) -> None:

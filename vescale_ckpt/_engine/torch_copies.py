@@ -48,10 +48,15 @@ class TorchCopies:
         is_queued = can_queue(device.type) and target.dtype == source.dtype and _have_one_layout(target, source)
         if is_queued and device not in self._streams:
             self._streams[device] = torch.accelerator.current_stream(device)
+        if target.is_cpu and not can_queue(device.type):
+            source = source.to("cpu")  # functional tensors, as XLA's, can be copied no other way
         target.copy_(source, non_blocking=is_queued)
 
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in host memory that gets the values, and the strides if they leave no gap."""
+        if not can_queue(source.device.type):
+            note_device(source.device.type)
+            return source.to("cpu")  # what is made like a functional tensor is functional, too, and has no address
         target = torch.empty_like(source, device="cpu")
         self.copy(target, source)
         return target
