@@ -83,7 +83,8 @@ def _in_process(test: Callable[..., Any], *args: Any) -> Any:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vescale_ckpt").addHandler(handler)
     fake = fake_device()
-    torch.ops.fake_device.set_can_wait(test is not _without_waits)
+    for device in range(2):
+        torch.ops.fake_device.set_can_wait(test is not _without_waits, device)
     assert torch_copies.can_queue(KIND) == (test is not _without_waits)  # asked once, by a wait
     test(fake, *args)
     return [line for line in lines if "are copied by torch" in line]
@@ -134,6 +135,24 @@ def _without_waits(fake: FakeDevice, folder: Path) -> None:
 def test_where_torch_cannot_wait_for_streams_each_copy_is_waited_for(tmp_path: Path) -> None:
     lines = _run(_without_waits, tmp_path)
     assert len(lines) == 1 and "copied by torch, one after the other" in lines[0]
+
+
+def _one_cannot_wait(fake: FakeDevice, folder: Path) -> None:
+    for is_async, device in ((False, 0), (False, 1), (True, 0), (True, 1)):
+        torch.ops.fake_device.set_can_wait(False, device)
+        with pytest.raises(Exception, match="no waits for streams"):
+            _save(folder / "failed", _on_devices(_state()), is_async)
+        assert fake.queued(1 - device) == 0
+        assert not (folder / "failed" / ".metadata").exists()
+        torch.ops.fake_device.set_can_wait(True, device)
+        _save(folder / f"{is_async}{device}", _on_devices(_state()), is_async)
+        found = _blank()
+        vescale_ckpt.load(folder / f"{is_async}{device}", found)
+        _expect(found, _state())
+
+
+def test_a_device_that_cannot_be_waited_for_leaves_no_copies_of_others_behind(tmp_path: Path) -> None:
+    _run(_one_cannot_wait, tmp_path)
 
 
 def _functional(folder: Path) -> None:

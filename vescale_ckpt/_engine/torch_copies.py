@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -68,9 +69,10 @@ class TorchCopies:
         return target
 
     def wait(self) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.synchronize()  # torch.accelerator.synchronize of torch 2.11 waits for no device of some backends
+        with ExitStack() as waits:  # for each, also if another one raises: memory must not be used again before
+            while self._streams:
+                # torch.accelerator.synchronize of torch 2.11 waits for no device of some backends.
+                waits.callback(self._streams.popitem()[1].synchronize)
 
 
 def has_streams(kind: str) -> bool:

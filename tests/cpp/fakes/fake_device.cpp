@@ -45,8 +45,8 @@ struct State {
   std::map<std::string, int64_t> counts;
   std::array<std::map<c10::StreamId, std::deque<std::function<void()>>>, kDevices> queues;
   c10::StreamId last_stream = 0;
-  std::atomic<bool> can_wait{true};                    // for streams; copies that wait can always
-  std::array<std::recursive_mutex, kDevices> running;  // held while work of a device runs
+  std::array<std::atomic<bool>, kDevices> can_wait{true, true};  // for streams; copies that wait can always
+  std::array<std::recursive_mutex, kDevices> running;            // held while work of a device runs
   // Memory, for all devices.
   char* addresses = nullptr;  // no access
   char* pages = nullptr;
@@ -148,7 +148,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return state.queues[of.device_index()][of.id()].empty();
   }
   void synchronizeStream(const c10::Stream& of) const override {
-    TORCH_CHECK(state.can_wait, "no waits for streams");
+    TORCH_CHECK(state.can_wait.at(of.device_index()), "no waits for streams");
     count("stream synchronizations");
     run(of.device_index(), of.id());
   }
@@ -312,7 +312,8 @@ TORCH_LIBRARY(fake_device, library) {
       all += static_cast<int64_t>(queue.size());
     return all;
   });
-  library.def("set_can_wait(bool can) -> ()", [](bool can) { state.can_wait = can; });
+  library.def("set_can_wait(bool can, int device) -> ()",
+              [](bool can, int64_t device) { state.can_wait.at(static_cast<size_t>(device)) = can; });
   library.def("set_device(int device) -> ()",
               [](int64_t device) { current_device = static_cast<DeviceIndex>(device); });
   library.def("current_device() -> int", [] { return static_cast<int64_t>(current_device); });
