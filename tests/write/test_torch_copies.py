@@ -155,6 +155,42 @@ def test_a_device_that_cannot_be_waited_for_leaves_no_copies_of_others_behind(tm
     _run(_one_cannot_wait, tmp_path)
 
 
+def _a_copy_fails(fake: FakeDevice, folder: Path) -> None:
+    copy, state = torch.Tensor.copy_, _on_devices(_state())
+    copied = 0
+
+    def fail(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        nonlocal copied
+        if target.device.type != source.device.type:
+            copied += 1
+            if copied == 3:
+                raise torch.OutOfMemoryError("the device is full")
+        return copy(target, source, non_blocking)
+
+    def expect_named(work: Callable[[], None]) -> None:
+        nonlocal copied
+        copied = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", fail)
+            with pytest.raises(CheckpointError, match="the device is full") as failed:
+                work()
+        assert failed.value.key in state and "layout" not in str(failed.value)
+        assert fake.queued(0) == fake.queued(1) == 0
+
+    for is_async in (False, True):
+        expect_named(lambda is_async=is_async: _save(folder / "a", state, is_async))  # type: ignore[misc]
+        assert not (folder / "a" / ".metadata").exists()
+    _save(folder / "a", state, True)
+    found = _blank()
+    expect_named(lambda: vescale_ckpt.load(folder / "a", found) and None)
+    vescale_ckpt.load(folder / "a", found)
+    _expect(found, _state())
+
+
+def test_a_copy_that_fails_is_named_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    _run(_a_copy_fails, tmp_path)
+
+
 def _functional(folder: Path) -> None:
     torch._lazy.ts_backend.init()  # its tensors are functional, as those of XLA; they have no address
     values = {"whole": numbers(300), "turned": numbers(3, 4).t(), "half": numbers(7).bfloat16(), "none": numbers(0, 3)}

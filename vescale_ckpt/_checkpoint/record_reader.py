@@ -304,12 +304,10 @@ class RecordReader:
         try:
             copies.copy(target.tensor, target.filled)
         except (RuntimeError, NotImplementedError) as error:
-            key, tensor = target.record.key, target.tensor
-            raise CheckpointError(
-                f"{key}: a {type(tensor).__name__} of layout {tensor.layout} cannot be filled: load into a dense one "
-                f"({error})",
-                key=key,
-            ) from error
+            key, layout, why = target.record.key, target.tensor.layout, str(error)
+            if layout is not torch.strided:
+                why = f"a tensor of layout {layout} cannot be filled: load into a dense one ({why})"
+            raise CheckpointError(f"{key}: {why}", key=key) from error
 
     def fill_from_archive(self, target: Target) -> None:
         """Fills a target from a record that the engine left unread, because its tensor is a wrapper subclass or not

@@ -207,8 +207,8 @@ def _in_host_memory(item: WriteItem, tensor: torch.Tensor, copies: TorchCopies) 
 
 @contextmanager
 def _of_item(item: WriteItem) -> Iterator[None]:
-    """A context in which a `CheckpointError` gets the item's key."""
+    """A context in which a `CheckpointError`, or an error of a copy from a device, gets the item's key."""
     try:
         yield
-    except CheckpointError as error:
+    except RuntimeError as error:  # CheckpointError is one
         raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error

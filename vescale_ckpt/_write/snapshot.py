@@ -210,7 +210,7 @@ class StagedPlan:
                 self._open(in_background=False)
                 write_rows(self._layout, items, early)
         self._add(snapshot, rows)
-        snapshot.copy()
+        snapshot.copy(self._key_of(rows))
 
     def _add(self, snapshot: _Copies, rows: Sequence[int]) -> None:
         """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""

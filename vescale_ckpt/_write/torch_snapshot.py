@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from .._engine import _C
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
 from .._engine.torch_copies import TorchCopies
+from ..errors import CheckpointError
 from .host_batches import write_table
 
 _GAP = 4096  # bytes between the addresses of two ranges
@@ -31,17 +32,22 @@ class TorchSnapshot:
         self._sources = list(tensors[self.first :])
         self._copies: list[torch.Tensor] = []
 
-    def copy(self) -> None:
-        """Returns when all is copied, behind what the current streams of the devices had queued."""
+    def copy(self, key_of: Callable[[int], str]) -> None:
+        """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
+        one of the tensors, by its number, for errors."""
         with TorchCopies() as copies:
-            for source, offset in zip(self._sources, self._memory.offsets(), strict=True):
+            for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
                 strides = torch.empty_like(source, device="meta").stride()
                 target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
                 if source.numel() != 0:
                     body = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=offset)
                     target = body.view(source.dtype).as_strided(source.shape, strides)
                 self._copies.append(target)
-                copies.copy(target, source)
+                try:
+                    copies.copy(target, source)
+                except RuntimeError as error:  # of the backend, as that it has no memory
+                    key = key_of(self.first + number)
+                    raise CheckpointError(f"{key}: {error}", key=key) from error
         self._sources.clear()
 
     def table(self) -> Any:
