@@ -452,6 +452,14 @@ def test_the_fake_devices_memory_cannot_be_read_by_its_address(tmp_path: Path) -
         in_fork(_a_read_by_address, tmp_path)
 
 
+def test_a_load_to_the_meta_device_is_noted_as_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_copies, "_notes", [])
+    monkeypatch.setattr(torch_copies, "_noted_kinds", set())
+    safetensors.save_file({"a": torch.ones(3)}, tmp_path / "file")
+    assert safetensors.load_file(tmp_path / "file", "meta")["a"].is_meta
+    assert not torch_copies._notes
+
+
 @pytest.mark.parametrize(
     ("reason", "said"),
     [

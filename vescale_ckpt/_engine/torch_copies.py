@@ -42,7 +42,7 @@ class TorchCopies:
         """Copies the values of `source`. A copy that also converts or scatters is waited for at once: what a backend
         needs memory of its own for is not always kept by it until such a copy is done."""
         device = source.device if target.is_cpu else target.device
-        if device.type == "cpu" or target.device == source.device:
+        if device.type in ("cpu", "meta") or target.device == source.device:
             target.copy_(source)
             return
         note_device(device.type)
