@@ -165,17 +165,6 @@ def behind(step: str, action: Callable[..., Any]) -> Any:
     return instead(step, both)
 
 
-def around(step: str, context: Callable[..., Any]) -> Any:
-    """A context in which a step runs within what `context` makes of its arguments."""
-    original = getattr(*STEPS[step])
-
-    def within(*arguments: Any, **options: Any) -> Any:
-        with context(*arguments, **options):
-            return original(*arguments, **options)
-
-    return instead(step, within)
-
-
 def around_metadata(context: Callable[[bytes, bytes], Any]) -> Any:
     """A context in which `.metadata` is made and written within what `context` makes of its content and the index."""
     original = GlobalSavePlan.files
