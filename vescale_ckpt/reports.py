@@ -122,19 +122,23 @@ class VerifyReport:
     #: places that could not be read, because the storage refused or did not answer. They may be sound or damaged. Try
     #: again when the storage answers.
     unreadable: list[Damage] = field(default_factory=list)
+    #: what loads refuse with `UntrustedCheckpointError`: foreign classes in `.metadata`, paths to other places. It
+    #: is no damage, and other software may load it.
+    refused: list[Damage] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  #: texts that name data without a checksum or a second copy
     indexed: bool = False  #: whether an index belongs to the metadata; without one, loads start slower
 
     @property
     def ok(self) -> bool:
-        """Whether loads give exactly what was saved, as far as that can be checked. False if something is damaged or
-        unreadable."""
-        return not (self.damaged or self.unreadable)
+        """Whether loads give exactly what was saved, as far as that can be checked. False if something is damaged,
+        refused or unreadable."""
+        return not (self.damaged or self.refused or self.unreadable)
 
     @property
     def reason(self) -> str:
-        """The first damage, or else the first place that could not be read. Empty if the checkpoint is ok."""
-        return next((found.reason for found in (*self.damaged, *self.unreadable)), "")
+        """The first damage, or else the first place that is refused or could not be read. Empty if the checkpoint is
+        ok."""
+        return next((found.reason for found in (*self.damaged, *self.refused, *self.unreadable)), "")
 
 
 @dataclass(frozen=True)

@@ -767,4 +767,4 @@ def test_a_shape_that_no_memory_holds_is_named(tmp_path: Path, shape: list[int])
     for state in (None, {"sound": torch.ones(1)}):
         with pytest.raises(UntrustedCheckpointError, match="odd"):
             vescale_ckpt.load(tmp_path, state)
-    assert ["odd" in damage.reason for damage in vescale_ckpt.verify(tmp_path).damaged] == [True]
+    assert ["odd" in found.reason for found in vescale_ckpt.verify(tmp_path).refused] == [True]

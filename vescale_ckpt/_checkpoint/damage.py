@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from .._storage.open_storage import is_inconclusive
-from ..errors import CheckpointError, CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 
 
 def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
-    """Adds an error to a report as damage, or as unreadable if the error says nothing about the file."""
+    """Adds an error to a report: as refused, as unreadable if the error says nothing about the file, else as damage."""
     unreadable = is_inconclusive(getattr(error, "errno", None), getattr(error, "path", file))
-    (report.unreadable if unreadable else report.damaged).append(as_damage(error, file))
+    refused = report.refused if isinstance(error, UntrustedCheckpointError) else report.damaged
+    (report.unreadable if unreadable else refused).append(as_damage(error, file))
 
 
 def as_damage(error: CheckpointError, file: str) -> Damage:
@@ -19,8 +20,10 @@ def as_damage(error: CheckpointError, file: str) -> Damage:
 
 
 def raise_damage(found: VerifyReport) -> None:
-    """Raises `CorruptCheckpointError` for the first damage of a report, or else `CheckpointError` for what could not be
-    read."""
+    """Raises `CorruptCheckpointError` for the first damage of a report, or else `UntrustedCheckpointError` for what is
+    refused, or else `CheckpointError` for what could not be read."""
+    if not found.damaged and found.refused:
+        raise UntrustedCheckpointError(found.reason, path=found.refused[0].file)
     if not found.damaged and found.unreadable:
         raise CheckpointError(found.reason, path=found.unreadable[0].file)
     if not found.damaged:

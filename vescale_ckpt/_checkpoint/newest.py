@@ -50,7 +50,7 @@ def newest_sound(
             report = verify(path, quick=quick)
             if report.ok:
                 return step, path
-            if not report.damaged and storage_at(root).can_be_away:
+            if report.unreadable and not report.damaged and storage_at(root).can_be_away:
                 unknown = CheckpointError(
                     f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. "
                     "Try again when the store answers, or name a step",

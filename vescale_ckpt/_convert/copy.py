@@ -325,8 +325,8 @@ def _compare(
     """Reads back what was written to `made`. Raises `CorruptCheckpointError` if it is damaged, with the place in the
     source if that is damaged too."""
     found = verify_checkpoint(made, False, _progress_of(transfer), must_exist=True)
-    if found.unreadable:
-        first = found.unreadable[0]
+    if found.unreadable or found.refused:
+        first = (found.unreadable or found.refused)[0]
         raise CheckpointError(f"the copy of {source} cannot be read back: {first.reason}", path=first.file)
     if found.damaged:
         raise_damage(verify_checkpoint(source, False, must_exist=True))

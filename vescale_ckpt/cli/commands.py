@@ -96,8 +96,8 @@ COMMANDS = (
         "readable, and has no checksums.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
         json=(
-            "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged`, `unreadable` and "
-            "`harmless` (lists of key, file, offset, reason), `unchecked`, `indexed`"
+            "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged`, `refused`, `unreadable` "
+            "and `harmless` (lists of key, file, offset, reason), `unchecked`, `indexed`"
         ),
     ),
     Command(
@@ -170,8 +170,8 @@ COMMANDS = (
         ("vescale-ckpt list checkpoints", "vescale-ckpt list /nvme/run s3://bucket/run"),
         json=(
             "`steps`, each with `step`, `saved` (when it was committed; null: not known), `saved_by` (as in inspect), "
-            "`bytes` (of data files), "
-            "`metrics`, `state` (complete; damaged; or not all is here: of one machine, or unreadable now), `reason`, "
+            "`bytes` (of data files), `metrics`, "
+            "`state` (complete; damaged; refused; or not all is here: of one machine, or unreadable now), `reason`, "
             "`last` (whether it was saved last), `directory`"
         ),
     ),

@@ -32,6 +32,7 @@ def verify(options: Namespace) -> int:
         return status
     for kind, found in (
         ("damaged", report.damaged),
+        ("refused", report.refused),
         ("could not be read", report.unreadable),
         ("harmless", report.harmless),
     ):
@@ -40,7 +41,8 @@ def verify(options: Namespace) -> int:
         print(f"not checked: {clean(text)}")
     checked = f"{'structure' if report.quick else size(report.bytes)} checked"
     problems = len(report.damaged)
-    verdict = f"{problems:,} problem{'s' * (problems != 1)}" if problems else "not known: something could not be read"
+    verdict = "refused: loads do not trust it" if report.refused else "not known: something could not be read"
+    verdict = f"{problems:,} problem{'s' * (problems != 1)}" if problems else verdict
     if report.ok:
         verdict = "complete, data not checked" if report.quick else "sound"
         if unverified:

@@ -28,7 +28,7 @@ class ListedStep:
     saved_by: SavedBy | None  #: None: not recorded
     bytes: int  #: of its data files
     metrics: dict[str, float]
-    state: str  #: "complete", "damaged", or "not all is here"
+    state: str  #: "complete", "damaged", "refused", or "not all is here"
     reason: str  #: why it is not complete; empty if it is
     last: bool  #: whether it was saved last
     directory: str
@@ -45,7 +45,8 @@ def _listed(root: str, step: int, is_last: bool) -> ListedStep:
     path = path_of(root, step)
     report, time = verify(path, quick=True), committed_at(path)
     saved = None if time is None else datetime.fromtimestamp(time / 1e9).astimezone().isoformat(" ", "seconds")
-    state = "complete" if report.ok else "damaged" if report.damaged else "not all is here"
+    states = (("damaged", report.damaged), ("refused", report.refused), ("not all is here", report.unreadable))
+    state = next((name for name, found in states if found), "complete")
     return ListedStep(
         step, saved, _saved_by(path), data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
     )  # fmt: skip

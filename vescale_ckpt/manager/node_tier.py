@@ -197,7 +197,7 @@ class NodeTier:
             report = verify(path, quick=True)
         if report.ok:
             return True
-        if not report.damaged and storage_at(path).can_be_away and not has_others:
+        if report.unreadable and not report.damaged and storage_at(path).can_be_away and not has_others:
             raise CheckpointError(
                 f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. Try "
                 "again when the store answers, or name a step",

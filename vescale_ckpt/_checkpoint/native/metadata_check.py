@@ -38,14 +38,13 @@ def check_beginning(data: bytes, length: int, path: str) -> None:
 def check(data: bytes, path: str) -> None:
     """Checks the bytes of a `.metadata` file before anything is built from them. Raises as `loads` does."""
     wrong, end = _C.check_pickle(data)
-    behind = len(data) - end  # it is 0 in files of stock DCP
-    if not wrong and behind and (behind != TRAILER_BYTES or data[end:] != trailer(data, end)):
+    ends = len(data) - (TRAILER_BYTES if has_checksum(data) else 0)  # files of stock DCP have no checksum
+    if (ends < len(data) and data[ends:] != trailer(data, ends)) or (not wrong and end != ends):
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
     if wrong.startswith("it ends"):
         raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
-    if wrong and not data.startswith(pickle.PROTO):
-        raise CorruptCheckpointError(
-            f"{path} is damaged, or no metadata: it does not begin as a pickle", key=None, file=path
-        )
-    if wrong:
+    if wrong and ends < len(data):  # it was written so
         raise UntrustedCheckpointError(f"{path} is no sound metadata: {wrong}", path=path)
+    if wrong:
+        reason = wrong if data.startswith(pickle.PROTO) else "it does not begin as a pickle"
+        raise CorruptCheckpointError(f"{path} is damaged, or no metadata: {reason}", key=None, file=path)
