@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
 from harness.states import StridedShard, assert_same, bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -143,9 +144,11 @@ def test_every_placement_loads_into_every_other(tmp_path: Path) -> None:
 # --- What FSDP over tensor parallelism makes of a model
 
 
-def _tp_model(mesh: DeviceMesh, features: int) -> torch.nn.Module:
+def _tp_model(mesh: DeviceMesh | None, features: int) -> torch.nn.Module:
     torch.manual_seed(features)
     model = torch.nn.Sequential(torch.nn.Linear(5, features), torch.nn.Tanh(), torch.nn.Linear(features, 3))
+    if mesh is None:
+        return model
     if mesh.ndim == 2:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         mesh = mesh["fsdp"]
@@ -178,3 +181,32 @@ def _fsdp_over_tp(directory: Path) -> None:
 
 def test_models_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     run_ranks(4, _fsdp_over_tp, tmp_path)
+
+
+def _fewer_rows_than_ranks(directory: Path) -> None:
+    """Some ranks hold (0, 0) where the placements mean (2, 0). Torch's own `full_tensor` hangs on such shards."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for features in (1, 0):
+        plain, module = _tp_model(None, features).state_dict(), _tp_model(grid, features)
+        state = module.state_dict()
+        locals_of = {name: value.to_local() for name, value in state.items()}
+        saved = {name: value.clone() for name, value in locals_of.items()}
+        ours, stock, written = (directory / f"{features} {name}" for name in ("ours", "stock", "written"))
+        vescale_ckpt.save(ours, {"model": module})
+        dcp.save({"model": state}, checkpoint_id=stock)
+        dcp.save({"model": state}, storage_writer=vescale_ckpt.StorageWriter(written))
+        for path in (ours, stock, written):
+            assert vescale_ckpt.verify(path).ok
+            assert_same(vescale_ckpt.load(path)["model"], dict(plain), f"{path} -> plain")
+            for by_stock in (False, True):
+                for value in locals_of.values():
+                    value.fill_(-1)
+                if by_stock:
+                    dcp.load({"model": state}, checkpoint_id=path)
+                else:
+                    vescale_ckpt.load(path, {"model": module})
+                assert_same(locals_of, saved, f"{path}, {by_stock=}")
+
+
+def test_fewer_rows_than_ranks_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
+    run_ranks(4, _fewer_rows_than_ranks, tmp_path, timeout=120)

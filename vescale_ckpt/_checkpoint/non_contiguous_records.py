@@ -28,7 +28,8 @@ def _crc_of_values(tensor: torch.Tensor) -> int:
 
 
 def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int, *, weights_only: bool = True) -> torch.Tensor:
-    """Returns the tensor of shape `sizes` in a record.
+    """Returns the tensor of shape `sizes` in a record. Stock DCP stores a shard without elements as it is held: FSDP2
+    may hold (0, 0) where the metadata has (3, 0).
 
     `crc`: the CRC-32 of its elements, or of the record of a wrapper; -1 if it is unknown or not checked.
 
@@ -38,6 +39,8 @@ def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int, *, weights_on
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except Exception as error:  # a strange pickle raises nearly anything
         raise ValueError(f"cannot be read: {error}") from error
+    if isinstance(tensor, torch.Tensor) and not tensor.numel() and 0 in sizes and not is_wrapper(tensor):
+        return tensor.new_empty(sizes)
     if not isinstance(tensor, torch.Tensor) or tensor.shape != torch.Size(sizes):
         found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f"holds {found}, where metadata promises shape {tuple(sizes)}")
@@ -63,7 +66,8 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     expected = f"{dtype} {tuple(sizes)}"
-    if found != expected:
+    empty = isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and not tensor.numel() and 0 in sizes
+    if found != expected and not empty:
         return f"the metadata promises {expected}, the record holds {found}"
     return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import le
 from typing import Any
 
 import torch
@@ -152,10 +153,14 @@ class _Making:
             found = _chunks_of(layout, mesh_shape, coordinate)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
-        if local_shape(found) != tuple(tensor.shape):
+        held, shape = tuple(tensor.shape), local_shape(found)
+        # What FSDP2 leaves of a shard without elements has sizes of 0 in its own dimension too: (0, 0) for (3, 0).
+        if 0 in held and 0 in shape and len(held) == len(shape) and all(map(le, held, shape)):
+            found = [found[0]._replace(size=held)]
+        elif held != shape:
             raise CheckpointError(
                 f"{key}: its placements {layout.placements} on a mesh of {mesh_shape} give this rank a shard of shape "
-                f"{local_shape(found)}, but it holds {tuple(tensor.shape)}",
+                f"{shape}, but it holds {held}",
                 key=key,
             )
         flagged = code, requires_grad, tensor.itemsize
