@@ -165,10 +165,7 @@ VESCALE_CKPT_FOLDS uint32_t finish_fold(Lane accumulator, const unsigned char* d
 template <bool kCopy>
 VESCALE_CKPT_FOLDS uint32_t with_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
   constexpr size_t kLanes = 8, kStep = 16 * kLanes;
-  if (size < kStep) {
-    if (kCopy && size != 0) std::memcpy(to, data, size);
-    return detail::crc32_table(crc, data, size);
-  }
+  if (size < kStep) return kCopy ? detail::copy_crc32_table(crc, data, size, to) : detail::crc32_table(crc, data, size);
   Lane lanes[kLanes];
   const Lane by_1024 = fold_factor(fold_low(1024), fold_high(1024));
   for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -189,7 +186,7 @@ VESCALE_CKPT_FOLDS uint32_t with_folding(uint32_t crc, const unsigned char* data
   if (kCopy && size != 0) std::memcpy(to, data, size);
   const Lane by_128 = fold_factor(fold_low(128), fold_high(128));
   for (size_t lane = 1; lane < kLanes; ++lane) lanes[lane] = fold(lanes[lane - 1], by_128, lanes[lane]);
-  return finish_fold(lanes[kLanes - 1], data, size);
+  return finish_fold(lanes[kLanes - 1], kCopy ? to : data, size);
 }
 #endif
 
@@ -240,7 +237,7 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) uint32_t with_avx512
   const __m128i by_128 = fold_factor(fold_low(128), fold_high(128));
   __m128i accumulator = load(folded, 0);
   for (size_t lane = 1; lane < 4; ++lane) accumulator = fold(accumulator, by_128, load(folded, lane));
-  return finish_fold(accumulator, data, size);
+  return finish_fold(accumulator, kCopy ? to : data, size);
 }
 #endif
 
@@ -287,10 +284,8 @@ __attribute__((target("+crc"))) uint32_t with_instructions(uint32_t crc, const u
     state = past_stream(past_stream(state) ^ second) ^ third;
   }
   for (; size >= 8; data += 8, to += kCopy ? 8 : 0, size -= 8) state = add_word<kCopy>(state, data, to);
-  for (; size != 0; ++data, --size) {
-    if (kCopy) *to++ = *data;
-    state = __crc32b(state, *data);
-  }
+  if (kCopy && size != 0) std::memcpy(to, data, size);
+  for (const unsigned char* rest = kCopy ? to : data; size != 0; ++rest, --size) state = __crc32b(state, *rest);
   return ~state;
 }
 #endif
@@ -327,7 +322,7 @@ uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size) {
 
 uint32_t copy_crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
   if (size != 0) std::memcpy(to, data, size);
-  return crc32_table(crc, data, size);
+  return crc32_table(crc, to, size);
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)

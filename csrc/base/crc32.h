@@ -10,7 +10,8 @@ namespace vescale_ckpt {
 // The checksum of `size` bytes appended to data whose checksum is `crc` (0 for none).
 uint32_t crc32(uint32_t crc, const void* data, size_t size);
 
-// Copies `size` bytes and returns crc32(crc, source, size), touching memory once.
+// Copies `size` bytes and returns the checksum of the copy, reading each source byte once: they agree even if another
+// thread changes the source meanwhile.
 uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc);
 
 // The checksum of A followed by B from those of A and B; `size_b` is B's length in bytes.

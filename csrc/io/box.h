@@ -33,12 +33,11 @@ class Box {
   void scatter(const std::byte* body, uint64_t begin, uint64_t end, std::byte* memory) const;
   void gather(std::byte* body, uint64_t begin, uint64_t end, const std::byte* memory) const;
 
-  // How much of the body is in the box without a gap, again and again; and whether that is one run of memory, too.
+  // How much of the body is in the box without a gap, again and again.
   uint64_t run_bytes() const;
-  bool runs_are_dense() const { return run_bytes() == run_; }
 
   // Calls `emit(begin, memory, bytes)` for what lies in the body range [begin, end), in rising order: runs of
-  // run_bytes(), of which the first and the last may be cut. `memory` is only right where runs_are_dense().
+  // run_bytes(), of which the first and the last may be cut. `memory` is only right where a run is one of memory, too.
   void runs(uint64_t begin, uint64_t end, const std::function<void(uint64_t, int64_t, uint64_t)>& emit) const;
 
   // Calls `emit(begin, memory, bytes)` for what lies in the body range [begin, end), in rising order: runs that lie

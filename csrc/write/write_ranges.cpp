@@ -227,29 +227,12 @@ class Ranges {
     if (window != nullptr) window->wait_for_room(range.end, [this] { return queue_.closed(); });
   }
 
+  // Nothing is written from a tensor's own memory: its checksum and the system would each read what another thread may
+  // change in between.
   bool needs_slot(const Range& range) const {
-    const Part& part = parts_[range.first_part];
-    if (io::PartWindow* window = part.source->place.file->window()) {
-      return window->place(range.begin, range.end - range.begin) == nullptr;
-    }
-    if (range.way == Way::runs) return !part.source->box->runs_are_dense();
-    const std::byte* data = contiguous(range);
-    return data == nullptr || !(range.way == Way::edge || can_send(*part.source->place.file, data));
-  }
-
-  // Where all bytes of a range lie one behind another in memory; null if they do not.
-  const std::byte* contiguous(const Range& range) const {
-    const std::byte* data = contiguous(parts_[range.first_part]);
-    uint64_t at = range.begin;
-    for (const Part& part : parts_of(range)) {
-      if (data == nullptr || part.begin != at || contiguous(part) != data + (at - range.begin)) return nullptr;
-      at = part.end;
-    }
-    return at == range.end ? data : nullptr;
-  }
-
-  static bool can_send(const io::File& file, const std::byte* data) {
-    return file.access() != io::Access::direct || reinterpret_cast<uintptr_t>(data) % file.memory_alignment() == 0;
+    io::PartWindow* window = parts_[range.first_part].source->place.file->window();
+    return range.way == Way::runs || window == nullptr ||
+           window->place(range.begin, range.end - range.begin) == nullptr;
   }
 
   // A part of a remote file with a hole would never be complete.
@@ -282,17 +265,10 @@ class Ranges {
     flight.transfer.part_of_block = range.way != Way::blocks;
     if (range.way == Way::runs) {
       send_runs(first, flight);
-    } else if (flight.slot) {
-      flight.transfer.data = flight.slot->data();
-      fill(range, flight.slot->data());
-    } else if (io::PartWindow* window = flight.transfer.file->window()) {
-      flight.transfer.data = window->place(range.begin, flight.transfer.size);  // it is sent from there
-      fill(range, flight.transfer.data);
     } else {
-      flight.transfer.data = const_cast<std::byte*>(contiguous(first));
-      for (const Part& part : parts_of(range)) {
-        add_checksum(part.source->place, part.begin, contiguous(part), part.bytes(), nullptr);
-      }
+      io::PartWindow* window = flight.transfer.file->window();
+      flight.transfer.data = flight.slot ? flight.slot->data() : window->place(range.begin, flight.transfer.size);
+      fill(range, flight.transfer.data);
     }
     if (range.waiter == 0) return;
     const std::atomic_ref awaited(ranges_[range.waiter].awaited);
@@ -325,16 +301,16 @@ class Ranges {
     const uint64_t begin = part.body(), end = begin + part.bytes();
     io::Transfer& last = flight.transfer;
     last.size = 0;
-    if (flight.slot) source.box->gather(flight.slot->data(), begin, end, source.data);
-    source.box->runs(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
-      const std::byte* data = flight.slot ? flight.slot->data() + (at - begin) : source.data + memory;
+    source.box->gather(flight.slot->data(), begin, end, source.data);
+    source.box->runs(begin, end, [&](uint64_t at, int64_t, uint64_t bytes) {
+      std::byte* data = flight.slot->data() + (at - begin);
       add_checksum(source.place, source.place.begin + at, data, bytes, nullptr);
       if (last.size != 0) {
         io::write_exactly(*last.file, last.offset, {last.data, last.size});
         flight.moved_before += last.size;
       }
       last.offset = source.place.begin + at;
-      last.data = const_cast<std::byte*>(data);
+      last.data = data;
       last.size = last.needed = bytes;
     });
   }

@@ -2,9 +2,10 @@
 // range may hold many small tensors, the end of one and the start of the next, a piece of a large one, or only a few
 // rows of a column shard.
 //
-// A large tensor's whole blocks travel from its own memory where its address allows; what is left passes through slots.
-// A block that another writer may share is written through the page cache, and only the bytes that are ours: nothing is
-// read, so nothing that others write meanwhile is undone.
+// All bytes pass through a slot, or a part of a remote file: what is checksummed there is what the system gets, however
+// often it reads it, even if another thread changes the tensor meanwhile. A block that another writer may share is
+// written through the page cache, and only the bytes that are ours: nothing is read, so nothing that others write
+// meanwhile is undone.
 //
 // Checksums of blocks are put together from pieces in any order, by any thread or rank: what a piece contributes is its
 // CRC-32 moved to its place in its block (crc32_combine with what follows it), and a block's CRC-32 is the exclusive or

@@ -7,8 +7,8 @@ namespace {
 
 constexpr uint64_t kRecordAlignment = 64;
 
-// Where in a block a large body begins: where its memory begins in a page, so that the disk can take the memory as it
-// is. Memory that must be copied anyway leaves the place that fits tensors of torch's allocator, for loads.
+// Where in a block a large body begins: where its memory begins in a page, so that a load into memory like it needs no
+// copy. Other memory leaves the place that fits tensors of torch's allocator.
 uint64_t place_in_block(const RecordSource& source) {
   const uint64_t place = reinterpret_cast<uintptr_t>(source.data) % kBlock;
   return source.strided || place % kRecordAlignment != 0 ? kTorchOffset : place;

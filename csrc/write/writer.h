@@ -1,9 +1,8 @@
 // Writes records (framing and bytes) to one data file, at the speed of the disk, with checksums on the way.
 //
-// The file is laid out so that large tensors travel from their own memory: their bytes start as far behind a block of
-// the file as behind a page, which is 64 bytes where torch's CPU allocator put them, and all but the first and last few
-// bytes need no copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes, and
-// on where large tensors lie in a page.
+// The file is laid out so that loads can read large tensors straight into their memory: their bytes start as far behind
+// a block of the file as behind a page, which is 64 bytes where torch's CPU allocator put them. Offsets depend on
+// sizes, and on where large tensors lie in a page.
 //
 // One thread calls a FileWriter, which runs workers of its own. Other threads may call progress() and cancel(). All but
 // these throw Error (io, full, cancelled, invalid).
@@ -30,7 +29,8 @@ namespace vescale_ckpt::write {
 // its own memory asks for another place.
 inline constexpr uint64_t kTorchOffset = 64;
 
-// What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.
+// What to write: a tensor (framing set) or bytes as they are. The memory must stay until write() returns; of what is
+// changed meanwhile, each byte is written, and checksummed, as it was once.
 struct RecordSource {
   std::shared_ptr<const format::TensorRecord> framing;
   const std::byte* data = nullptr;

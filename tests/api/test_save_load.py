@@ -236,7 +236,7 @@ def test_memory_anywhere_in_a_page(checkpoint: Path, within_page: int) -> None:
 
 
 @pytest.mark.parametrize("within_page", [0, 64, 1024, 4032])
-def test_memory_at_the_same_place_in_a_page_needs_no_copy(checkpoint: Path, within_page: int) -> None:
+def test_loads_into_memory_at_the_same_place_in_a_page_need_no_copy(checkpoint: Path, within_page: int) -> None:
     values = {name: at_address(random_tensor((8 * MiB,), torch.uint8), within_page) for name in ("one", "two")}
     writer = dcp_save(checkpoint, values)
     target = {name: at_address(torch.zeros(8 * MiB, dtype=torch.uint8), within_page) for name in values}
@@ -244,7 +244,7 @@ def test_memory_at_the_same_place_in_a_page_needs_no_copy(checkpoint: Path, with
     assert_same(target, values)
     assert writer.last_stats is not None
     assert reader.last_stats is not None
-    assert writer.last_stats.in_place_bytes > 15 * MiB
+    assert writer.last_stats.in_place_bytes == 0  # its memory could change between two reads
     assert reader.last_stats.in_place_bytes > 15 * MiB
 
 

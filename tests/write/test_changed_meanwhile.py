@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -306,6 +306,47 @@ def test_memory_that_goes_while_it_is_saved(checkpoint: Path, monkeypatch: pytes
         pytest.raises(CheckpointError, match="weight was changed"),
     ):
         vescale_ckpt.save(checkpoint, state)
+
+
+@contextmanager
+def _changed_all_the_while(values: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Another thread changes the tensors, and no version counter."""
+    hidden, over = [value.data for value in values], threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for value in hidden:
+                value.add_(1)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("way", ["dcp", "safetensors", "by dcp", "file"])
+def test_what_changes_unnoticed_is_stored_with_its_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, direct_io: bool
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_DIRECT_IO", "on" if direct_io else "off")
+    state = {"large": torch.zeros(4 << 20), "small": torch.zeros(999), "turned": torch.zeros(700, 1000).t()}
+    path = tmp_path / "it.safetensors" if way == "file" else tmp_path
+    if way == "file":
+        state["turned"] = state["turned"].contiguous()
+    with _changed_all_the_while(state.values()):
+        for _ in range(3):
+            if way == "by dcp":
+                _by_dcp(SavePlanner)(path, state)
+            elif way == "file":
+                vescale_ckpt.safetensors.save_file(state, path)
+            else:
+                vescale_ckpt.save(path, state, format=way)  # type: ignore[arg-type]
+            vescale_ckpt.load(path)
+    vescale_ckpt.verify(path)
 
 
 def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
