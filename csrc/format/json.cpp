@@ -188,6 +188,12 @@ void JsonReader::word(std::string_view expected) {
   at_ += expected.size();
 }
 
+bool JsonReader::null() {
+  if (peek() != 'n') return false;
+  word("null");
+  return true;
+}
+
 void JsonReader::skip() {
   std::string closing;  // closing brackets of the open arrays and objects
   do {

@@ -35,6 +35,7 @@ class JsonReader {
   std::string key();  // a string and its colon
   uint64_t whole_number();
   void skip();  // any value
+  bool null();  // whether null comes, which is read then
   // Checks that only `padding` is left.
   void end(char padding);
 

@@ -162,7 +162,9 @@ class SafetensorsHeader::Parser {
                 path_);
   }
 
+  // Texts by their keys, of which the last counts, or null: what the library takes.
   void read_metadata() {
+    if (json_.null()) return;
     auto& metadata = header_.metadata_.emplace();
     json_.open('{');
     while (json_.more('}')) {
@@ -179,12 +181,6 @@ class SafetensorsHeader::Parser {
       }
       if (key.size() == kSafetensorsChecksums.size()) of_that_length_.push_back(entry);
       metadata.emplace_back(std::move(key), std::move(value));
-    }
-    std::vector<std::string_view> keys;
-    for (const auto& [key, value] : metadata) keys.push_back(key);
-    std::ranges::sort(keys);
-    if (const auto twice = std::ranges::adjacent_find(keys); twice != keys.end()) {
-      json_.fail("\"__metadata__\" has " + shown(*twice) + " twice");
     }
   }
 

@@ -8,13 +8,19 @@ import json
 import os
 import random
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness.children import in_child
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, convert, safetensors
@@ -184,3 +190,33 @@ def test_tensors_of_any_strides_are_read_in_pieces(tmp_path: Path, monkeypatch: 
     arrays = {"fortran": torch.zeros(5, 4, 3, dtype=torch.int64), "plain": torch.zeros(5, 4, 3, dtype=torch.int64)}
     vescale_ckpt.load(tmp_path / "again", arrays)
     assert all(value.equal(torch.from_numpy(array)) for value in arrays.values())
+
+
+def _shards(folder: Path) -> Iterator[dict[str, Any]]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield {"DTensor": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])}
+        yield {"ShardedTensor": sharded_tensor.ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_files_that_torch_refuses_are_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0.pt"
+    for values in _shards(tmp_path):
+        torch.save(values, path)
+        kind = next(iter(values))
+        for open_it in (lambda: convert(path, tmp_path / "out", format="dcp"), lambda: vescale_ckpt.inspect(path)):
+            with pytest.raises(
+                CheckpointError, match=rf"rank_0\.pt holds a {kind}.*incomplete.*vescale_ckpt\.save"
+            ) as e:
+                open_it()
+            assert type(e.value) is CheckpointError
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+    with pytest.raises(CheckpointError, match="is whole, but torch") as error:
+        convert(path, tmp_path / "out", format="dcp")
+    assert type(error.value) is CheckpointError
+    torch.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
+    with pytest.raises(CheckpointError, match="a: a Tensor"):
+        convert(path, tmp_path / "out", format="dcp")

@@ -28,6 +28,7 @@ from harness.faults import fault
 from harness.files import lock, safetensors_dtypes
 from harness.states import random_tensor, same
 
+import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
@@ -433,6 +434,40 @@ HOSTILE: list[tuple[Any, int, type[CheckpointError], str]] = [
     ({"a": entry("U8", [2], [0, 2]), "b": entry("U8", [2], [3, 5])}, 5, UntrustedCheckpointError, "nobody"),
     ({"a": entry("U8", [1 << 40], [0, 1 << 40])}, 2, CorruptCheckpointError, "truncated"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "null",
+        " null ",
+        "{}",
+        '{"a":"1"}',
+        '{"a":"1","a":"2"}',
+        '{"a":null}',
+        '{"a":1}',
+        "[]",
+        '[["a","b"]]',
+        '"x"',
+        "false",
+    ],
+)
+def test_metadata_is_taken_as_the_library_takes_it(path: Path, metadata: str) -> None:
+    tensor = json.dumps({"w": entry("U8", [2], [0, 2])})[1:]
+    for header in (f'{{"__metadata__":{metadata},{tensor}', f'{tensor[:-1]},"__metadata__":{metadata}}}'):
+        header = header if header.startswith("{") else "{" + header
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"\1\2")
+        try:
+            with stock.safe_open(path, "pt") as file:
+                expected = file.metadata()
+        except stock.SafetensorError:
+            with pytest.raises(CorruptCheckpointError):
+                safetensors.load_file(path)
+            continue
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.metadata() == expected
+        for values in (safetensors.load_file(path), vescale_ckpt.load(path)):
+            assert same(values, stock_torch.load_file(path))
 
 
 @pytest.mark.parametrize(("header", "data_bytes", "error", "says"), HOSTILE, ids=[row[3] for row in HOSTILE])

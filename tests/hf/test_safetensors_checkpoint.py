@@ -280,6 +280,30 @@ def test_what_was_exported_under_an_empty_name_loads_by_it(tmp_path: Path, devic
     assert_same(filled[""], values)
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_key_that_begins_with_a_dot_is_no_key_below_the_empty_one(tmp_path: Path, format: Any) -> None:
+    vescale_ckpt.save(tmp_path, {"w": torch.ones(2), "x.y": torch.ones(2)}, format=format)
+    for state in (
+        {".w": torch.zeros(2)},
+        {"": {"x": {"y": torch.zeros(2)}}, ".w": torch.zeros(2)},
+        {".x": {"y": torch.zeros(2)}},
+    ):
+        with pytest.raises(MissingKeysError, match=r"missing from the checkpoint: '\.[wx]"):
+            vescale_ckpt.load(tmp_path, state)
+        assert not any(value.any() for value in state.values() if isinstance(value, torch.Tensor))
+    state = {"": {"w": torch.zeros(2)}}
+    vescale_ckpt.load(tmp_path, state)
+    assert state[""]["w"].eq(1).all()
+    values = {
+        ".w": torch.ones(2),
+        "": {"w": torch.full((2,), 2.0)} if format == "safetensors" else {"v": torch.ones(2)},
+    }
+    vescale_ckpt.save(tmp_path, values, format=format)
+    target = {".w": torch.zeros(2)}
+    vescale_ckpt.load(tmp_path, target)
+    assert target[".w"].eq(1).all()
+
+
 def test_files_of_other_formats_are_told_how_to_convert(tmp_path: Path) -> None:
     values = {"w": torch.ones(2)}
     file = tmp_path / "d" / "pytorch_model.bin"

@@ -80,7 +80,7 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
     return Entry(info.filename, at + _LOCAL.size + name + extra, info.file_size, stored)
 
 
-def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str) -> None:
+def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str | None) -> None:
     """Reads an entry. Raises `CorruptCheckpointError` if its bytes do not match its checksum."""
     with damage_named(path, key, entry.offset), archive.open(entry.name) as member:
         while member.read(_READ_BYTES):  # zipfile compares the checksum at the end

@@ -20,6 +20,8 @@ from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
 from .mapped_files import read_mapped, read_storage
 from .seen_files import SeenFiles
 
+_SHARDS = b"ShardedTensor", b"DTensor"  #: classes, as pickles name them
+
 
 class TorchCheckpoint(Checkpoint):
     """A dict, nested or not. Keys are flattened as in DCP.
@@ -28,7 +30,7 @@ class TorchCheckpoint(Checkpoint):
     compared with its checksum once, before it is read.
 
     Raises `UntrustedCheckpointError` if loading needs to run code, `CorruptCheckpointError` for damage, and
-    `CheckpointError` for other files.
+    `CheckpointError` for other files, such as the shards of one rank.
     """
 
     format = "torch"
@@ -39,14 +41,14 @@ class TorchCheckpoint(Checkpoint):
         self._seen.look(path)
         self._archive = open_archive(path)
         found = entries(self._archive, path)
-        _check_pickle(self._archive, path)
+        self._pickle = _checked_pickle(self._archive, path)
         storages: list[torch.UntypedStorage] = []
 
         def keep(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
             storages.append(storage)
             return storage
 
-        values = _load(path, keep)
+        values = self._load(keep, found)
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{path} holds a {type(values).__name__}, no dict of tensors", path=path)
         begin = _mapping_of(storages[0].data_ptr()) if storages else 0
@@ -59,10 +61,40 @@ class TorchCheckpoint(Checkpoint):
         name = os.path.basename(path)
         self.objects = {key: Chunk((), (), name, -1, -1) for key in self._flat if key not in self.tensors}
 
+    def _load(self, keep: Any, found: Sequence[Entry]) -> Any:
+        path = self.path
+        try:
+            return torch.load(path, map_location=keep, weights_only=True, mmap=True)
+        except Exception as error:  # a damaged pickle raises nearly anything
+            if kind := next((kind for kind in _SHARDS if kind in self._pickle), None):
+                raise CheckpointError(
+                    f"{path} holds a {kind.decode()}, of which a rank saves its own shards only, so the file is "
+                    "incomplete. On all ranks that wrote such files: state = torch.load(its file, weights_only=False), "
+                    "then vescale_ckpt.save(folder, state)",
+                    path=path,
+                ) from error
+            if isinstance(error, pickle.UnpicklingError):
+                raise UntrustedCheckpointError(
+                    f"{path} needs code to load, which conversions do not run (if you trust it, add its classes by "
+                    f"torch.serialization.add_safe_globals): {error}"
+                ) from error
+            if "not resizable" in str(error):
+                raise UntrustedCheckpointError(f"{path}: a tensor would reach beyond its storage: {error}") from error
+            for entry in found:
+                verify_entry(self._archive, entry, path, None)
+            what = f"{type(error).__name__}: {error}"
+            if "PytorchStreamReader" in what:  # an entry is missing
+                raise CorruptCheckpointError(f"{path}: {what}", key=None, file=path) from error
+            raise CheckpointError(
+                f"{path} is whole, but torch.load(weights_only=True, mmap=True) refuses it: {what}",
+                path=path,
+            ) from error
+
     def _entry(self, key: str, value: torch.Tensor) -> Entry:
         """Returns the archive's entry with a tensor's storage."""
         entry = None
-        if value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized:
+        is_plain = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
+        if is_plain and value.device.type == "cpu":
             entry = self._entries.get(value.untyped_storage().data_ptr())
         if entry is None:
             kind = f"{type(value).__name__} of layout {value.layout}"
@@ -108,35 +140,18 @@ class TorchCheckpoint(Checkpoint):
             self._sound.add(entry)
 
 
-def _check_pickle(archive: zipfile.ZipFile, path: str) -> None:
-    """Verifies the pickle's checksum and the byte order. torch.load compares no checksums, and would swap the bytes of
-    the mapped file in memory."""
+def _checked_pickle(archive: zipfile.ZipFile, path: str) -> bytes:
+    """Returns the pickle. Verifies its checksum and the byte order: torch.load compares no checksums, and would swap
+    the bytes of the mapped file in memory."""
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
     byteorder = names[0].removesuffix("data.pkl") + "byteorder"
     with damage_named(path):  # zipfile compares checksums
-        archive.read(names[0])
+        content = archive.read(names[0])
         if byteorder in archive.namelist() and archive.read(byteorder) != b"little":
             raise CheckpointError(f"{path} was saved on a big-endian machine: load it and save it again", path=path)
-
-
-def _load(path: str, keep: Any) -> Any:
-    try:
-        return torch.load(path, map_location=keep, weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UntrustedCheckpointError(
-            f"{path} needs code to load, which conversions do not run (if you trust it, add its classes by "
-            f"torch.serialization.add_safe_globals): {error}"
-        ) from error
-    except Exception as error:  # a damaged pickle raises nearly anything
-        if "not resizable" in str(error):
-            raise UntrustedCheckpointError(f"{path}: a tensor would reach beyond its storage: {error}") from error
-        raise CorruptCheckpointError(
-            f"{path} cannot be read, its data are damaged or missing: {type(error).__name__}: {error}",
-            key=None,
-            file=path,
-        ) from error
+    return content
 
 
 def _mapping_of(address: int) -> int:

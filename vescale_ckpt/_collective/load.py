@@ -144,8 +144,6 @@ class CollectiveLoad:
         loading = _TargetState(state, rename_function(rename), rename is None)
         try:
             metadata, checkpoint = self._metadata()
-            if rename is None and checkpoint.format == "safetensors":
-                loading.names_below_the_empty_one()
             extra = self._extra_keys(checkpoint)
             with set_rank(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(
@@ -407,10 +405,6 @@ class _TargetState:
         self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
 
-    def names_below_the_empty_one(self) -> None:
-        """Loads a value under the key "" by keys without a prefix, as safetensors files have them."""
-        self._checkpoint_key = rename_function({"": ""})
-
     def plan(
         self,
         metadata: Metadata,
@@ -422,15 +416,20 @@ class _TargetState:
         """`extra`: keys of objects to load besides the state."""
         stored = list(filterfalse(is_extra, checkpoint.keys()))
         present = frozenset(stored)
-        application, of = self.application, self._checkpoint_key
-        if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
-            of = _without_empty_name  # the checkpoint has the keys of the value under "" without a prefix
+        application = self.application
+        # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
+        below_empty = self._same_names and "" in self._state
+        without_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
+
+        def of(key: str, path: Path) -> str:
+            return key[1:] if below_empty and without_prefix and path[0] == "" else self._checkpoint_key(key)
+
         application.prepare()
         if self._same_names:  # with renamed keys an absent key may be stored under another name
             application.drop_absent_state(present)
         application.ask_for_all_groups(present, of)
         flat, self._paths = flatten(application.form)
-        names = rename_keys(flat, of)
+        names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if below_empty else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
@@ -457,7 +456,7 @@ class _TargetState:
         unexpected = [
             key for key in stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
-        closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
+        closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         nowhere = selection.without_match([*stored, *values_of])
         return planner, _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
@@ -477,10 +476,6 @@ class _TargetState:
         place(self.application.form, path, value)
         if not self.application.owns(path):
             place(self._state, path, value)
-
-
-def _without_empty_name(key: str) -> str:
-    return key.removeprefix(".")
 
 
 def _plan_all(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,17 +99,19 @@ class Application:
         self._parts = _find(self._state)
         self.form = with_forms(self._state, {part.path: part.form_to_load() for part in self._parts})
 
-    def closed_prefixes(self) -> tuple[str, ...]:
-        """Returns the prefixes of keys under which the form is complete: of modules, and of optimizers' state."""
-        modules = [part.prefix for part in self._parts if isinstance(part, _ModulePart)]
-        return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
+    def closed_prefixes(self, rename: Callable[[str, Path], str]) -> tuple[str, ...]:
+        """Returns the checkpoint's prefixes of keys under which the form is complete: of modules, and of optimizers'
+        state. `rename`: maps a key below a path of the state."""
+        modules = [(part.prefix, part.path) for part in self._parts if isinstance(part, _ModulePart)]
+        optimizers = [(f"{part.prefix}state.", part.path) for part in self._parts if isinstance(part, _OptimizerPart)]
+        return tuple(rename(prefix, path) for prefix, path in (*modules, *optimizers))
 
-    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
+    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str, Path], str]) -> None:
         """Changes the optimizers in `form` to ask for all stored parameter groups. `stored`: the keys of the
-        checkpoint. `rename`: maps a key of the state to its key in the checkpoint."""
+        checkpoint. `rename`: maps a key below a path of the state to its key in the checkpoint."""
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
-                part.ask_for_all_groups(stored, rename)
+                part.ask_for_all_groups(stored, partial(lambda path, key: rename(key, path), part.path))
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
         """Changes the optimizers in `form` to ask only for stored state. `stored`: the keys of the checkpoint.
