@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import SGD, AdamW
+from torch.testing import assert_close
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, MissingKeysError
+from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, MissingKeysError, PerRank
 
 
 def _trained(kind: Callable[..., torch.optim.Optimizer] = AdamW, **options: Any) -> dict[str, Any]:
@@ -102,3 +104,143 @@ def test_a_gate_of_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_a_rank_outside_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="this rank is not in it"):
         vescale_ckpt.save(tmp_path, _trained(), process_group=dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+
+
+# --- Names that differ by prefixes: the advice is taken, and finds everything
+
+
+def _names_of_layers(inserted: str) -> Callable[[str], str]:
+    return lambda name: re.sub(r"^\d+", lambda number: f"{number[0]}.{inserted}", name)
+
+
+_WRAPPED: list[Callable[[str], str]] = [
+    "module.{}".format,
+    "_orig_mod.{}".format,
+    "module._orig_mod.{}".format,
+    _names_of_layers("_orig_mod"),
+    lambda name: f"_fsdp_wrapped_module.{_names_of_layers('_fsdp_wrapped_module._checkpoint_wrapped_module')(name)}",
+]
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("name_of", _WRAPPED)
+@pytest.mark.parametrize("optimizer_names", ["numbers", "as the model"])
+def test_prefixes_that_the_checkpoint_has(
+    tmp_path: Path, layers: int, name_of: Callable[[str], str], optimizer_names: str
+) -> None:
+    """As DDP, torch.compile, FSDP1, Lightning and old scripts have saved them: the optimizer resumes, too."""
+    model, optimizer = _layers(layers)
+    form = optimizer.state_dict()
+    if optimizer_names == "as the model":
+        names = [name_of(name) for name, _ in model.named_parameters()]
+        form["state"] = {names[number]: values for number, values in form["state"].items()}
+        form["param_groups"][0]["params"] = names
+    state = {"model": {name_of(name): value for name, value in model.state_dict().items()}, "optimizer": form}
+    averaged = {name: value + 1 for name, value in model.state_dict().items()}
+    torch.save({"averaged": averaged, **state, "step": 7}, tmp_path / "old.pt")
+    vescale_ckpt.convert(tmp_path / "old.pt", tmp_path / "old", format="dcp")
+
+    _assert_resumes(tmp_path / "old", layers, model, optimizer)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", ""])
+def test_other_places(tmp_path: Path, prefix: str) -> None:
+    """As Lightning and old scripts have saved them."""
+    model, optimizer = _layers(2)
+    names = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": names, "optimizer_states": [optimizer.state_dict()], "step": 7}, tmp_path / "old.pt")
+    vescale_ckpt.convert(tmp_path / "old.pt", tmp_path / "old", format="dcp")
+    _assert_resumes(tmp_path / "old", 2, model, optimizer)
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("name_of", _WRAPPED)
+def test_prefixes_that_the_state_has(tmp_path: Path, layers: int, name_of: Callable[[str], str]) -> None:
+    model, _ = _layers(layers)
+    vescale_ckpt.save(tmp_path / "saved", {"model": model, "step": 7})
+    target = {
+        "model": {name_of(name): torch.zeros_like(value) for name, value in model.state_dict().items()},
+        "step": 0,
+    }
+    vescale_ckpt.load(tmp_path / "saved", target, rename=_advised(tmp_path / "saved", target))
+    assert target.pop("step") == 7
+    _assert_equal([*target["model"].values()], [*model.state_dict().values()])
+
+
+def test_advice_leaves_what_is_found(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "saved", {"net": {"a": torch.ones(2)}, "step": 7})
+    target = {"a": torch.zeros(2), "step": 0}
+    assert _advised(tmp_path / "saved", target) == {"a": "net.a"}
+    with pytest.raises(MissingKeysError, match=r"1 of the missing keys .* rename= does not give that name, as 'net.a'"):
+        vescale_ckpt.load(tmp_path / "saved", target, rename={"a": "a"})
+
+
+def _advised(path: Path, target: dict[str, Any]) -> Any:
+    """The `rename=` that the error of a load names, which finds all missing keys."""
+    with pytest.raises(MissingKeysError) as error:
+        vescale_ckpt.load(path, target)
+    text = re.search(
+        r"(\d+) of the missing keys are stored under another name: .*?rename=(.*) finds them$", str(error.value)
+    )
+    assert text is not None and int(text[1]) == len(error.value.missing), error.value
+    return eval(text[2], {"stored": vescale_ckpt.inspect(path)})
+
+
+def _assert_resumes(path: Path, layers: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    new, of_new = _layers(layers, seed=1)
+    target = {"model": new, "optimizer": of_new, "step": 0}
+    vescale_ckpt.load(path, target, rename=_advised(path, target))
+    assert target["step"] == 7
+    _assert_equal(new.state_dict(), model.state_dict())
+    _assert_equal(of_new.state_dict(), optimizer.state_dict())
+
+
+def _layers(count: int, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(count)))
+    optimizer = AdamW(model.parameters(), lr=0.1 + seed)
+    if seed == 0:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    assert_close(one, other, rtol=0, atol=0)
+
+
+# --- Values that are of another kind, or were not saved
+
+
+def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
+    state = _trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
+    vescale_ckpt.save(tmp_path / "saved", {"model": state["model"], "step": 7})
+    target = {**state, "rest": {"scheduler": scheduler}, "step": 0}
+    why = "has no optimizer under 'optimizer', nothing under 'rest', it was saved without"
+    with pytest.raises(MissingKeysError, match=why) as error:
+        vescale_ckpt.load(tmp_path / "saved", target)
+    assert "keys=['!optimizer', '!rest']" in str(error.value)
+    vescale_ckpt.load(tmp_path / "saved", target, keys=["!optimizer", "!rest"])
+    assert target["step"] == 7
+    torch.save(torch.nn.DataParallel(state["model"]).state_dict(), tmp_path / "weights.pt")  # under other names besides
+    vescale_ckpt.convert(tmp_path / "weights.pt", tmp_path / "weights", format="dcp")
+    with pytest.raises(MissingKeysError, match="has no optimizer under 'optimizer', it was saved") as error:
+        vescale_ckpt.load(tmp_path / "weights", state)
+    assert "rename={'model': 'module'} finds them" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "text"),
+    [
+        *((PerRank(1), given, "of each rank under 'x': wrap it in PerRank") for given in (0, {"a": 0}, [0], None)),
+        *((each, PerRank(0), "one value of all ranks under 'x': load it") for each in (1, {"a": 1}, torch.ones(2))),
+        (torch.ones(2), 0, "an object of type int, .* a tensor of shape .2,. and dtype torch.float32"),
+        (1, torch.ones(()), "x: the state .* has a tensor, .* an object that is no tensor, as a number"),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind(tmp_path: Path, saved: Any, given: Any, text: str) -> None:
+    vescale_ckpt.save(tmp_path / "saved", {"x": saved, "y": PerRank(2), "z": {"a": 1}})
+    with pytest.raises(CheckpointError, match=text) as error:
+        vescale_ckpt.load(tmp_path / "saved", {"x": given})
+    assert "rename" not in str(error.value)

@@ -59,8 +59,8 @@ def test_one_error_tells_all_that_does_not_fit(mixed: tuple[Path, dict[str, Any]
     mismatched = {
         Mismatch("model.weight", "shape (3,)", "shape (300, 400)"),
         Mismatch("model.bias", "dtype torch.float32", "dtype torch.bfloat16 (allow_cast=True converts)"),
-        Mismatch("model.scalar", "an object", "a tensor"),
-        Mismatch("step", "a tensor", "an object"),
+        Mismatch("model.scalar", "an object of type float", "a tensor of shape () and dtype torch.float64"),
+        Mismatch("step", "a tensor", "an object that is no tensor, as a number (any object takes it)"),
     }
     with pytest.raises(MissingKeysError) as caught:
         vescale_ckpt.load(path, target)

@@ -32,8 +32,9 @@ from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place
-from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, suggest_rename
+from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys
 from .._state.load_targets import allocate_targets, find_shared
+from .._state.missing_keys import advice_for_missing
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
 from .._state.structure import Path, structure_of
@@ -65,20 +66,17 @@ class _Fit:
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
     advice: str = ""  #: about missing keys
 
-    def error(self) -> CheckpointError | None:
-        """The error that a strict load raises, or None."""
+    def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
+        """The error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
         if self.missing or self.surplus:
-            return MissingKeysError(self.missing, self.surplus, self.mismatched, self._hint())
+            unexpected = {*self.unexpected}
+            found = [key for key in stored if key not in unexpected]
+            hint = self.advice or advice_for_missing(self.missing, self.unexpected, found, renamed)
+            return MissingKeysError(self.missing, self.surplus, self.mismatched, hint)
         if self.mismatched:
             first, *others = self.mismatched
             return IncompatibleStateError(*first, others)
         return None
-
-    def _hint(self) -> str:
-        rename, found = suggest_rename(self.missing, self.unexpected)
-        if rename:
-            return f"{found} of the missing keys are stored under another name: rename={rename} finds them"
-        return self.advice
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -147,7 +145,7 @@ class CollectiveLoad:
             extra = self._extra_keys(checkpoint)
             with set_rank(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(
-                    lambda: loading.plan(metadata, checkpoint, self._selection, allow_cast, extra)
+                    lambda: loading.plan(metadata, checkpoint, self._selection, allow_cast, extra), rename is not None
                 )
             stats = self._read(planner)
             self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
@@ -290,13 +288,14 @@ class CollectiveLoad:
         except CheckpointError:  # ranks may have saved without collectives; otherwise the reader raises it later
             return self._reader.read_metadata(rank=self._exchange.rank)
 
-    def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
+    def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]], renamed: bool = False) -> tuple[FillPlanner, _Fit]:
         with gc_paused():
             planner, own = self._together(plan, "plan")
         fit = self._fit_of_all(own)
-        error = fit.error()
-        if self._strict and error is not None:
-            raise error
+        if self._strict:
+            assert self._reader.checkpoint is not None
+            if (error := fit.error(self._reader.checkpoint.keys(), renamed)) is not None:
+                raise error
         planner.leave_out({*own.missing, *(mismatch.key for mismatch in own.mismatched)})
         return planner, fit
 
@@ -427,6 +426,8 @@ class _TargetState:
         application.prepare()
         if self._same_names:  # with renamed keys an absent key may be stored under another name
             application.drop_absent_state(present)
+        else:
+            application.number_as_stored(present, self._checkpoint_key)
         application.ask_for_all_groups(present, of)
         flat, self._paths = flatten(application.form)
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if below_empty else self._checkpoint_key)

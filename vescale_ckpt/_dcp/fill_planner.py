@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -41,7 +41,7 @@ class FillPlanner(LoadPlanner):
         """Keys that the checkpoint does not have, and those whose stored value does not fit. Raises
         `CorruptCheckpointError` if the stored chunks of a tensor do not cover it."""
         missing, mismatched = self._compared()
-        return missing, [self._without_vain_advice(entry) for entry in mismatched]
+        return missing, [self._explained(entry) for entry in mismatched]
 
     def _compared(self) -> tuple[list[str], list[Mismatch]]:
         if self._index is not None:
@@ -53,14 +53,22 @@ class FillPlanner(LoadPlanner):
                 self._index = None  # damaged: `.metadata` is used
         return self._misfits_in_metadata()
 
-    def _without_vain_advice(self, entry: Mismatch) -> Mismatch:
-        """Names the scales of numbers that no load converts without them."""
+    def _explained(self, entry: Mismatch) -> Mismatch:
+        """Names the kinds of both sides, and the scales of numbers that no load converts without them."""
         assert self.metadata is not None
-        if entry.found.endswith(_CASTS):
-            stored = self.metadata.state_dict_metadata
-            dtype = cast(TensorStorageMetadata, stored[entry.key]).properties.dtype
-            if (scales := scales_of(entry.key, str(dtype).removeprefix("torch."), stored)) is not None:
-                return entry._replace(found=f"dtype {dtype} with its scales {scales}, not one without the other")
+        stored = self.metadata.state_dict_metadata[entry.key]
+        if isinstance(stored, TensorStorageMetadata):
+            dtype = stored.properties.dtype
+            if entry.expected == "an object":
+                kind = type(self.state_dict[entry.key]).__name__
+                found = f"a tensor of shape {tuple(stored.size)} and dtype {dtype}"
+                return Mismatch(entry.key, f"an object of type {kind}", found)
+            if entry.found.endswith(_CASTS):
+                names = self.metadata.state_dict_metadata
+                if (scales := scales_of(entry.key, str(dtype).removeprefix("torch."), names)) is not None:
+                    return entry._replace(found=f"dtype {dtype} with its scales {scales}, not one without the other")
+        if entry.expected == "a tensor":
+            return entry._replace(found="an object that is no tensor, as a number (any object takes it)")
         return entry
 
     def leave_out(self, keys: set[str]) -> None:

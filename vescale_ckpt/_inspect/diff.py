@@ -19,7 +19,8 @@ import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
-from .._state.key_selection import Rename, Selection, rename_function, rename_keys, suggest_rename
+from .._state.key_selection import Rename, Selection, rename_function, rename_keys
+from .._state.missing_keys import suggest_rename
 from .._storage.open_storage import readable_path
 from .boxes import as_numbers, values
 
@@ -173,7 +174,8 @@ class Fit:
 def fit(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> Fit:
     """Compares keys, dtypes and shapes. Raises the errors of reading."""
     found = diff(path, like)
-    return Fit(found.only_b, found.kinds, found.only_a, *suggest_rename(found.only_b, found.only_a))
+    rename, renamed = suggest_rename(found.only_b, found.only_a)
+    return Fit(found.only_b, found.kinds, found.only_a, rename, len(renamed))
 
 
 def _kinds(source: Checkpoint) -> dict[str, str]:

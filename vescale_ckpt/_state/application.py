@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .flatten import flatten
+from .key_selection import same_key
 from .optimizer_groups import StoredNames, renamed_if_known
 from .optimizers import OptimizerState, is_wrapped
 from .per_rank import PerRank
@@ -125,6 +127,12 @@ class Application:
             if isinstance(part, _OptimizerPart):
                 part.drop_absent_state(stored)
 
+    def number_as_stored(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
+        """Numbers the parameters of optimizers in `form` whose state is stored by numbers, under renamed keys."""
+        for part in self._parts:
+            if isinstance(part, _OptimizerPart):
+                part.number_as_stored(stored, rename)
+
     def owns(self, path: Path) -> bool:
         """Whether the value at a path of `form` belongs to one of the objects."""
         return any(part.contains(path) for part in self._parts)
@@ -209,13 +217,22 @@ class _OptimizerPart(_Part):
         return self.asked
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        finds = self._finds(self.asked, stored)
-        if not finds and self._finds(by_number := self.value.state_dict(), stored):
-            finds = True
-            self.state.number()
-            self.asked.update(_with_own_settings(by_number))
+        if self.number_as_stored(stored, same_key):
+            return
+        finds = self._finds(self.asked, stored, same_key)
         if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
-            self._drop_absent(stored)
+            self._drop_absent(stored, same_key)
+
+    def number_as_stored(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> bool:
+        if self.state.named and self._finds(self.asked, stored, rename):
+            return False
+        by_number = self.value.state_dict()
+        if not self._finds(by_number, stored, rename):
+            return False
+        self.state.number()
+        self.asked.update(_with_own_settings(by_number))
+        self._drop_absent(stored, rename)
+        return True
 
     def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
         groups = self.asked["param_groups"]
@@ -228,18 +245,20 @@ class _OptimizerPart(_Part):
                 break
             groups.append({**{name: deepcopy(value) for name, value in found.items()}, "params": []})
 
-    def _drop_absent(self, stored: AbstractSet[str]) -> None:
+    def _drop_absent(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
         for name, values in list(self.asked["state"].items()):
-            saved_with = self.state.key_of(name) or f"{self.prefix}param_groups.0.params"
-            if saved_with in stored and stored.isdisjoint(self._keys(name, values)):
+            saved_with = self.state.key_of(name) or renamed_if_known(rename, f"{self.prefix}param_groups.0.params")
+            keys = [renamed_if_known(rename, key) for key in self._keys(name, values)]
+            if saved_with in stored and stored.isdisjoint(keys):
                 del self.asked["state"][name]
 
     def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
         stored = None if rename is None else StoredNames(self.prefix, rename, self.state.key_of, loaded)
         self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key, stored)
 
-    def _finds(self, form: Mapping[str, Any], stored: AbstractSet[str]) -> bool:
-        return any(not stored.isdisjoint(self._keys(name, values)) for name, values in form["state"].items())
+    def _finds(self, form: Mapping[str, Any], stored: AbstractSet[str], rename: Callable[[str], str]) -> bool:
+        keys = chain.from_iterable(self._keys(name, values) for name, values in form["state"].items())
+        return any(renamed_if_known(rename, key) in stored for key in keys)
 
     def _keys(self, name: Any, values: Mapping[str, Any]) -> list[str]:
         return [f"{self.prefix}state.{name}.{key}" for key in flatten(values)[0]]

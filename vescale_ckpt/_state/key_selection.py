@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import translate
 from itertools import islice
@@ -111,27 +111,6 @@ def rename_keys(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]
             raise ValueError(f"rename gives {first!r} and {key!r} the same key of the checkpoint, {name!r}")
         result[key] = name
     return result
-
-
-def suggest_rename(missing: Sequence[str], stored: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Returns the renaming of one prefix that finds most of the missing keys among the stored ones, and how many it
-    finds. Empty if no renaming finds at least half."""
-    present = set(stored)
-    best: dict[str, str] = {}
-    most = (len(missing) - 1) // 2
-    for key in missing[:3]:
-        parts = key.split(".")
-        for cut in range(len(parts)):
-            suffix = ".".join(parts[cut:])
-            alike = [name for name in stored if name == suffix or name.endswith("." + suffix)]
-            for name in alike[:10]:
-                rename = {".".join(parts[:cut]): name.removesuffix(suffix).removesuffix(".")}
-                found = sum(of in present for of in map(_by_prefix(rename), missing))
-                if found > most:
-                    best, most = rename, found
-            if alike:
-                break
-    return (best, most) if best else ({}, 0)
 
 
 def _by_prefix(mapping: Mapping[str, str]) -> Callable[[str], str]:

@@ -1,0 +1,182 @@
+"""Advice for keys that a checkpoint lacks: they have other names, belong to each rank, or were not saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from functools import partial, reduce
+from itertools import accumulate, islice
+
+from .key_selection import rename_function
+
+_MOST_PREFIXES = 4  # a longer mapping is not worth reading
+_MOST_COMPARED = 10_000  # keys that are compared with one that is missing
+_NAMED_STATE = re.compile(r"\bstate\..+\.")  # of an optimizer; it is found by numbers where it is stored by numbers
+_OF_RANK = re.compile(r"(.+)\.rank_\d+_of_\d+")  # `PerRank` names the values of ranks so
+
+
+def advice_for_missing(missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str], renamed: bool) -> str:
+    """Returns what mends a load; empty if that is unknown.
+
+    All names are those of the checkpoint, which has the keys `unexpected` and `found`. `renamed`: whether the load
+    renames keys.
+    """
+    keys = {*unexpected, *found}
+    stored = {prefix for key in keys for prefix in _prefixes(key)}
+    of_ranks, wanted_of_ranks = (
+        {match[1] for match in map(_OF_RANK.fullmatch, each) if match} for each in (keys, missing)
+    )
+    asked = dict.fromkeys(prefix for key in missing for prefix in _prefixes(key))
+    forgotten = [key for key in asked if key in of_ranks and key not in wanted_of_ranks]
+    needless = [key for key in asked if key in wanted_of_ranks and key in stored and key not in of_ranks]
+    texts = [
+        f"the checkpoint has a value of each rank under {key!r}: wrap it in PerRank, as in the save"
+        for key in forgotten
+    ]
+    texts += [f"the checkpoint has one value of all ranks under {key!r}: load it without PerRank" for key in needless]
+    explained = {*forgotten, *needless}
+    # A key below a stored value, or above some, is one of another structure, not of another name.
+    other = [
+        key
+        for key in missing
+        if key not in stored and not any(name in keys or name in explained for name in _prefixes(key))
+    ]
+    renaming, renamable = _other_names(other, unexpected, found, renamed)
+    texts += [renaming, _not_saved([key for key in other if key not in {*renamable}], renamable, stored)]
+    return "; ".join(filter(None, texts))
+
+
+def _prefixes(key: str) -> list[str]:
+    """The key and all its prefixes up to a dot, the shortest first."""
+    return [*accumulate(key.split("."), "{}.{}".format)]
+
+
+def _not_saved(missing: Iterable[str], renamable: Iterable[str], stored: Container[str]) -> str:
+    """Advice for values that were saved with none of their keys, under no name. `stored`: prefixes of stored keys."""
+    elsewhere = {prefix for key in renamable for prefix in _prefixes(key)}
+    below: dict[str, list[str]] = {}
+    for key in missing:
+        below.setdefault(next(name for name in _prefixes(key) if name not in stored), []).append(key)
+    lacks = {
+        name: "no optimizer" if any(".param_groups." in key for key in keys) else "nothing"
+        for name, keys in below.items()
+        if len(keys) > 1 and name not in elsewhere
+    }
+    if not lacks:
+        return ""
+    names = [f"!{name}" for name in lacks]
+    keys = f"keys={names if len(names) > 1 else names[0]!r}"
+    what = ", ".join(f"{kind} under {name!r}" for name, kind in lacks.items())
+    return f"the checkpoint has {what}, it was saved without: save it, too, or load all else, with {keys}"
+
+
+def _other_names(
+    missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str], renamed: bool
+) -> tuple[str, Collection[str]]:
+    """Advice for keys that are stored under other names, and these keys. What it proposes was tried: it finds as many
+    keys as the text says, and those in `found` keep their names."""
+    hits: Collection[str]
+    prefixes, hits = suggest_rename(missing, unexpected, found)
+    how = f"rename={prefixes}"
+    alike = all(not old or not new or _in_common(old, new) for old, new in prefixes.items())  # else another model's
+    if len(hits) < len(missing) or not alike:
+        if parts := _wrapper_parts(missing, unexpected, in_state=False):
+            how = f"rename={{{_removal(parts)}: key for key in [*stored.tensors, *stored.objects]}}"
+            how, hits = f"with stored = vescale_ckpt.inspect(path), {how}", missing
+        elif (parts := _wrapper_parts(missing, unexpected, in_state=True)) and found == _all_without(parts, found):
+            how, hits = f"rename=lambda key: {_removal(parts)}", missing
+    if not hits:
+        return "", hits
+    if renamed:
+        how = f"rename= does not give that name, as {unexpected[0]!r}"
+        return f"{len(hits)} of the missing keys are stored under another name, and {how}", hits
+    return f"{len(hits)} of the missing keys are stored under another name: {how} finds them", hits
+
+
+def suggest_rename(
+    missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str] = ()
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the prefixes to rename that find most of the missing keys among the unexpected ones, and
+    {missing key: unexpected key} for what they find. Each prefix finds at least half of the keys below it. Keys in
+    `found` keep their names."""
+    kept = {"", *(prefix for key in found for prefix in _prefixes(key))} if found else set()
+    rename: dict[str, str] = {}
+    all_hits: dict[str, str] = {}
+    left, free = [*missing], {*unexpected}
+    while left and len(rename) < _MOST_PREFIXES:
+        of_each_name = {key.partition(".")[0]: key for key in left}.values()
+        pairs = {pair for key in [*left[:3], *islice(of_each_name, 8)] for pair in _prefix_pairs(key, free, kept)}
+        best = max(sorted(pairs), key=partial(_merit, missing=left, stored=free), default=None)
+        if best is None or not _merit(best, left, free)[0]:
+            break
+        rename.update([best])
+        hits = _hits(rename_function(rename), left, free)
+        left = [key for key in left if key not in hits]
+        free.difference_update(hits.values())
+        all_hits |= hits
+    return rename, all_hits
+
+
+def _prefix_pairs(key: str, stored: Iterable[str], kept: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yields prefixes of a missing key and what to put in their places, by the stored keys with the longest common end.
+    A prefix in `kept` is made longer."""
+    parts = key.split(".")
+    for cut in range(len(parts)):
+        end = "." + ".".join(parts[cut:])
+        alike = list(islice((name.split(".") for name in stored if f".{name}".endswith(end)), 10))
+        ends = (at for at in range(cut, len(parts) + 1) if ".".join(parts[:at]) not in kept)
+        for at in islice(ends, 1 if alike else 0):
+            yield from ((".".join(parts[:at]), ".".join(name[: len(name) - len(parts) + at])) for name in alike)
+        if alike:
+            return
+
+
+def _merit(pair: tuple[str, str], missing: Sequence[str], stored: Container[str]) -> tuple[int, int, int]:
+    """How many keys a prefix finds, 0 if less than half of those below it; then how alike both sides are."""
+    old, new = pair
+    below = [key for key in missing if not old or key == old or key.startswith(f"{old}.")]
+    hits = len(_hits(rename_function(dict([pair])), below, stored))
+    return hits if 2 * hits >= len(below) else 0, _in_common(old, new), -len(new)
+
+
+def _in_common(one: str, other: str) -> int:
+    return len({*one.split(".")} & {*other.split(".")})
+
+
+def _hits(of: Callable[[str], str], missing: Iterable[str], stored: Container[str]) -> dict[str, str]:
+    """Returns {missing key: stored key} for the keys that a load with `rename=of` finds."""
+    names = {key: of(key) for key in missing}
+    return {key: name for key, name in names.items() if name in stored or _NAMED_STATE.sub("state.0.", name) in stored}
+
+
+def _wrapper_parts(missing: Sequence[str], unexpected: Sequence[str], in_state: bool) -> list[str]:
+    """Returns the parts (`_orig_mod`) that are anywhere in the keys of one side only, if without them all missing keys
+    are found. Otherwise empty. `in_state`: the missing keys have them; else the unexpected ones."""
+    parts: list[str] = []
+    while len(parts) < _MOST_PREFIXES:
+        longer = missing if in_state else unexpected
+        names = dict(zip(longer, _all_without(parts, longer), strict=True))
+        of, stored = (names.__getitem__, unexpected) if in_state else (str, names.values())
+        hits = _hits(of, missing, {*stored})
+        lost = next((key for key in missing if key not in hits), None)
+        if lost is None:
+            return parts if len({*names.values()}) == len(names) else []
+        ends = "." + lost.rpartition(".")[2]
+        for key in islice((key for key in unexpected if f".{key}".endswith(ends)), _MOST_COMPARED):
+            long, short = (names[lost], key) if in_state else (names[key], lost)
+            beyond = [part for part in dict.fromkeys(long.split(".")) if part not in short.split(".")]
+            if beyond and _all_without(beyond, [long]) == [short]:
+                parts += beyond
+                break
+        else:
+            return []
+    return []
+
+
+def _all_without(parts: Iterable[str], keys: Sequence[str]) -> list[str]:
+    return [reduce(lambda text, part: text.replace(f"{part}.", ""), parts, key) for key in keys]
+
+
+def _removal(parts: Iterable[str]) -> str:
+    """The code that removes the parts from a key."""
+    return "key" + "".join(f".replace({f'{part}.'!r}, '')" for part in parts)
