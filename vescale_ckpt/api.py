@@ -227,8 +227,8 @@ def load(
             and with the checkpoint's keys below a module or an optimizer's state that it does not have (unless keys
             are renamed). False leaves missing and mismatched values unchanged and reports them. Other keys that no rank
             asks for are reported, and are no error.
-        keys: which of the checkpoint's dotted keys to load: names, prefixes up to a dot, or `fnmatch` patterns. The
-            rest of `state` stays unchanged.
+        keys: which of the checkpoint's dotted keys to load: names, prefixes up to a dot, or `fnmatch` patterns; `!`
+            before one excludes, in any order. The rest of `state` stays unchanged.
         rename: maps a key of `state` to the checkpoint's key: a function, or a mapping of keys or of prefixes up to a
             dot, of which the longest match counts (`{"model": "old.net"}`).
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.

@@ -244,3 +244,60 @@ def test_values_of_another_kind(tmp_path: Path, saved: Any, given: Any, text: st
     with pytest.raises(CheckpointError, match=text) as error:
         vescale_ckpt.load(tmp_path / "saved", {"x": given})
     assert "rename" not in str(error.value)
+
+
+# --- Keys that are selected and excluded
+
+
+@pytest.mark.parametrize(
+    ("keys", "selected"),
+    [
+        (["a", "!a"], None),
+        (["!a", "a"], None),
+        (["a.*", "!*"], None),
+        (["!*"], None),
+        (["!"], {"a.x", "a.y", "b"}),
+        ([], None),
+        (["!c"], {"a.x", "a.y", "b"}),
+        (["a", "!a.x"], {"a.y"}),
+        (["!a.x", "a"], {"a.y"}),
+        (["a.x", "b", "!a"], {"b"}),
+        (["*", "!a.?", "!c.*"], {"b"}),
+        (["a", "c.*"], "c.*"),
+        (["!b", "c"], "c"),
+    ],
+)
+def test_exclusions_count_wherever_they_stand(tmp_path: Path, keys: list[str], selected: set[str] | str | None) -> None:
+    """None: nothing is selected. A text: the name that no key has. In each public function alike."""
+    vescale_ckpt.save(tmp_path / "saved", {"a": {"x": torch.ones(2), "y": torch.ones(2)}, "b": torch.ones(2)})
+    target = {"a": {"x": torch.zeros(2), "y": torch.zeros(2)}, "b": torch.zeros(2)}
+    out = tmp_path / "out.safetensors"
+    calls: list[Callable[[], Any]] = [
+        lambda: vescale_ckpt.load(tmp_path / "saved", target, keys=keys),
+        lambda: vescale_ckpt.load(tmp_path / "saved", keys=keys),
+        lambda: vescale_ckpt.convert(tmp_path / "saved", out, format="safetensors", keys=keys),
+        lambda: vescale_ckpt.inspect(tmp_path / "saved", keys),
+    ]
+    if not isinstance(selected, set):
+        text = (
+            "selects nothing: " if selected is None else re.escape(f"1 key missing from the checkpoint: {selected!r}")
+        )
+        for call in calls:
+            with pytest.raises(MissingKeysError, match=text):
+                call()
+        return
+    _, loaded, _, found = [call() for call in calls]
+    filled = {"a.x": target["a"]["x"], "a.y": target["a"]["y"], "b": target["b"]}
+    assert {key for key, value in filled.items() if value.any()} == selected
+    assert (
+        {".".join(path) for path in _leaves(loaded)}
+        == {*found.tensors}
+        == {*vescale_ckpt.inspect(out).tensors}
+        == selected
+    )
+
+
+def _leaves(values: Any) -> list[tuple[str, ...]]:
+    if not isinstance(values, dict):
+        return [()]
+    return [(name, *path) for name, value in values.items() for path in _leaves(value)]

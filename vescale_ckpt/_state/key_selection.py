@@ -19,7 +19,7 @@ class Selection:
 
     A name selects the key itself and the keys under it (`model` selects `model.layers.0.weight`). A pattern selects the
     keys that match it as `fnmatch` does (`*.exp_avg`). Names and patterns that begin with `!` exclude keys, wherever
-    they stand. If all begin with `!`, all other keys are selected. None selects all keys.
+    they stand, also what other names select. If all begin with `!`, all other keys are selected. None selects all keys.
     """
 
     def __init__(self, names: str | Iterable[str] | None) -> None:
@@ -28,6 +28,7 @@ class Selection:
         self.names: list[str] | None = [names] if isinstance(names, str) else list(names) if names is not None else None
         if self.names is not None and not all(isinstance(name, str) for name in self.names):
             raise TypeError("keys: expected names or patterns as text")
+        self._given = self.names
         left_out = [name[1:] for name in self.names or () if name.startswith("!")]
         self._left_out = Selection(left_out) if left_out else None
         if self.names is not None:
@@ -42,7 +43,10 @@ class Selection:
     def __contains__(self, key: str) -> bool:
         if self._left_out is not None and key in self._left_out:
             return False
-        return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
+        return self.names is None or self._is_named(key)
+
+    def _is_named(self, key: str) -> bool:
+        return key in self._exact or self._pattern.fullmatch(key) is not None
 
     def of(self, keys: Iterable[str]) -> list[str]:
         """Returns the selected ones of `keys`."""
@@ -50,15 +54,20 @@ class Selection:
             return list(keys)
         return [key for key in keys if key in self]
 
-    def without_match(self, keys: Iterable[str]) -> list[str]:
-        """Returns the names and patterns that select none of `keys`, except those with `!`."""
-        if not self.names:
-            return []
-        present = {key for key in keys if key in self}
-        return [name for name in self.names if name not in present and not _selects_any(Selection(name), present)]
+    def without_match(self, keys: Collection[str]) -> list[str]:
+        """Returns the names and patterns that none of `keys` has, except those with `!`. Raises `MissingKeysError` if
+        all have some, and none of `keys` is selected: all are excluded, or there are no names."""
+        named = {key for key in keys if self._is_named(key)} if self.names else ()
+        found = [name for name in self.names or () if name not in named and not _selects_any(Selection(name), named)]
+        if keys and not found and not _selects_any(self, keys):
+            raise MissingKeysError(
+                [], hint=f"keys={self._given!r} selects nothing: names with ! exclude what others select"
+            )
+        return found
 
     def check(self, keys: Collection[str]) -> None:
-        """Raises `MissingKeysError` for names and patterns that select none of `keys`, except those with `!`."""
+        """Raises `MissingKeysError` for names and patterns that none of `keys` has, except those with `!`, and if none
+        is selected."""
         if missing := self.without_match(keys):
             raise MissingKeysError(missing, hint=close_names(missing, keys))
 
