@@ -362,15 +362,14 @@ class ObjectStore(Storage):
             return _stat(found), b""  # there is no such range
 
     def drop_read_ahead(self) -> None:
+        """Forgets which versions of objects were opened, too: a later load takes what is there then."""
         with _known_lock:
-            for url in [url for url in _tails if paths.split(url)[0] == self._client.root]:
-                del _tails[url]
+            for kept in (_known, _tails):
+                for url in [url for url in kept if paths.split(url)[0] == self._client.root]:
+                    del kept[url]
 
     def drop_caches(self) -> None:
         """Makes new connections, and forgets known objects."""
-        with _known_lock:
-            for known in [each for each in _known if paths.split(each)[0] == self._client.root]:
-                del _known[known]
         self.drop_read_ahead()
         object_looks.forget_contents(self._client.root)
         reconnect(self._client.root)
@@ -541,7 +540,7 @@ def _stat(found: dict[str, Any]) -> Stat:
 
 # --- What the engine reads and writes
 
-_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # {URL: (size, ETag)} of objects that never change
+_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # {URL: (size, ETag)} of data files that a load has opened
 _tails: OrderedDict[str, bytes] = OrderedDict()  # {URL: last bytes} of those that were opened last
 _known_lock = threading.Lock()
 
@@ -557,8 +556,8 @@ class _OpenObject:
             if self._tail or asks_for_end:
                 _with_tails.add(self)
         if known is None and _OUR_DATA_FILE.search(url):
-            # Nobody writes to such a name again, so one request is enough for all loads. Objects and checksums are at
-            # the end of the file, and a small file is read as a whole.
+            # Nobody writes to such a name again, so one request is enough for a load. Objects and checksums are at the
+            # end of the file, and a small file is read as a whole.
             found, self._tail = self._client.tail(_TAIL_BYTES) if asks_for_end else (self._client.head(), b"")
             known = found["size"], found["e_tag"]
             with _known_lock:
