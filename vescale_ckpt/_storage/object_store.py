@@ -540,7 +540,9 @@ def _stat(found: dict[str, Any]) -> Stat:
 
 # --- What the engine reads and writes
 
-_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # {URL: (size, ETag)} of data files that a load has opened
+_known: OrderedDict[str, tuple[int, str | None]] = (
+    OrderedDict()
+)  # {URL: (size, ETag)} of data files that a load has opened
 _tails: OrderedDict[str, bytes] = OrderedDict()  # {URL: last bytes} of those that were opened last
 _known_lock = threading.Lock()
 
@@ -628,6 +630,8 @@ def _send(client: Client, window: _C.PartWindow) -> None:
             client.put_parts(sent.all_of(ready, window), window.part_bytes)
     except BaseException as error:
         # The answer to the last request may have been lost. An object that was not there before is this file.
+        _parts_at_a_time.pop(client.root, None)
+        _arrives.pop(client.root, None)
         with contextlib.suppress(OSError):
             there = client.version() if sent.total else None
             if there is not None and there != before and there[0] == sent.total:
@@ -643,6 +647,7 @@ class _Sent:
 
     A part whose request times out is sent again from its start. So only as many parts are sent at a time as arrive
     within a third of the timeout: one, until the time of a part is known. Then every part arrives, even on a slow link.
+    A file begins with as many as would arrive if the link had become `_MARGIN` times slower since the one before.
     There is no limit for registered stores, whose timeouts are their own, and for stores in memory.
 
     `total`: the bytes of the whole file, after its last part was taken; 0 before.
@@ -654,6 +659,7 @@ class _Sent:
         self._root, self._part_bytes = root, part_bytes
         self._changed = threading.Condition()  # its lock is re-entrant: a part may be freed within
         self._on_their_way = 0
+        self._at_a_time = _parts_at_a_time.get(root, 1)
         self._enough = settings.number("object_store_timeout") / 2 / 3  # a part should arrive within so many seconds
         self._longest_wait = 2 * settings.number("object_store_timeout")
         self._paces = is_opened_here(root)
@@ -671,7 +677,7 @@ class _Sent:
 
     def _wait_for_room(self) -> None:
         def is_room() -> bool:
-            return self._on_their_way < _parts_at_a_time.get(self._root, 1)
+            return self._on_their_way < self._at_a_time
 
         with self._changed:
             # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
@@ -689,13 +695,16 @@ class _Sent:
             self._on_their_way -= 1
             parts = int(self._enough * beside / seconds)
             most = _parts_in_flight(self._root, self._part_bytes)
-            _parts_at_a_time[self._root] = max(1, min(most, parts))
-            _arrives[self._root] = parts * self._part_bytes
+            self._at_a_time = max(1, min(most, parts))
+            _parts_at_a_time[self._root] = max(1, min(most, parts // _MARGIN))
+            _arrives[self._root] = parts * self._part_bytes // _MARGIN
             self._changed.notify_all()
 
 
 _writers: dict[str, int] = {}  # {root: ranks that write to it at a time}
-_arrives: dict[str, int] = {}  # {root: bytes that arrive within a third of a timeout, as the last part has shown}
+_MARGIN = 128  # a link may be so many times slower than the last part has shown
+_parts_at_a_time: dict[str, int] = {}  # {root: parts that then arrive within a third of a timeout, all at a time}
+_arrives: dict[str, int] = {}  # {root: bytes that do}
 _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
@@ -721,9 +730,6 @@ def _most_part_bytes(url: str) -> int:
     root = paths.split(url)[0]
     most = min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(root))
     return min(most, _arrives.get(root, 0)) if is_opened_here(root) else most
-
-
-_parts_at_a_time: dict[str, int] = {}  # {root: limit that the last part has shown}; the next file begins with it
 
 
 _C.set_remote_store(_OpenObject, _upload, _most_part_bytes)
