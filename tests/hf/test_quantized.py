@@ -182,7 +182,7 @@ def by_torch(folder: Path, target: State, dtype: torch.dtype) -> State:
 def assert_equal_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bits, but for the bits of a NaN."""
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    integer = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
     nan = expected.isnan()
     assert torch.equal(found.isnan(), nan)
     assert torch.equal(found[~nan].view(integer), expected[~nan].view(integer))
@@ -228,6 +228,27 @@ def test_mxfp4_as_torch_and_transformers_make_it(tmp_path: Path, dtype: torch.dt
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     of_transformers = mxfp4.convert_moe_packed_tensors(state["m.up_blocks"], state["m.up_scales"], dtype=dtype)
     assert_equal_bits(target["m.up"], of_transformers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_mxfp4_of_all_numbers_and_scales_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each value is the exact product, rounded once."""
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    numbers = torch.cat([magnitudes, -magnitudes])
+    codes = torch.arange(32) % 16
+    blocks = (codes[::2] | codes[1::2] << 4).to(torch.uint8).expand(1, 256, 1, 16).contiguous()
+    scales = torch.arange(256).to(torch.uint8).view(1, 256, 1)
+    folder = written(tmp_path / "model", {"m.up_blocks": blocks, "m.up_scales": scales}, MXFP4)
+    powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(256)], dtype=torch.float64)
+    expected = (powers[:, None] * numbers[codes]).to(dtype)[None]
+    target = {"m.up_blocks": torch.zeros(1, 256, 32, dtype=dtype)}
+    vescale_ckpt.load(folder, target)
+    assert_equal_bits(target["m.up_blocks"], expected)
+    target = {"m.up": torch.zeros(1, 32, 256, dtype=dtype)}
+    vescale_ckpt.load(folder, target)
+    assert_equal_bits(target["m.up"], expected.transpose(1, 2).contiguous())
+    vescale_ckpt.convert(folder, tmp_path / "out", format="dcp", dtype=dtype)
+    assert_equal_bits(vescale_ckpt.load(tmp_path / "out")["m.up"], target["m.up"])
 
 
 @pytest.mark.parametrize("elements", [1000, 37])

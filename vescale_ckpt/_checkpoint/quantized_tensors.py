@@ -32,6 +32,7 @@ from .quantized_names import BLOCKS, SCALES, scales_of
 FLOAT8 = torch.float8_e4m3fn
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #: dtypes of values that can be asked for
 _ENGINE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LARGE_SCALE = 253  # the least exponent, 2^126, with which a number of 4 bits may not be a float32
 _GROUP = 32  # numbers with one exponent, in 16 bytes
 _PIECE_ELEMENTS = 16 << 20  # of a piece; the numbers of two groups of pieces are in memory at a time
 
@@ -146,7 +147,8 @@ def of_values(
         if of is None or wanted not in VALUE_DTYPES:
             result[stored] = info
         else:
-            result[key] = TensorInfo(of.shape, of.made_as(wanted))
+            exact = of.is_mxfp4 and wanted == torch.float64
+            result[key] = TensorInfo(of.shape, wanted if exact else of.made_as(wanted))
             scales.add(of.scales)
     return {key: info for key, info in result.items() if key not in scales}
 
@@ -172,10 +174,15 @@ class _Piece:
         )
         values = target if in_place else torch.empty(shape, dtype=made_as, device="cpu")
         if of.is_mxfp4:
+            # Of float64 alone they may be 2^128 or more. These are made 2^8 times smaller first.
+            large = (self.scales >= _LARGE_SCALE) & (self.target.dtype == torch.float64)
+            scales = self.scales - 8 * large.to(torch.uint8)
             _C.dequantize_mxfp4(
-                self.scales.numel(), self.numbers.data_ptr(), self.scales.data_ptr(), _ENGINE_DTYPES[made_as],
+                scales.numel(), self.numbers.data_ptr(), scales.data_ptr(), _ENGINE_DTYPES[made_as],
                 values.data_ptr(), threads,
             )  # fmt: skip
+            if large.any():
+                values = values.to(torch.float64) * torch.where(large, 2.0**8, 1.0).repeat_interleave(_GROUP, -1)
         else:
             scales = self.scales.to(torch.float32)
             box = (prod(shape[:-2]), *shape[-2:], *self.first, *of.block)
