@@ -123,7 +123,7 @@ def _late(directory: Path, where: str) -> Any:
     """Rank 1 comes after rank 0 has given up."""
     rank = dist.get_rank()
     gave_up = directory.parent / "gave up"
-    interval = {"save_interval_seconds": 0} if where == "asking whether to save" else {}
+    interval = {"save_interval_seconds": 0} if where == "saving if it is due" else {}
     with _logged() as log, CheckpointManager(directory, timeout=5, on_error="warn", **interval) as saver:
         saver.save(1, _state(1))
         saver.wait()
@@ -141,7 +141,7 @@ def _late(directory: Path, where: str) -> Any:
         return handle, saver.failed_saves, log.failed, saver.steps()
 
 
-@pytest.mark.parametrize("where", ["asking whether to save", "beginning to save"])
+@pytest.mark.parametrize("where", ["saving if it is due", "beginning to save"])
 def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
     assert run_ranks(2, _late, checkpoint, where) == [(None, 1, [2], [1, 3])] * 2
 

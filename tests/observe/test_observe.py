@@ -62,8 +62,7 @@ def test_a_phase_without_a_timeline_does_nothing() -> None:
 def test_votes_name_the_slowest_rank_and_the_most_bytes() -> None:
     votes = []
     for rank, (seconds, count) in enumerate([(1.0, 30), (2.5, 10), (0.5, 20)]):
-        timeline = Timeline("save", "p", "saving to p")
-        timeline.begin(rank, 3)
+        timeline = Timeline("save", "p", "saving to p", rank, 3)
         timeline.seconds_by_phase = {"write": seconds, "wait": 100.0}
         votes.append(timeline.votes(count))
     least = [min(of_all) for of_all in zip(*(least for least, _ in votes), strict=True)]

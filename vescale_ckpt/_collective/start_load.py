@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .._dcp.storage_reader import StorageReader
 from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
+from .._ranks.groups import place_in
 from .._state.key_selection import Selection
 from .._storage.open_storage import is_pinned, pinned
 from ..errors import LoadFailedError
@@ -30,10 +31,10 @@ def start_load(
     node_files: NodeFiles | None = None,
 ) -> Iterator[CollectiveLoad]:
     """A context that gives a load of what `reader` reads. `node_files`: that of `CollectiveLoad`."""
-    timeline = Timeline("load", reader.path, f"loading {reader.given_path}")
+    timeline = Timeline("load", reader.path, f"loading {reader.given_path}", *place_in(process_group))
     with timeline.here():
         exchange = Exchange.of(process_group, timeout, purpose="load")
-        timeline.begin(exchange.rank, exchange.size)
+        timeline.begin()
         reader.timeout = exchange.timeout
         if not is_pinned(reader.path):  # all ranks read the same commit
             phase = f"loading {reader.given_path}: find the commit"

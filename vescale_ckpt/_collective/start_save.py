@@ -17,7 +17,8 @@ from .._engine.engine_errors import named_errors
 from .._engine.gc import gc_paused
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
-from .._ranks.exchange import Exchange
+from .._ranks.exchange import Exchange, calling
+from .._ranks.groups import place_in
 from .._ranks.steps import Steps
 from .._ranks.store_thread import STORE_SECONDS
 from .._state.application import saved_form
@@ -55,7 +56,7 @@ def start_save(
         layout: makes the layout on this rank. An error of it is one of the save's first step.
     """
     queue = BackgroundQueue.of(process_group)
-    timeline = Timeline("save", directory, f"saving to {os.fspath(given)}")
+    timeline = Timeline("save", directory, f"saving to {os.fspath(given)}", *place_in(process_group))
     with queue.lock, timeline.here():
         if on_busy != "wait" and not queue.all_free(process_group, timeout):
             busy = SaveInProgressError(f"{timeline.doing}: the save before this one goes on")
@@ -72,7 +73,7 @@ def start_save(
             # The ranks of that save timed out, and may time out again. So both waits share one timeout.
             limit = max(limit - (time.monotonic() - began), min(limit, STORE_SECONDS))
         exchange = Exchange.of(process_group, limit)
-        timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
+        timeline.begin(", asynchronously" if async_checkpoint else "")
 
         def make() -> Layout:
             return layout(SaveOptions(directory, exchange.rank, overwrite=overwrite))
@@ -105,7 +106,7 @@ def prepare_save(
 ) -> None:
     """Plans saves of `state`, and allocates what asynchronous ones need, as `vescale_ckpt.prepare` does."""
     queue = BackgroundQueue.of(process_group)
-    with queue.lock:
+    with queue.lock, calling("preparing to save", process_group):
         limit = settings.timeout(timeout)
         queue.wait_until_done(limit)
         steps = Steps(Exchange.of(process_group, limit), "preparing to save")

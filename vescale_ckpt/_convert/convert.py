@@ -20,7 +20,7 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.copied_files import is_replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._engine.engine_errors import named_system_errors, of_system
-from .._ranks.exchange import Exchange
+from .._ranks.exchange import Exchange, calling
 from .._storage.open_storage import checkpoint_path, commits_whole, pinned, storage_at
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
@@ -104,7 +104,8 @@ def convert(
     def make(source: Checkpoint) -> Plan:
         return plan(source, keys, rename, stack, dtype)
 
-    return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, process_group, timeout)
+    with calling(f"converting {os.fspath(src)}", process_group):
+        return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, process_group, timeout)
 
 
 def convert_by_plan(

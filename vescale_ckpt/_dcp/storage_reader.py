@@ -35,7 +35,7 @@ from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
-from .._ranks.groups import resolve_group
+from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.stacking import Stack, checked_rules
 from .._storage.open_storage import checkpoint_path, storage_at
@@ -231,8 +231,7 @@ class StorageReader(DcpStorageReader):
         # Only here is it known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
         if self.broadcast_checkpoint is False or len(plans) == 1:
             return plans
-        group = resolve_group(self.process_group)
-        ranks = 1 if group is None else dist.get_world_size(group)
+        _, ranks = place_in(self.process_group)
         if len(plans) != ranks:
             logger.warning(
                 "loading %s: each rank reads all for itself: %d ranks load, but the reader's process group has %d",
@@ -273,10 +272,8 @@ class StorageReader(DcpStorageReader):
         load.quantized = getattr(planner, "quantized", None)
         measured = None
         if timeline.current() is None:  # else `vescale_ckpt.load` measures
-            measured = Timeline("load", self.path, f"loading {self.given_path}")
-            group = resolve_group(self.process_group)
-            rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-            measured.begin(rank, ranks, " by dcp.load")
+            measured = Timeline("load", self.path, f"loading {self.given_path}", *place_in(self.process_group))
+            measured.begin(" by dcp.load")
         try:
             with gc_paused(), nullcontext() if measured is None else measured.here(), timeline.phase("read"):
                 of = plan.items

@@ -161,9 +161,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self._is_coordinator = is_coordinator
         self._timeline = None
         if timeline.current() is None:  # else `vescale_ckpt.save` measures
-            self._timeline = Timeline("save", self.path, f"saving to {self.path}")
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() and not alone else 1
-            self._timeline.begin(rank, ranks, " by dcp.save")
+            self._timeline = Timeline("save", self.path, f"saving to {self.path}", rank, ranks)
+            self._timeline.begin(" by dcp.save")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP calls it on each rank, with the rank's local plan. Begins the save."""

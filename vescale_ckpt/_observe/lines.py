@@ -60,13 +60,13 @@ def log_still(timeline: PhaseTimes, phase: OpenPhase, seconds: float, moved: boo
     text += f" ({phase.detail})" if phase.detail else ""
     text += f" for {seconds_text(seconds)} now"
     if phase.who is not None:
-        # One rank names those that all wait for. The others know only whose message they wait for.
-        level = logging.WARNING if timeline.rank == 0 else logging.INFO
         try:
             who = phase.who()
         except Exception as error:  # the store does not answer
             who = f"other ranks ({error})"
-        logger.log(level, "%s, and waits for %s", text, who)
+        # One rank names those that all wait for.
+        must = "" if timeline.have_met else ": all ranks must call it"
+        logger.log(logging.WARNING if who else logging.INFO, "%s, and waits for %s%s", text, who or "other ranks", must)
         return
     if timeline.progress is not None:
         done, total = timeline.progress()

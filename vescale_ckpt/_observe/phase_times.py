@@ -26,21 +26,20 @@ class OpenPhase:
 
     name: str
     detail: str  #: what is done in it: the step of an exchange, a file
-    who: Callable[[], str] | None  #: names the ranks that it waits for; called on another thread
+    #: names the ranks that it waits for; "": a lower rank waits, too, and names them. Called on another thread
+    who: Callable[[], str] | None
     began: int  #: nanoseconds
     thread: str
 
 
 class PhaseTimes:
-    """The times of a save or load from the call on. Those of an inner phase do not count for the outer one.
+    """The times of a call from its beginning on. Those of an inner phase do not count for the outer one.
 
     Args:
-        doing: names the save or load, as errors do.
+        doing: names the call, as errors do.
     """
 
-    def __init__(self, kind: Kind, path: str, doing: str, rank: int, ranks: int) -> None:
-        self.kind = kind
-        self.path = path
+    def __init__(self, doing: str, rank: int, ranks: int) -> None:
         self.doing = doing
         self.rank = rank
         self.ranks = ranks
@@ -50,7 +49,8 @@ class PhaseTimes:
         self.began = time.perf_counter_ns()
         self._mark = self.began
         self._open: list[OpenPhase] = []
-        self._first_wait = 0.0  # seconds until the ranks had met in this save or load; the last rank waits least
+        self.have_met = False  #: whether all ranks have come to this call
+        self._first_wait = 0.0  # seconds until they had; the last rank waits least
         self._before = ("", 0.0)  # the phase that took this rank longest until then, and its seconds
 
     def open(self, phase: OpenPhase) -> None:
@@ -61,7 +61,8 @@ class PhaseTimes:
         """Ends the innermost phase. `meets`: all ranks took part in it."""
         self._count(now)
         phase = self._open.pop()
-        if phase.name == WAIT and meets and not self._first_wait:
+        if phase.name == WAIT and meets and not self.have_met:
+            self.have_met = True
             self._first_wait = self.seconds_by_phase[WAIT]
             phases = [(name, self.seconds_by_phase.get(name, 0.0)) for name in _BEFORE_MEETING]
             self._before = max(phases, key=lambda of_phase: of_phase[1])

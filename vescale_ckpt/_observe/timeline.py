@@ -1,4 +1,7 @@
-"""`Timeline` is one save or load on one rank: measured, logged, watched and traced from the call to its end."""
+"""`Timeline` is one save or load on one rank: measured, logged, watched and traced from the call to its end.
+
+`Call` is another call of all ranks, of which only long waits are logged.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,40 @@ from .phase_times import Kind, OpenPhase, PhaseTimes
 from .write_trace import Span
 
 
-class Timeline(PhaseTimes):
-    """One save or load of this rank. One thread at a time goes on with it, within `here`."""
+class Call(PhaseTimes):
+    """A collective call of this rank. One thread at a time goes on with it, within `here`."""
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """A context in which this thread goes on with the call."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def phase(
+        self, name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False
+    ) -> Iterator[None]:
+        """A phase. Calls that need no other rank have none, and so cost nothing here."""
+        self.open(OpenPhase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name))
+        slow_phases.add(self)
+        try:
+            yield
+        finally:
+            slow_phases.remove(self)
+            self.close(time.perf_counter_ns(), meets)
+
+
+class Timeline(Call):
+    """One save or load of this rank."""
 
     def __init__(self, kind: Kind, path: str, doing: str, rank: int = 0, ranks: int = 1) -> None:
         lines.set_up_logging()
-        super().__init__(kind, path, doing, rank, ranks)
+        super().__init__(doing, rank, ranks)
+        self.kind = kind
+        self.path = path
         self.ended = False
         self._trace_directory = str(settings.lenient("trace"))
         self._spans: list[Span] = []  # for the trace, if one is wanted
@@ -30,16 +61,15 @@ class Timeline(PhaseTimes):
     @contextmanager
     def here(self) -> Iterator[None]:
         """A context in which this thread goes on with the save or load. An error ends the timeline."""
-        token = _current.set(self)
         slow_phases.add(self)
         try:
-            yield
+            with super().here():
+                yield
         except BaseException as error:
             self.end(error=error)
             raise
         finally:
             slow_phases.remove(self)
-            _current.reset(token)
 
     @contextmanager
     def phase(
@@ -56,9 +86,8 @@ class Timeline(PhaseTimes):
             if self._trace_directory:
                 self._spans.append(Span(ended.name, ended.detail, ended.thread, ended.began, now))
 
-    def begin(self, rank: int, ranks: int, note: str = "") -> None:
-        """The rank is known. Logs that the save or load begins."""
-        self.rank, self.ranks = rank, ranks
+    def begin(self, note: str = "") -> None:
+        """Logs that the save or load begins."""
         lines.log_begin(self, note)
 
     def returned(self) -> None:
@@ -74,30 +103,44 @@ class Timeline(PhaseTimes):
         self.progress = None  # it may hold the state
         lines.log_end(self, stats, error)
         if self._trace_directory:
-            write_trace.append(self._trace_directory, self, self._spans)
+            write_trace.append(self._trace_directory, self, self.kind, self._spans)
         listeners.tell(Finished(self.kind, self.path, self.rank, self.ranks, self.seconds, stats, error))
 
 
-_current: ContextVar[Timeline | None] = ContextVar("vescale_ckpt_timeline", default=None)
+_current: ContextVar[Call | None] = ContextVar("vescale_ckpt_call", default=None)
 
 
 def current() -> Timeline | None:
     """The save or load that this thread goes on with."""
-    return _current.get()
+    call = _current.get()
+    return call if isinstance(call, Timeline) else None
+
+
+def doing(step: str) -> str:
+    """The step, behind the name of the call that this thread goes on with."""
+    call = _current.get()
+    return step if call is None else f"{call.doing}: {step}"
 
 
 @contextmanager
-def phase(name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False) -> Iterator[None]:
-    """A phase of the save or load that this thread goes on with. Without one it does nothing.
+def phase(
+    name: str,
+    detail: str = "",
+    who: Callable[[], str] | None = None,
+    meets: bool = False,
+    place: tuple[int, int] | None = None,
+) -> Iterator[None]:
+    """A phase of the call that this thread goes on with. Without one it does nothing.
 
     Args:
         detail: what is done in it.
         who: names the ranks that it waits for. Called on another thread if it takes long.
         meets: all ranks take part, so that the one that waits least has come last.
+        place: this rank and how many there are: without a call the phase is then watched as a call of its own.
     """
-    timeline = _current.get()
-    if timeline is None:
+    call = _current.get() or (None if place is None else Call(detail, *place))
+    if call is None:
         yield
         return
-    with timeline.phase(name, detail, who, meets):
+    with call.phase(name, detail, who, meets):
         yield

@@ -29,7 +29,7 @@ class Span(NamedTuple):
     end: int
 
 
-def append(directory: str, times: PhaseTimes, spans: Sequence[Span]) -> None:
+def append(directory: str, times: PhaseTimes, kind: str, spans: Sequence[Span]) -> None:
     """Appends a save or load that is over, and its phases. A save does not fail for its trace."""
     rank = os.environ.get("RANK", "")
     number = int(rank) if rank.isdecimal() else times.rank
@@ -43,9 +43,7 @@ def append(directory: str, times: PhaseTimes, spans: Sequence[Span]) -> None:
 
     def span(thread: int, name: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
         args = {"id": times.began, **args}
-        return event(
-            "X", thread, name=name, cat=times.kind, ts=(begin + offset) / 1000, dur=(end - begin) / 1000, args=args
-        )
+        return event("X", thread, name=name, cat=kind, ts=(begin + offset) / 1000, dur=(end - begin) / 1000, args=args)
 
     events = [event("M", 0, name="process_name", args={"name": f"rank {number} ({host}, process {process})"})]
     events += [event("M", 0, name="process_sort_index", args={"sort_index": number})]

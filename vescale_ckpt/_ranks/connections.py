@@ -37,9 +37,10 @@ import torch.distributed as dist
 
 from .._engine.torch_private import gloo_of_addresses, shut_down_connections
 from .._observe.phase_times import WAIT
+from .._observe.timeline import doing
 from .._observe.timeline import phase as observed_phase
 from . import nccl
-from .diagnose import ElsewhereError, Failure, LostError, last_seen, late_ranks, ranks_behind
+from .diagnose import ElsewhereError, Failure, LostError, late_ranks, ranks_behind
 from .first_word import FirstWord
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Rendezvous
@@ -51,7 +52,6 @@ _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST_END = 5.0  # after a failure a rank waits at most so many seconds for others: less than GRACE
-_CONNECTING = "connecting the ranks"
 # Messages with one gloo tag arrive in the order in which they are sent.
 _MESSAGES, _TRAILERS, _RECEIPTS, _HELLOS, _NOTHING = range(5)  # nobody sends the last
 _SHORT_BYTES = 1024  # a message of at most so many bytes fits in one packet of any network, so it has no trailer
@@ -100,10 +100,11 @@ class Connections:
     def __init__(self, rendezvous: Rendezvous, ranks: list[int], timeout: float) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
+        self.generation = rendezvous.generation
         self.parent = parent_of(self.rank)
         self.children = children_of(self.rank, self.size)
         self.calls = 0
-        self._step = _CONNECTING
+        connecting = self._step = doing("connecting the ranks")
         self._progress = 0
         self.failure: FailureReport | None = None
         self.devices: DeviceGroup | None = None  #: the connections among the ranks' devices, once `devices_tried`
@@ -136,15 +137,15 @@ class Connections:
             self._gloo, address, self._tell = in_time(made, timeout, "vescale_ckpt opens a port")
         except (RuntimeError, TimeoutError) as error:
             failed = error
-        with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
-            rendezvous.meet(_CONNECTING, timeout, address, self._deadline)
+        with observed_phase(WAIT, connecting, self._whom, place=(self.rank, self.size)):
+            rendezvous.meet(connecting, timeout, address, self._deadline)
         self._addresses[self.rank] = address
         try:
             if failed is not None:
                 raise failed
             self._connect(self._neighbours)
         except (RuntimeError, TimeoutError, LostError) as error:
-            raise self._end(_CONNECTING, _CONNECTING, timeout, error).error() from error
+            raise self._end(connecting, connecting, timeout, error).error() from error
 
     @property
     def _neighbours(self) -> list[int]:
@@ -213,7 +214,7 @@ class Connections:
             self._progress = 0
             self._rendezvous.note(self.calls, step)
             try:
-                with observed_phase(WAIT, step, self._whom, meets=True):
+                with observed_phase(WAIT, step, self._whom, meets=True, place=(self.rank, self.size)):
                     self._greet(step)
                     self._connect(peers)
                     yield
@@ -226,15 +227,17 @@ class Connections:
                 raise
 
     def _whom(self) -> str:
-        """Names the ranks that this one waits for, as far as it is known. Any thread may call it."""
-        peer = ""
+        """Names the ranks that this one waits for, as far as it is known; "" if a lower rank has come, which names
+        them. Any thread may call it."""
+        rendezvous = self._rendezvous
+        if not all(late_ranks(rendezvous.notes([lower]), self.calls) for lower in range(self.rank)):
+            return ""
+        notes = rendezvous.notes()
+        if late := late_ranks(notes, self.calls) or ranks_behind(notes, self.calls, self._progress):
+            return f"{rendezvous.named(late)}{rendezvous.last_seen(late)}"
         with suppress(IndexError):  # the message may just have come
-            peer = f"a message of rank {(self._pending or self._receipts)[0].peer} of {self.size}"
-        if self.rank != 0:
-            return peer or "other ranks"
-        notes = self._rendezvous.notes()
-        late = late_ranks(notes, self.calls) or ranks_behind(notes, self.calls, self._progress)
-        return f"{self._rendezvous.named(late)}{last_seen(notes, late)}" if late else peer or "other ranks"
+            return f"a message of rank {(self._pending or self._receipts)[0].peer} of {self.size}"
+        return "other ranks"
 
     def progress(self, progress: int) -> None:
         """Notes the progress of this rank in a long collective, for the error of a rank that times out."""
@@ -358,6 +361,11 @@ class Connections:
                 else:
                     self._rendezvous.acknowledge()
         return failure
+
+    def close(self) -> None:
+        """Closes connections that no rank uses any more."""
+        with self._lock:
+            self._close()
 
     def _close(self) -> None:
         if self._gloo is not None:

@@ -54,7 +54,7 @@ class Failure(NamedTuple):
             return self._report([self.rendezvous.rank], text)
         if error.in_time:
             text = f"the connection to {self.rendezvous.named([error.peer])} is closed: it has died or ended"
-            return self._report([error.peer], text + last_seen(notes, [error.peer]))
+            return self._report([error.peer], text + self.rendezvous.last_seen([error.peer]))
         for rank, note in notes.items():
             if note is not None and note.inside and note.calls == self.calls and note.step != self.step:
                 return self._elsewhere(rank, note.step)
@@ -89,11 +89,10 @@ class Failure(NamedTuple):
             if silent:
                 texts.append(f"{named(silent)} came, and then went silent (stopped, or cut off from the network)")
             missing = sorted([*late, *silent])
-            return self._report(missing, "; ".join(texts) + last_seen(notes, missing))
+            return self._report(missing, "; ".join(texts) + self.rendezvous.last_seen(missing))
         if behind := ranks_behind(notes, self.calls, self.progress):
-            return self._report(
-                behind, f"{named(behind)} did not come within {self.timeout:g} s{last_seen(notes, behind)}"
-            )
+            text = f"{named(behind)} did not come within {self.timeout:g} s{self.rendezvous.last_seen(behind)}"
+            return self._report(behind, text)
         # If the peer has left the collective, its message was lost. Otherwise the two ranks cannot reach each other,
         # although both reach the store.
         late = [] if peer in waiting else [peer]
@@ -133,8 +132,3 @@ def ranks_behind(notes: Notes, calls: int, progress: int) -> list[int]:
     places = {rank: (note.calls, note.progress) for rank, note in notes.items() if note is not None and note.inside}
     last = min(places.values(), default=(0, 0))  # all other ranks wait for these
     return [rank for rank, place in places.items() if place == last < (calls, progress)]
-
-
-def last_seen(notes: Notes, ranks: list[int]) -> str:
-    steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
-    return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())

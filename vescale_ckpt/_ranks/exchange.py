@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 
 from .. import settings
+from .._observe.timeline import Call
 from .._observe.timeline import phase as observed_phase
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
 from .connections import Connections, children_of, parent_of, subtree, tensor_over
 from .first_word import FirstWord
-from .groups import check_alone_on_purpose, resolve_group
+from .groups import check_alone_on_purpose, place_in, resolve_group
 from .message import pack, unpack
 from .nccl import Device, DeviceGroup
-from .rendezvous import Rendezvous
+from .rendezvous import Purpose, Rendezvous, is_in_background
 from .store_thread import StoreGoneError, of_default_group
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Exchange:
 
     @staticmethod
     def of(
-        process_group: dist.ProcessGroup | None = None, timeout: float | None = None, purpose: str = "save"
+        process_group: dist.ProcessGroup | None = None, timeout: float | None = None, purpose: Purpose = "save"
     ) -> Exchange:
         """Returns the exchange of a group (None: the default group); without torch.distributed, of a single rank.
 
@@ -85,8 +86,8 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return Exchange(None, limit)
         with _places_lock:
-            place = _places.setdefault(group, {}).setdefault(purpose, _Place(purpose))
-        return Exchange(place.links(group, limit), limit)
+            of_group = _groups.setdefault(group, _Group())
+        return Exchange(of_group.links(group, purpose, limit), limit)
 
     @staticmethod
     def begin_connecting(process_group: dist.ProcessGroup | None) -> None:
@@ -99,6 +100,11 @@ class Exchange:
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
+
+    @property
+    def generation(self) -> int:
+        """Another number after each failure, equal on all ranks; 0 for a single rank."""
+        return 0 if self._links is None else self._links.generation
 
     @property
     def kept(self) -> dict[str, object]:
@@ -422,49 +428,99 @@ class Exchange:
         raise kind(first, cause, f"{phase}: {message}", failures) from error or origin
 
 
+class _Group:
+    """The connections of one process group: a place for each purpose."""
+
+    def __init__(self) -> None:
+        self._places: dict[Purpose, _Place] = {}
+        self._failures = 0  # of calls
+
+    def links(self, group: dist.ProcessGroup, purpose: Purpose, timeout: float) -> Connections:
+        self._count_failures()
+        with _places_lock:
+            place = self._places.setdefault(purpose, _Place(purpose, self._failures))
+        late = place.missed()
+        self._count_failures()
+        if late is not None:
+            raise late
+        return place.links(group, timeout)
+
+    def _count_failures(self) -> None:
+        with _places_lock:
+            for failed in self._places.values():
+                for in_background in failed.new_failures():
+                    # After a call has failed all places begin a new generation: another rank may have been at any.
+                    self._failures += not in_background
+                    for place in [failed] if in_background else self._places.values():
+                        place.failures += 1
+
+
 class _Place:
     """Keeps the connections of one process group for one purpose. A new generation replaces a failed one."""
 
-    def __init__(self, purpose: str) -> None:
-        self._purpose = purpose
+    def __init__(self, purpose: Purpose, failures: int) -> None:
+        self.failures = failures  #: since the ranks connected last; guarded by `_places_lock`
+        self._purpose: Purpose = purpose
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous | None = None
         self._links: Connections | None = None
-        self._failed = False  # whether the last attempt of this rank failed
+        self._not_connected: list[bool] = []  # failures to connect: whether in the background
+
+    def new_failures(self) -> list[bool]:
+        """Returns for each failure since the last call whether it was in the background."""
+        found, self._not_connected = self._not_connected, []
+        if self._links is not None and self._links.failure is not None:
+            found.append(self._links.failure.in_background)
+            self._links = None
+        return found
+
+    def missed(self) -> CheckpointError | None:
+        """Looks for a failure of other ranks, unless this one has failed. Returns their error if they have given up in
+        a collective that this rank has not reached yet."""
+        with self._lock:
+            links, rendezvous = self._links, self._rendezvous
+            if links is None or rendezvous is None or self.failures:
+                return None
+            with suppress(StoreGoneError):  # collectives need the store only if they fail
+                links.failure = rendezvous.failure()
+            failure = links.failure
+            return None if failure is None or links.calls >= failure.calls else failure.error()
 
     def links(self, group: dist.ProcessGroup, timeout: float) -> Connections:
         with self._lock:
             if self._rendezvous is None:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
-                prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
-                self._rendezvous = Rendezvous(prefix, dist.get_rank(group), len(ranks))
-            if self._links is not None and self._still_good(self._links, self._rendezvous):
-                return self._links
-            failed_before, self._failed = self._failed, True
-            with observed_phase("connect", "to the store, then to other ranks"):
-                self._rendezvous = self._rendezvous.next(failed_before, timeout)
-                self._links = Connections(self._rendezvous, dist.get_process_group_ranks(group), timeout)
-            self._failed = False
+                name = f"{group.group_name}/{digest}"
+                self._rendezvous = Rendezvous(self._purpose, name, dist.get_rank(group), len(ranks))
+            before = self._links
+            with _places_lock:
+                failures, self.failures = self.failures, 0
+            if before is not None and not failures:
+                return before
+            try:
+                with observed_phase("connect", "to the store, then to other ranks"):
+                    self._rendezvous = self._rendezvous.next(failures, timeout)
+                    self._links = Connections(self._rendezvous, dist.get_process_group_ranks(group), timeout)
+            except BaseException:
+                self._not_connected.append(is_in_background())
+                raise
+            if before is not None:  # only now: no rank uses them any more
+                before.close()
             return self._links
 
-    def _still_good(self, links: Connections, rendezvous: Rendezvous) -> bool:
-        """Whether the connections can be used. Raises if the other ranks gave up in a collective that this rank has not
-        reached yet."""
-        if links.failure is not None:
-            self._failed = True
-            return False
-        with suppress(StoreGoneError):  # collectives need the store only if they fail
-            links.failure = rendezvous.failure()
-        if links.failure is not None and links.calls < links.failure.calls:
-            raise links.failure.error()
-        return links.failure is None
 
-
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 _places_lock = threading.Lock()
 # gloo's threads must have ended before the process's destructors run.
-atexit.register(_places.clear)
+atexit.register(_groups.clear)
+
+
+@contextmanager
+def calling(name: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A context of a call that all ranks of the group make. If it waits for long, a line names the late ranks."""
+    with Call(name, *place_in(process_group)).here():
+        yield
 
 
 def digest(data: bytes) -> int:

@@ -32,6 +32,12 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup 
     return group
 
 
+def place_in(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Returns this rank's number in the group, and how many ranks the group has."""
+    group = resolve_group(process_group)
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
 def check_alone_on_purpose() -> None:
     """Raises `CheckpointError` if a job has several processes and torch.distributed is not initialised: each process
     would save alone to the same directory, and the last one would replace the saves of the others."""

@@ -5,19 +5,21 @@ that gives up writes a failure report to the store. Then all ranks raise the sam
 raises at once. A rank that waits repeats its note as a heartbeat; a rank that is stopped or cut off does not.
 
 After a failure the ranks of a group connect again. Each attempt has a number, its generation. Each rank counts its own
-generations, so ranks that have called equally often meet in the same one.
+generations: one more for each failed call, for whatever purpose. So ranks that have failed equally often meet in the
+same one, even if one failed in a save and another in a load.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
@@ -31,6 +33,8 @@ _HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated it
 _COMMIT = "commit "  # replaces a failure report when a commit begins; the number of its collective follows
 
 _Result = TypeVar("_Result")
+
+Purpose = Literal["save", "load", "manager", "busy", "convert", "pretrained", "copies"]  #: of connections
 
 
 class Note(NamedTuple):
@@ -57,6 +61,7 @@ class FailureReport:
     mismatch: bool = False  # ranks were in different collectives
     commit: int = 0  # the number of the collective after which the latest commit began
     commit_is_known: bool = True
+    in_background: bool = False  # no call of the user's has failed
 
     def error(self) -> CheckpointError:
         if self.mismatch:
@@ -72,32 +77,35 @@ class FailureReport:
 
 
 class Rendezvous:
-    """The notes and the failure report of one generation of a group. `prefix`: of its keys in the store.
+    """The notes and the failure report of one generation of a group's connections for one purpose. `group`: its name.
 
     All methods that read raise StoreGoneError if the store does not answer within seconds.
     """
 
-    def __init__(self, prefix: str, rank: int, size: int, generation: int = 0) -> None:
+    def __init__(self, purpose: Purpose, group: str, rank: int, size: int, generation: int = 0) -> None:
         self.rank = rank
         self.size = size
-        self._prefix = prefix
-        self._generation = generation
+        self._purpose: Purpose = purpose
+        self._group = group
+        self._prefix = self._prefix_of(purpose)
+        self.generation = generation
         self._heartbeat = 0.4 + size / 10_000  # seconds; more ranks write less often, to bound the load on the store
         self._store_thread = store_thread.of_default_group()
         weakref.finalize(self, self._store_thread.forget, self._key(f"at/{rank}"))
 
-    def next(self, failed_before: bool, timeout: float) -> Rendezvous:
-        """Returns the rendezvous of this rank's next generation.
+    def next(self, failures: int, timeout: float) -> Rendezvous:
+        """Returns the rendezvous of this rank's next generation, which is one more after each of its `failures`.
 
-        `failed_before`: whether this rank's last attempt failed. Then generations that have failed meanwhile without
-        this rank are skipped. Otherwise a generation that failed before this rank came has failed for this rank, too.
+        If there were any, generations that have failed meanwhile without this rank are skipped. Otherwise a generation
+        that failed before this rank came has failed for this rank, too.
         """
-        key = f"{self._prefix}/generation/{self.rank}"
+        key, steps = self._generation_key(self._purpose, self.rank), failures + (self.generation == 0)
         while True:
-            generation = store_thread.of_default_group().ask(lambda store: store.add(key, 1), timeout)
-            rendezvous = Rendezvous(self._prefix, self.rank, self.size, generation)
-            if not (failed_before and rendezvous.failure() is not None):
+            generation = store_thread.of_default_group().ask(lambda store: store.add(key, steps), timeout)  # noqa: B023
+            rendezvous = Rendezvous(self._purpose, self._group, self.rank, self.size, generation)
+            if not (failures and rendezvous.failure() is not None):
                 return rendezvous
+            steps = 1
 
     def meet(self, phase: str, timeout: float, address: bytes, deadline: float) -> None:
         """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not until the
@@ -112,17 +120,14 @@ class Rendezvous:
 
         def diagnose(notes: Notes) -> FailureReport:
             absent = [rank for rank, note in notes.items() if note is None]
-            return FailureReport(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
+            text = f"{phase}: {self.named(absent)} did not come within {timeout:g} s{self.last_seen(absent)}"
+            return FailureReport(0, phase, absent, text)
 
         self._store_thread.ask(come, max(STORE_SECONDS, deadline - time.monotonic()))
         self._look_until(lambda store: store.check([outcome]), deadline)
         end = self._store_thread.ask(lambda store: bytes(store.compare_set(outcome, "", "given up")))
         if end != b"met":
             raise self.settle(diagnose).error()
-
-    def absent(self) -> str:
-        """Names the ranks that have not come to this generation yet. Any thread may call it."""
-        return self.named([rank for rank, note in self.notes().items() if note is None])
 
     def addresses(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """Returns what ranks gave to `meet`, which has returned."""
@@ -209,19 +214,34 @@ class Rendezvous:
             still = [rank for rank in still if heartbeat(now, rank) == heartbeat(before, rank)]
         return still
 
-    def notes(self) -> Notes:
-        """Returns the notes of all ranks."""
-        keys = {self._key(f"at/{rank}"): rank for rank in range(self.size)}
+    def notes(self, ranks: Iterable[int] | None = None) -> Notes:
+        """Returns the notes of ranks; None: of all."""
+        keys = {self._key(f"at/{rank}"): rank for rank in (range(self.size) if ranks is None else ranks)}
 
         def read(some: list[str], store: Store) -> list[tuple[str, bytes]]:
             there = some if store.check(some) else [key for key in some if store.check([key])]
             return list(zip(there, store.multi_get(there), strict=True)) if there else []
 
-        notes: Notes = dict.fromkeys(range(self.size))
+        notes: Notes = dict.fromkeys(keys.values())
         for some in _batched(keys):
             for key, text in self._store_thread.ask(partial(read, some)):
                 notes[keys[key]] = Note(*json.loads(text))
         return notes
+
+    def last_seen(self, ranks: list[int]) -> str:
+        """Says where the first of these ranks wrote their last notes, for whatever purpose."""
+
+        def read(store: Store) -> str:
+            text = ""
+            for rank in ranks[:3]:
+                numbers = {purpose: store.add(self._generation_key(purpose, rank), 0) for purpose in get_args(Purpose)}
+                keys = [f"{self._prefix_of(purpose)}/{number}/at/{rank}" for purpose, number in numbers.items()]
+                notes = [Note(*json.loads(store.get(key))) for key in keys if store.check([key])]
+                if notes:
+                    text += f"; rank {rank} was last seen in: {max(notes, key=lambda note: note.heartbeat).step}"
+            return text
+
+        return self._store_thread.ask(read)
 
     def named(self, ranks: list[int], most: int = 10) -> str:
         """Returns 'rank 3 of 8' or 'ranks 3, 5 of 8'."""
@@ -245,6 +265,7 @@ class Rendezvous:
     def _leave(self, failure: FailureReport) -> FailureReport:
         """Writes the report if there is none yet. Returns the report in the store."""
         key = self._key("failure")
+        failure = replace(failure, in_background=is_in_background())
 
         def leave(store: Store) -> FailureReport:
             there, mine = b"", failure
@@ -268,8 +289,19 @@ class Rendezvous:
             time.sleep(min(nap, left))
             nap = min(nap * 1.5, self._heartbeat)
 
+    def _prefix_of(self, purpose: Purpose) -> str:
+        return f"vescale_ckpt/{purpose}/{self._group}"
+
+    def _generation_key(self, purpose: Purpose, rank: int) -> str:
+        return f"{self._prefix_of(purpose)}/generation/{rank}"
+
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{self._generation}/{name}"
+        return f"{self._prefix}/{self.generation}/{name}"
+
+
+def is_in_background() -> bool:
+    """Whether this is a thread of this package: a save after its call, or copies between nodes."""
+    return threading.current_thread().name.startswith("vescale_ckpt ")
 
 
 def _batched(keys: Iterable[str]) -> Iterator[list[str]]:

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, suppress
+from functools import wraps
 from signal import Signals
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,8 @@ from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
 from .._observe.listeners import Finished, tell
-from .._ranks.exchange import Exchange, digest
-from .._ranks.groups import check_alone_on_purpose, resolve_group
+from .._ranks.exchange import Exchange, calling, digest
+from .._ranks.groups import check_alone_on_purpose, place_in
 from .._ranks.rendezvous import GRACE
 from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, commits_whole, is_inconclusive, storage_at
@@ -52,6 +53,7 @@ from .uploads import Tier, Uploads
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
+_Arguments = ParamSpec("_Arguments")
 
 _LOOK_SECONDS = 0.5  # so often the ranks agree on whether the deadline of a signal is over
 _SECONDS_TO_CANCEL = 5.0  # a save that is cancelled ends within so many seconds, or `save` returns before it has
@@ -62,14 +64,27 @@ OnError = Literal["raise", "warn"]
 _UNREADABLE_NOW = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}
 
 
+def _collective(
+    method: Callable[Concatenate[CheckpointManager, _Arguments], _Found],
+) -> Callable[Concatenate[CheckpointManager, _Arguments], _Found]:
+    """A method that all ranks call together. Where it waits for long, a line names it and the late ranks."""
+
+    @wraps(method)
+    def call(self: CheckpointManager, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+        with calling(f"CheckpointManager.{method.__name__}", self.process_group):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class CheckpointManager:
     """Saves a training run's checkpoints under one directory, removes old ones, and restores the newest sound one.
 
-    All ranks create the manager and call `save`, `restore`, `latest` and `close` together, with equal arguments. All
-    ranks see the same directory. The coordinator's clock and its view of the files count for all ranks. Several
-    managers may work in one directory, and other processes may load from it: a checkpoint that is being saved to or
-    read (through this package) is not removed. One thread at a time may use a manager; clean-up after an asynchronous
-    save runs in a thread of its own.
+    All ranks create the manager together and with equal arguments. docs/howto/manager.md lists which methods all ranks
+    call together, and which any rank may call alone. All ranks see the same directory. The coordinator's clock and its
+    view of the files count for all ranks. Several managers may work in one directory, and other processes may load from
+    it: a checkpoint that is being saved to or read (through this package) is not removed. One thread at a time may use
+    a manager; clean-up after an asynchronous save runs in a thread of its own.
 
     Args:
         directory: a path or `file://` URL. The first save creates it.
@@ -170,7 +185,8 @@ class CheckpointManager:
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
-        self._decided: tuple[int, Decision] | None = None  # what `should_save` has said of a step, until `save`
+        # what `should_save` has said of a step, until `save` or a failed call of any rank
+        self._decided: tuple[int, Decision, int] | None = None
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
         self.process_group = process_group
@@ -192,7 +208,8 @@ class CheckpointManager:
         self._found_damage = False  # whether damage was found since the last save that wrote everything
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
         # None: all ranks see one folder
-        self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
+        with calling("CheckpointManager", process_group):
+            self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
         if self._nodes is not None and self.delta:
             raise ValueError("delta: with a local= folder of each node, saves write everything")
         if self._nodes is not None and on_commit is not None:
@@ -225,6 +242,7 @@ class CheckpointManager:
 
     # --- Saving
 
+    @_collective
     def should_save(self, step: int) -> bool:
         """Whether `save` of this step, without `force`, will save: metrics are then worth their reduction over ranks.
 
@@ -233,11 +251,12 @@ class CheckpointManager:
         """
         step = self._checked(step)
         with self._tolerating(step, CheckpointTimeoutError):
-            decision = self.schedule.decide(step, False, self._open_signal, self._exchange)
-            self._decided = step, decision
+            decision = self.schedule.decide(step, False, self._open_signal, self._exchange, "asking whether to save")
+            self._decided = step, decision, self._generation()
             return decision.due
         return False
 
+    @_collective
     def save(
         self,
         step: int,
@@ -250,6 +269,8 @@ class CheckpointManager:
         frozen: Iterable[torch.Tensor] | None = None,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
+
+        All ranks call it together.
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
         some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
@@ -268,10 +289,11 @@ class CheckpointManager:
         options = {"gate": gate, "extra_files": extra_files, "frozen": frozen}
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
             decided, self._decided = self._decided, None
-            if decided is not None and decided[0] == step and (decided[1].due or not force):
+            is_decided = decided is not None and decided[0] == step and (decided[1].due or not force)
+            if decided is not None and is_decided and decided[2] == self._generation():
                 decision = decided[1]
             else:
-                decision = self.schedule.decide(step, force, flag, self._exchange)
+                decision = self.schedule.decide(step, force, flag, self._exchange, "saving if it is due")
             if not decision.due:
                 if wrong is not None:
                     raise wrong
@@ -294,6 +316,10 @@ class CheckpointManager:
             raise ValueError("the manager is closed")
         check_alone_on_purpose()
         return _checked_step(step)
+
+    def _generation(self) -> int:
+        """That of the exchange, where other ranks are asked whether to save."""
+        return 0 if self.schedule.decides_alone(self._open_signal) else self._exchange().generation
 
     @property
     def _open_signal(self) -> SignalFlag | None:
@@ -383,9 +409,8 @@ class CheckpointManager:
             self.schedule.began(began)
             logger.error("the save of step %d failed, and the next one that is due is tried: %s", step, error)
             if self._running is None or self._running.step != step or not self._running.has_begun:
-                group, path = resolve_group(self.process_group), path_of(self.directory, step)
-                rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-                tell(Finished("save", path, rank, ranks, time.monotonic() - began, None, error))
+                path, seconds = path_of(self.directory, step), time.monotonic() - began
+                tell(Finished("save", path, *place_in(self.process_group), seconds, None, error))
 
     def _agreed(
         self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
@@ -588,7 +613,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once, unless
-        `on_error` is "warn"."""
+        `on_error` is "warn". Any rank may call it alone."""
         if (running := self._running) is None:
             return
         running.wait_until_ended()
@@ -606,9 +631,9 @@ class CheckpointManager:
         return self._running is not None and self._running.cancel()
 
     def close(self) -> None:
-        """Waits for a running save, and at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds each for uploads and calls of
-        `on_commit`, and restores the signal's handler. Raises on the coordinator if a checkpoint could not be uploaded,
-        or `on_commit` failed. May be called again."""
+        """Ends the manager; all ranks call it. Waits for a running save, and at most `VESCALE_CKPT_EXIT_TIMEOUT`
+        seconds each for uploads and calls of `on_commit`, and restores the signal's handler. Raises on the coordinator
+        if a checkpoint could not be uploaded, or `on_commit` failed. May be called again."""
         self._closed = True
         try:
             self.wait()
@@ -682,6 +707,7 @@ class CheckpointManager:
             for step in sorted({*_complete_steps(self.directory), *remote})
         }
 
+    @_collective
     def losses_survived(self) -> dict[int, int]:
         """Returns {step: how many nodes may be lost} for the steps that the folders of the nodes hold whole, in
         ascending order: one less than the nodes that have the file with the fewest copies. Steps that are durable
@@ -697,6 +723,7 @@ class CheckpointManager:
         running = self._running
         return None if running is None or running.ends_within(0) else running.step
 
+    @_collective
     def best_step(self) -> int | None:
         """Returns the complete step with the best value of the metric `best`, the later one of equals; None if no step
         has that metric. All ranks call it together; it reads metrics alone. Raises ValueError without `best`."""
@@ -710,7 +737,7 @@ class CheckpointManager:
         return next(iter(self._from_coordinator(best_first, "looking for the best checkpoint")), None)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics that were saved with a step; an empty dict if there were none."""
+        """The metrics that were saved with a step; an empty dict if there were none. Asks no other rank."""
         return step_metrics.read(self._path_of(step))
 
     def _path_of(self, step: int) -> str:
@@ -718,9 +745,10 @@ class CheckpointManager:
         paths = [path_of(root, step) for root in self._roots]
         return next((path for path in paths if has_metadata(path, None)), paths[0])
 
+    @_collective
     def latest(self, *, full: bool = False) -> int | None:
         """Returns the step that was saved last of those whose checkpoint is complete and sound by `verify(quick=True)`;
-        None if there is none.
+        None if there is none. All ranks call it together.
 
         Raises `CheckpointError` if an object store cannot be read, even if it refuses only one checkpoint.
 
@@ -731,9 +759,10 @@ class CheckpointManager:
             nodes, exchange, phase = self._nodes, self._exchange(), "looking for the newest checkpoint"
             steps = nodes.steps(exchange, phase)
             return next((step.number for step in steps if not full or nodes.is_sound(step, exchange, phase)), None)
-        found = self._newest_sound(quick=not full)
+        found = self._newest_sound("looking for the newest checkpoint", quick=not full)
         return None if found is None else found[0]
 
+    @_collective
     def restore(
         self,
         state: dict[str, Any],
@@ -746,7 +775,8 @@ class CheckpointManager:
         weights_only: bool = True,
         extra_files: dict[str, bytes] | None = None,
     ) -> int:
-        """Loads the checkpoint of `step`, or without it the newest sound one, into `state`; returns its step.
+        """Loads the checkpoint of `step`, or without it the newest sound one, into `state`; returns its step. All ranks
+        call it together.
 
         The next saves continue from that step. Later steps on disk are abandoned by the next save, with a warning.
 
@@ -788,7 +818,8 @@ class CheckpointManager:
         failure: CheckpointError | None = None
         tried: set[str] = set()
         roots = self._roots
-        while (newest := self._newest_sound(quick=True, but=tried, roots=roots)) is not None:
+        phase = "looking for the newest checkpoint to restore"
+        while (newest := self._newest_sound(phase, quick=True, but=tried, roots=roots)) is not None:
             found, path = newest
             try:
                 self._load(path, state, **options)
@@ -886,7 +917,7 @@ class CheckpointManager:
             raise
 
     def _newest_sound(
-        self, *, quick: bool, but: AbstractSet[str] = frozenset(), roots: Sequence[str] | None = None
+        self, phase: str, *, quick: bool, but: AbstractSet[str] = frozenset(), roots: Sequence[str] | None = None
     ) -> tuple[int, str] | None:
         """The step, and the path of its checkpoint. `roots`: where it may be; None: all of the manager's."""
 
@@ -904,7 +935,7 @@ class CheckpointManager:
             with tier.patience() if quick else nullcontext():
                 return newest_sound(where, quick=quick, on_damage=warn, but=self._damaged | but)
 
-        found = self._from_coordinator(find, "looking for the newest checkpoint")
+        found = self._from_coordinator(find, phase)
         return None if found is None else (found[0], found[1])  # it came as a list
 
     # --- Between ranks
@@ -913,12 +944,10 @@ class CheckpointManager:
         """Whether this rank writes what stands beside the checkpoints in its folder, and cleans up there."""
         if self._nodes is None:
             return self._is_coordinator()
-        group = resolve_group(self.process_group)
-        return self._nodes.leads(0 if group is None else dist.get_rank(group))
+        return self._nodes.leads(place_in(self.process_group)[0])
 
     def _is_coordinator(self) -> bool:
-        group = resolve_group(self.process_group)
-        return group is None or dist.get_rank(group) == 0
+        return place_in(self.process_group)[0] == 0
 
     def _exchange(self) -> Exchange:
         return Exchange.of(self.process_group, self._patience(), purpose="manager")

@@ -37,19 +37,25 @@ class Schedule:
         """Notes that a save began at the time `at` of `time.monotonic`."""
         self._last_save = at
 
-    def decide(self, step: int, force: bool, flag: SignalFlag | None, exchange: Callable[[], Exchange]) -> Decision:
+    def decides_alone(self, flag: SignalFlag | None) -> bool:
+        """Whether neither a clock nor a signal counts, so that no other rank is asked."""
+        return self.seconds is None and flag is None
+
+    def decide(
+        self, step: int, force: bool, flag: SignalFlag | None, exchange: Callable[[], Exchange], phase: str
+    ) -> Decision:
         """Whether a save is due. Asks other ranks only where a clock or a signal counts. `flag`: of the signal that is
-        watched; other ranks' signals and deadlines are noted there."""
+        watched; other ranks' signals and deadlines are noted there. `phase`: of the exchange."""
         by_step = self.steps is not None and step % self.steps == 0
         due = force or by_step or (self.steps is None and self.seconds is None)
-        if self.seconds is None and flag is None:
+        if self.decides_alone(flag):
             return Decision(due)
         asked = exchange()
         by_clock = self.seconds is not None and time.monotonic() - self._last_save >= self.seconds
         # `agree` takes the minimum of each: the coordinator's clock counts, and any rank's signal.
         left = NO_SIGNAL if flag is None else flag.milliseconds_left()
         ours = (step, ~step, due, by_clock or not asked.is_coordinator, left)
-        least, not_most, *answers = asked.agree(ours, "asking whether to save")
+        least, not_most, *answers = asked.agree(ours, phase)
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
         due, by_clock, left = bool(answers[0]), bool(answers[1]), answers[2]
