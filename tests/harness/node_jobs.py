@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 import traceback
@@ -99,7 +100,7 @@ class Worker:
         """Waits for copies, and not for uploads."""
         self._managers[""].wait()
         work = self._managers[""]._node_work
-        assert work is not None and work.copies is not None and work.copies.wait(BOUND)
+        assert work is not None and (work.copies is None or work.copies.wait(BOUND))
 
     def close(self, name: str = "") -> list[str]:
         """Returns what was warned of."""
@@ -122,9 +123,6 @@ class Worker:
         assert torch.equal(_local(state["w"]), _local(wanted["w"]))
         return found, state["attempt"], texts
 
-    def limit(self, what: str, value: float) -> None:
-        steps.limit(what, value).start()
-
     def halt(self, step: str, where: str, sign: str) -> None:
         """From now on, who comes to a step halts there for ever, and makes a file."""
 
@@ -143,6 +141,9 @@ class Worker:
     def losses_survived(self) -> dict[int, int]:
         return self._managers[""].losses_survived()
 
+    def best_step(self) -> int | None:
+        return self._managers[""].best_step()
+
     def metrics(self, step: int) -> dict[str, float]:
         return self._managers[""].metrics(step)
 
@@ -157,6 +158,15 @@ class Worker:
                 time.sleep(0.01)
 
         self._act(step, where, hold)
+
+    def fail(self, step: str) -> None:
+        """A step fails, until `mend`."""
+        self._patches.append(steps.failing(step, RuntimeError("none")))
+        self._patches[-1].start()
+
+    def lose_packets(self) -> None:
+        """From now on nothing that is sent to an object store is answered."""
+        self._silent = silent_store()
 
     def spoil_at(self, step: str, where: str, how: str, folder: str) -> None:
         """Spoils this machine's folder when somebody comes to a step, once."""
@@ -184,7 +194,7 @@ class Worker:
                     filler.write(bytes(4096))
         elif how == "emptied":
             for path in Path(folder).iterdir():
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             shutil.rmtree(folder)
 
@@ -208,6 +218,19 @@ class Worker:
 
     def make_large(self, folder: str) -> None:
         unmount(folder)
+
+
+def silent_store() -> socket.socket:
+    """What takes connections and says nothing. Requests to `s3://` go there, for the rest of the process."""
+    server = socket.create_server(("127.0.0.1", 0), backlog=1000)
+    os.environ.update(
+        AWS_ACCESS_KEY_ID="key",
+        AWS_SECRET_ACCESS_KEY="secret",
+        AWS_REGION="us-east-1",
+        AWS_ALLOW_HTTP="true",
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.getsockname()[1]}",
+    )
+    return server
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
-from vescale_ckpt.manager import node_uploads, node_work
+from vescale_ckpt.manager import node_work
 from vescale_ckpt.manager.node_copies import NodeCopies
 from vescale_ckpt.manager.node_tier import NodeTier
 from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
@@ -124,7 +124,6 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
     "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
-    "seconds until machines copy files of others": (node_uploads, "_SECONDS_UNTIL_OTHERS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]

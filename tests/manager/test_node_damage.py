@@ -166,7 +166,7 @@ def test_a_folder_is_spoiled_in_a_job(how: str, where: str, machine: int, two: N
             assert {each.value[0] for each in found} <= ({last, step} if answers[0].error else {last}), found
         job.call("settle")
     told = job.told()
-    assert last == 6 and failures <= 1
+    assert last == 6 and failures <= 2
     assert job.call("losses_survived")[0][6] == 1
     job.call("close")
     if how in ("read-only", "full", "no space"):
@@ -197,18 +197,19 @@ def test_a_folder_is_spoiled_before_a_restart(
     if how == "full":
         again.call_on(machine, "make_small", folder, 1 << 20)
     again.call_on(machine, "spoil", how, folder)
-    is_in_the_way = lacks and how in ("read-only", "full")
-    if is_in_the_way and not is_durable:
+    if how in ("read-only", "full"):
+        again.told()
         again.open("shards", 3, copies=1)
-        answers = again.ask("restore")
-        assert all("Read-only" in answer.error or "no room" in answer.error for answer in answers), answers
-        again.call("close")
+        answers, told = again.ask("restore"), again.told()
+        if not lacks or is_durable:
+            assert {answer.value[:2] for answer in answers} == {(2, 2)}
+            assert not lacks or f"loading {again.durable}/step-2" in told, told
+            answers = again.ask("save", 3)
+        assert all("Read-only" in answer.error or "room" in answer.error for answer in answers), answers
+        again.ask("close")
         again.call_on(machine, "mend", how, folder)
     step, attempt, told = check_restart(again, "shards", 3, copies=1)
     assert (step, attempt) == (2, 2), told
-    assert not is_in_the_way or not is_durable or f"loading {again.durable}/step-2" in told, told
-    if not is_in_the_way or is_durable:
-        again.call_on(machine, "mend", how, folder)
     if how == "full":
         again.call_on(machine, "make_large", folder)
 

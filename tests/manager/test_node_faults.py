@@ -95,7 +95,6 @@ def test_a_machine_is_lost_while_it_drains(
 ) -> None:
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2)
-        job.call("limit", "seconds until machines copy files of others", 1)
         for number in (1, 2):
             job.call("save", number)
             job.call("settle")

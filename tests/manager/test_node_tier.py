@@ -10,7 +10,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ from harness.states import numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, StorageFullError
+from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt.manager.clean_up import prune
-from vescale_ckpt.manager.node_tier import FIRST, NodeTier, Part
-from vescale_ckpt.manager.remote_tier import RemoteTier
 from vescale_ckpt.manager.retention import Retention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -63,6 +60,7 @@ def _restore(
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "has no id of a run" not in record.getMessage())  # where the durable place is lost
     logging.getLogger("vescale_ckpt").addHandler(handler)
     with CheckpointManager(durable, local=own, copies=copies) as manager:
         state = _state(kind, 0)
@@ -361,67 +359,6 @@ def only_due_steps_are_durable(job: Job) -> None:
     assert tiers == {4: "local", 5: "remote", 7: "remote"}  # the last one, too
 
 
-def _save_and_fail_once(rank: int, own: str, durable: str) -> dict[int, str]:
-    with CheckpointManager(durable, local=own, durable_interval_steps=5, async_checkpoint=False) as manager:
-        manager.save(4, _state("shards", 4))
-        with steps.failing("write tensors", ValueError("none")), pytest.raises(CheckpointError):
-            manager.save(5, _state("shards", 5))
-        manager.save(6, _state("shards", 6))
-        assert manager._uploads is None or manager._uploads.wait(60)
-        manager.save(7, _state("shards", 7))
-        manager.save(8, _state("shards", 8))
-    return dict(manager.tiers())
-
-
-@scenario
-def a_step_that_was_due_and_failed_is_made_good_by_the_next(job: Job) -> None:
-    tiers = job.call(_save_and_fail_once, job.own, str(job.durable))[0]
-    assert tiers == {4: "local", 6: "remote", 7: "local", 8: "remote"}  # 8 is the last one
-
-
-def _save_where_one_machine_cannot(rank: int, own: str, durable: str) -> tuple[dict[int, str], list[str]]:
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vescale_ckpt").addHandler(handler)
-    with CheckpointManager(durable, local=own, durable_interval_steps=100, async_checkpoint=False) as manager:
-        manager.save(1, _state("shards", 1))
-        manager.wait()
-        torch.distributed.barrier()
-        if rank == 3:
-            shutil.move(own, own + ".away")
-            Path(own).write_text("no folder")
-        torch.distributed.barrier()
-        manager.save(2, _state("shards", 2))
-        torch.distributed.barrier()
-        if rank == 3:
-            os.remove(own)
-            shutil.move(own + ".away", own)
-        torch.distributed.barrier()
-        manager.save(3, _state("shards", 3), metrics={"loss": 3})
-        failing = StorageFullError(own, 1 << 60, 10)
-        with nullcontext() if rank != 3 else steps.failing("write tensors", failing), pytest.raises(StorageFullError):
-            manager.save(4, _state("shards", 4))
-        manager.save(5, _state("shards", 5), metrics={"loss": 5})
-        manager.save(6, _state("shards", 6))
-        assert manager.metrics(5) == {"loss": 5}
-    return dict(manager.tiers()), warned
-
-
-@scenario
-def a_machine_that_cannot_save_does_not_stop_saves(job: Job) -> None:
-    answers = job.call(_save_where_one_machine_cannot, job.own, str(job.durable))
-    tiers = {1: "local", 2: "remote", 3: "local", 5: "remote", 6: "remote"}
-    assert [found for found, _ in answers] == [tiers] * 4
-    warned = "\n".join(answers[2][1])  # the lowest rank of its machine
-    assert "step 2 goes to" in warned and "step 5 goes to" in warned and "PiB needed" in warned, warned
-    assert not job.folder(1, 2).exists() and not job.folder(1, 5).exists()
-    for step in (6, 5, 3, 2, 1):
-        assert job.restore("shards", step) == (step, "")
-    assert job.restore("shards") == (6, "")
-    assert vescale_ckpt.verify(job.durable / "step-5").ok
-
-
 @scenario
 def a_machine_that_cannot_store_what_it_lacks(job: Job) -> None:
     """Nothing older takes the place of a step that other machines have."""
@@ -493,17 +430,6 @@ def one_step_that_cannot_be_read_does_not_hide_the_others(job: Job) -> None:
     job.folder(1, 1).joinpath("__9_00000000.distcp").symlink_to("nowhere")
     found, warned = job.restore("shards")
     assert found == 2 and "part of step 1 does not count" in warned
-
-
-def test_the_durable_place_is_away_and_the_coordinators_machine_is_new(tmp_path: Path) -> None:
-    class Away(RemoteTier):
-        def ask(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-            raise CheckpointError("the store does not answer")
-
-    tier = NodeTier(str(tmp_path / "own"), [0, 1], Away(str(tmp_path / "durable"), str(tmp_path / "own")))
-    assert list(tier._candidates({1: {1: Part("fingerprint", FIRST, {})}}, None)) == [(1, [1])]
-    with pytest.raises(CheckpointError, match="does not answer"):
-        list(tier._candidates({}, None))
 
 
 @pytest.mark.slow

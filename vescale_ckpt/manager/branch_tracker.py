@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder
 from ..errors import CheckpointError
-from .remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +18,10 @@ class BranchTracker:
     only steps that this manager knows of count for that comparison.
     """
 
-    def __init__(self, root: str, remote: RemoteTier | None = None) -> None:
-        """`remote`: checkpoints are copied there. It is read once, when the manager begins: all later saves are in
-        `root`, or are noted (`note_saved`)."""
+    def __init__(self, root: str, order: Callable[[dict[int, Branch]], SavedOrder]) -> None:
+        """`order`: gets {step: branch} that need not be read again, and returns all that is saved now."""
         self.root = root
-        self.remote = remote
-        self._elsewhere: dict[int, Branch] = {}  # {step: branch} in `remote` at the beginning
+        self._order = order
         self._branch: Branch | None = None  # the branch of the next saves; None: not decided yet
         self._newest = -1  # the newest step of this branch that this manager knows of
         self._origin: tuple[int, Branch] | None = None  # the restored step and its branch, unless it was saved last
@@ -41,25 +38,15 @@ class BranchTracker:
             logger.warning("the checkpoints in %s cannot be listed now: %s", self.root, error)
 
     def _look(self) -> None:
-        if (remote := self.remote) is not None:
-            try:
-                self._elsewhere = remote.ask(lambda: SavedOrder(remote.url).branches, {})
-            except (OSError, CheckpointError) as error:
-                logger.warning("the checkpoints in %s cannot be listed now: %s", remote.url, error)
-        last = SavedOrder(self.root, elsewhere=self._elsewhere).last
+        last = self._order({}).last
         self._newest = -1 if last is None else last
         self._has_looked = True
-
-    def note_saved(self, path: str, step: int) -> None:
-        """Notes a save that may have gone to `remote`."""
-        if self.remote is not None and path == step_order.path_of(self.remote.url, step):
-            self._elsewhere[step] = step_order.read(path)
 
     def note_restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""
         if not self._has_looked:
             self._look()
-        order = SavedOrder(self.root, elsewhere=self._elsewhere)
+        order = self._order({})
         self._branch = self._origin = None
         if order.last == step:
             self._newest = step
@@ -71,7 +58,7 @@ class BranchTracker:
         """The branch of a save of `step`, and the steps that this save abandons."""
         if not self._has_looked:
             self._look()
-        order = SavedOrder(self.root, self._known, self._elsewhere)
+        order = self._order(self._known)
         self._known = {known: branch for known, branch in order.branches.items() if known != step}
         newest, before = order.branch, self._branch
         if before is not None and before.number >= newest.number:

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from .._checkpoint.native.file_names import is_data_file
-from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
+from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
 from .._checkpoint.verify import verify
 from .._storage.open_storage import size_in, storage_at
 from ..errors import CheckpointError
@@ -50,25 +50,27 @@ def clean_up(
 
 
 def clean_up_part(
-    root: str, retention: Retention, saved: int, copied: int | None = None, most_bytes: int | None = None
+    root: str,
+    surplus: set[int],
+    most_bytes: int | None = None,
+    spared: AbstractSet[int] = frozenset(),
+    oldest_first: Sequence[int] = (),
+    saved: int = -1,
 ) -> None:
-    """Does the same in the folder of one node, where each step is a part: only all nodes together see whether a step is
-    whole. `saved` is, and stays; so does a step that another thread has saved meanwhile, and `copied`, the last one
-    that survives the loss of a node. Others are removed, those saved first, until these steps and the next one have at
-    most about `most_bytes`."""
-    if retention.max_to_keep is not None or most_bytes is not None:
-        checkpoints = _candidates(root, retention)
-        kept = {saved, copied, *(checkpoint.step for checkpoint in checkpoints[-1:])}
-        surplus = {*retention.surplus(checkpoints)} - kept
-        if most_bytes is not None:
-            sizes = {one.step: data_bytes(path_of(root, one.step)) for one in checkpoints if one.step not in surplus}
-            left = sum(sizes.values()) + sizes.get(saved, 0)
-            for step in sizes:
-                if left > most_bytes and step not in kept:
-                    surplus.add(step)
-                    left -= sizes[step]
-        step_directories.remove(root, sorted(surplus))
-    step_directories.remove_orphans(root)
+    """Removes steps from the folder of one node, and orphans but for `spared`: only all nodes together see which steps
+    are whole, so the coordinator decides. Steps of `oldest_first` go, too, until the others and the next one have at
+    most about `most_bytes`. What is gone leaves `surplus`; a step that does so meanwhile is saved again, and stays."""
+    there = {*all_steps(root)}
+    if most_bytes is not None and oldest_first:
+        sizes = {step: data_bytes(path_of(root, step)) for step in there - surplus}
+        left = sum(sizes.values()) + sizes.get(saved, 0)
+        for step in oldest_first:
+            if left > most_bytes and step in sizes:
+                surplus.add(step)
+                left -= sizes[step]
+    removed = step_directories.remove(root, (step for step in sorted(there & surplus) if step in surplus))
+    surplus -= {*removed} | (surplus - there)
+    step_directories.remove_orphans(root, besides=spared)
 
 
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:

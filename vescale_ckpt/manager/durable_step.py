@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 
@@ -11,11 +12,12 @@ from .._convert.transfer import Transfer
 from .._ranks.send_files import Check
 from .._storage.open_storage import size_in, storage_at
 from .._storage.pending import PendingFile
-from ..errors import CheckpointError
-from .node_health import cannot_be_stored
+from ..errors import CheckpointError, StorageFullError
 from .remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
+
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EDQUOT, errno.ENOSPC}
 
 
 class DurableStep:
@@ -53,3 +55,9 @@ def copy_file(transfer: Transfer, source: str, path: str, check: Check = lambda 
         pending.give_names([name], replace=True)
         pending.committed()
     storage_at(os.path.dirname(path)).sync()
+
+
+def cannot_be_stored(error: CheckpointError | OSError) -> bool:
+    """Whether a load has failed because a node cannot store files that it lacks. Equal on all ranks."""
+    numbers = {getattr(one, "errno", None) for one in (error, getattr(error, "cause", None))}
+    return isinstance(error, StorageFullError) or not numbers.isdisjoint(_NOT_WRITABLE)

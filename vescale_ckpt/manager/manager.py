@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import operator
@@ -41,7 +42,8 @@ from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
 from .commit_calls import CommitCalls, OnCommit
-from .node_health import cannot_be_stored
+from .durable_step import cannot_be_stored
+from .node_table import branch_of
 from .node_tier import NodeTier
 from .node_work import NodeWork, find_nodes
 from .remote_tier import RemoteTier
@@ -206,7 +208,8 @@ class CheckpointManager:
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
         self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
         self._found_damage = False  # whether damage was found since the last save that wrote everything
-        self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
+        limit = settings.timeout(self.timeout)
+        self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory, limit)
         # None: all ranks see one folder
         with calling("CheckpointManager", process_group):
             self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
@@ -216,22 +219,29 @@ class CheckpointManager:
             raise ValueError("on_commit: with a local= folder of each node, no path holds the whole checkpoint")
         if on_commit is not None and not callable(on_commit):
             raise TypeError(f"on_commit: expected a function of a step and a path, got {type(on_commit).__name__}")
-        self._branches = BranchTracker(self.directory, self._tier)  # only the coordinator uses it
         self._commit_calls = CommitCalls(on_commit) if on_commit is not None and self._is_coordinator() else None
         self._uploads: Uploads | None = None
         self._node_work: NodeWork | None = None
         if self._nodes is not None:
-            assert self.remote is not None
+            assert self._tier is not None
+            nodes = self._nodes
             self._node_work = NodeWork(
-                self._nodes, self._exchange().rank, self.remote, self.retention,
+                nodes, self._exchange(), self._tier, self.retention,
                 process_group=process_group, timeout=timeout, local_max_bytes=local_max_bytes,
                 upload_bytes_per_second=upload_bytes_per_second, durable_interval_steps=durable_interval_steps,
                 copies=copies, copy_bytes_per_second=copy_bytes_per_second,
             )  # fmt: skip
             self._uploads = self._node_work.uploads
-        elif copies:
-            logger.warning("copies=%d: all ranks see one folder %s, which gets no copies", copies, self.directory)
-        if self._is_coordinator():
+            self._branches = BranchTracker(self.directory, lambda _: SavedOrder.of(nodes.table.branches))
+        else:
+            if copies:
+                logger.warning("copies=%d: all ranks see one folder %s, which gets no copies", copies, self.directory)
+            if (tier := self._tier) is not None:
+                self._from_coordinator(tier.begin_run, "looking for the run")
+            # The durable place is read once: all later saves are in the directory.
+            elsewhere = {} if tier is None else tier.found.branches
+            self._branches = BranchTracker(self.directory, lambda known: SavedOrder(self.directory, known, elsewhere))
+        if self._is_coordinator():  # only it uses them
             self._branches.look()
         if self.remote is not None and self._nodes is None and self._is_coordinator():
             self._uploads = Uploads(
@@ -382,19 +392,13 @@ class CheckpointManager:
         self, step: int, state: Mapping[str, Any], numbers: dict[str, float] | None, in_background: bool, **options: Any
     ) -> SaveHandle:
         began = time.monotonic()
-        running = self._running = self._save_after(self._running, step)
+        running = self._running = RunningSave(self.directory, step, self._writes_notes(), self._running)
         if self._node_work is not None:
             self._node_work.begin(running)
         base = self._prepare(running, numbers)
         handle = self._begin_save(running, state, base, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         return handle
-
-    def _save_after(self, before: RunningSave | None, step: int) -> RunningSave:
-        if self._node_work is None or self._node_work.can_save:
-            return RunningSave(self.directory, step, self._writes_notes(), before, self._node_work is not None)
-        assert self.remote is not None
-        return RunningSave(self.remote, step, self._is_coordinator(), before, on_nodes=False)
 
     @contextmanager
     def _tolerating(self, step: int, kind: type[CheckpointError]) -> Iterator[None]:
@@ -426,7 +430,7 @@ class CheckpointManager:
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
-        votes = [] if self._node_work is None else self._node_work.votes(step)
+        votes = [] if self._node_work is None else self._node_work.votes()
         answers = exchange.agree((*ours, int(not self._found_damage), *votes), "beginning to save")
         least, not_most, low, not_high, missing_on, undamaged, *votes = answers
         if self._node_work is not None:
@@ -469,29 +473,28 @@ class CheckpointManager:
         phase = f"preparing {running.path}"
 
         def prepare() -> str | None:
-            if self._node_work is not None and self._node_work.uploads is not None:
-                if running.before is not None:
-                    running.before.wait_until_ended()
-                self._node_work.uploads.give_way()  # it may copy an earlier save of this step
             is_coordinator = running.is_coordinator
             with storage_at(running.root).look(lists=True, fresh=True) if is_coordinator else nullcontext():
                 if is_coordinator:
                     branch, abandoned[:] = self._branches.branch_of(running.step)
+                    if self._tier is not None:
+                        self._tier.write_run()
                     running.prepare(numbers, branch)
                 return self._base(running)
 
-        def prepare_on_node() -> None:
-            if running.is_coordinator:
-                running.prepare(numbers, Branch(number, tuple((of, last) for of, last in line)))
+        def prepare_on_node(work: NodeWork, branch: Branch, removal: Any) -> None:
+            work.prepare(running, removal)
+            running.prepare(numbers, branch)
 
         try:
-            if not running.on_nodes:
+            if (work := self._node_work) is None:
                 base = self._exchange().together(prepare, phase)
             else:
-                (number, line), abandoned = self._from_coordinator(
-                    lambda: self._branches.branch_of(running.step), phase
+                metric = (numbers or {}).get(self.retention.best or "")
+                planned, abandoned, removal = self._from_coordinator(
+                    lambda: work.plan(running, metric, self._branches), phase
                 )
-                self._exchange().together(prepare_on_node, phase)
+                self._exchange().together(lambda: prepare_on_node(work, branch_of(planned), removal), phase)
         except BaseException:
             running.end(None)
             raise
@@ -531,7 +534,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         running.has_begun = True
-        nodes, node_work = (self._nodes, self._node_work) if running.on_nodes else (None, None)
+        nodes, node_work = self._nodes, self._node_work
         save = api.save if nodes is None else nodes.save
         others = {"base": base, "frozen": frozen} if nodes is None else {}
         try:
@@ -545,9 +548,7 @@ class CheckpointManager:
                 extra_files=extra_files,
                 **others,
             )
-        except BaseException as error:
-            if node_work is not None:
-                node_work.ended(error)
+        except BaseException:
             running.end(None)
             raise
 
@@ -556,17 +557,13 @@ class CheckpointManager:
         was_full = self._found_damage
 
         def committed() -> None:
-            if self._node_work is not None:
-                self._node_work.saved_last = running.step if running.on_nodes else None
             self._damaged -= {running.path}
             self._spared -= {running.path}
             if was_full:
                 self._found_damage = False
             if node_work is not None:
-                if running.is_coordinator:
-                    node_work.clean_up(running.step)
+                node_work.committed(running)
             elif running.is_coordinator:
-                self._branches.note_saved(running.path, running.step)
                 self._clean_up(running)
                 if self._commit_calls is not None:
                     self._commit_calls.begin(running.step, running.path)
@@ -577,8 +574,6 @@ class CheckpointManager:
             error = handle.wait()
             if error is None:
                 self._durations.append(time.monotonic() - running.began)
-            if node_work is not None:
-                node_work.ended(error)
             self.failed_saves += self.on_error == "warn" and not isinstance(error, SaveCancelledError | None)
             running.end(committed if error is None else None)
 
@@ -637,19 +632,21 @@ class CheckpointManager:
         self._closed = True
         try:
             self.wait()
+            limit = settings.number("exit_timeout")
+            until = time.monotonic() + limit
             if self._node_work is not None:
-                self._node_work.end()
+                self._node_work.end(limit)
             if self._uploads is not None:
-                self._finish_uploads(self._uploads)
+                self._finish_uploads(self._uploads, max(0.0, until - time.monotonic()))
             if self._commit_calls is not None:
                 self._finish_calls(self._commit_calls)
         finally:
             if self._signal is not None:
                 self._signal.release()
 
-    def _finish_uploads(self, uploads: Uploads) -> None:
+    def _finish_uploads(self, uploads: Uploads, seconds: float) -> None:
         try:
-            uploads.end_within(settings.number("exit_timeout"))
+            uploads.end_within(seconds)
         finally:
             uploads.stop()
         failures, uploads.failures = uploads.failures, {}
@@ -732,9 +729,16 @@ class CheckpointManager:
             raise ValueError("best_step: the manager has no best=, the name of a metric")
 
         def best_first() -> list[int]:
-            return self.retention.best_first(Candidate(step, self.metrics(step).get(name)) for step in self.steps())
+            rows = {} if self._nodes is None else self._nodes.table.rows
+            metrics = {step: row.metric for step, row in rows.items() if row.survives >= 0}
+            others = {*(self.steps() if self._nodes is None else self._remote_steps())} - rows.keys()
+            metrics |= {step: self.metrics(step).get(name) for step in others}
+            return self.retention.best_first(itertools.starmap(Candidate, metrics.items()))
 
-        return next(iter(self._from_coordinator(best_first, "looking for the best checkpoint")), None)
+        phase = "looking for the best checkpoint"
+        if self._nodes is not None:
+            self._nodes.look(self._exchange(), phase, needs_ends=True)
+        return next(iter(self._from_coordinator(best_first, phase)), None)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; an empty dict if there were none. Asks no other rank."""

@@ -21,7 +21,6 @@ from .._ranks.exchange import Exchange
 from .._ranks.file_places import Places, copies_of_each
 from .._storage.open_storage import storage_at
 from .background_work import EndsWithProcess
-from .node_tier import part_in
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,9 @@ class NodeCopies(EndsWithProcess):
         self._timeout = timeout
         self._bytes_per_second = bytes_per_second
         self._is_reserved = False  # for a step that is being saved
-        self._last: int | None = None  # the step that was sent last, equal on all ranks
-        self.complete: int | None = None  #: the last step that has its copies
+        self.last: int | None = None  #: the step that was sent last, or is sent now; equal on all ranks
+        self.complete: int | None = None  #: the last step that has its copies; the coordinator asks for it
+        self._sending: object = None  # stands for the step that is sent, until it is saved again
         self._thread: threading.Thread | None = None
         super().__init__()
 
@@ -67,19 +67,27 @@ class NodeCopies(EndsWithProcess):
     def begin_step(self, step: int | None) -> None:
         """Sends a step in the background, as all ranks do. None: the save has failed for which this was reserved."""
         if step is not None:
-            self._last = step
-            arguments = step, self._thread
+            self.last = step
+            self._sending = object()
+            arguments = step, self._thread, self._sending
             thread = threading.Thread(target=self._run, args=arguments, name="vescale_ckpt copies", daemon=True)
             with suppress(RuntimeError):  # the interpreter is ending
                 thread.start()
                 self._thread = thread  # `wait` joins it, which has to be started
         self._is_reserved = False
 
-    def end_with(self, step: int | None) -> bool:
+    def forget(self, step: int) -> None:
+        """The step is saved again: copies of what it was do not count."""
+        if self.last == step:
+            self._sending = None
+        if self.complete == step:
+            self.complete = None
+
+    def end_with(self, step: int | None, seconds: float) -> bool:
         """Sends a step (None: none) when nothing else is sent, if that has not begun, as all ranks do. Waits for its
-        end, at most the setting `exit_timeout`, and returns whether it has come."""
-        until = time.monotonic() + settings.number("exit_timeout")
-        if self.wait(until - time.monotonic()) and step is not None and self._last != step:
+        end, and returns whether it has come."""
+        until = time.monotonic() + seconds
+        if self.wait(seconds) and step is not None and self.last != step:
             self.begin_step(step)
         return self.wait(max(0.0, until - time.monotonic()))
 
@@ -93,7 +101,7 @@ class NodeCopies(EndsWithProcess):
         if not self.wait(seconds):
             logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
 
-    def _run(self, step: int, before: threading.Thread | None) -> None:
+    def _run(self, step: int, before: threading.Thread | None, sending: object) -> None:
         if before is not None:
             before.join()  # a restore begins a step while another one is sent
         path, began = path_of(self._root, step), time.monotonic()
@@ -108,15 +116,21 @@ class NodeCopies(EndsWithProcess):
         except Exception as error:
             logger.warning("step %d has fewer copies on other nodes than wanted: %s", step, error)
         else:
-            self.complete = step
+            if sending is self._sending:
+                self.complete = step
             logger.info("step %d has its copies on other nodes, after %.1f s", step, time.monotonic() - began)
 
     def _send(self, path: str) -> None:
         exchange, phase = Exchange.of(self._process_group, self._timeout, "copies"), f"copying {path} to other nodes"
         is_leader = self._leaders[exchange.rank] == exchange.rank
 
+        storage = storage_at(path)
+        checkpoint = exchange.together(lambda: NativeCheckpoint.by_metadata(path, None), phase)
+
         def tell() -> bytes:
-            return json.dumps([settings.value("domain"), part_in(path).files if is_leader else {}]).encode()
+            # Other files are of an older attempt, with which a node came back.
+            mine = checkpoint.named_files().intersection(storage.names()) if is_leader else ()
+            return json.dumps([settings.value("domain"), {name: storage.stat(name).size for name in mine}]).encode()
 
         of_all = [*map(json.loads, exchange.share(exchange.together(tell, phase), phase))]
         domains = [domain for domain, _ in of_all]
@@ -125,7 +139,6 @@ class NodeCopies(EndsWithProcess):
             for name, length in files.items():
                 places.setdefault(name, {})[rank] = length
         wanted = copies_of_each(places, sorted(set(self._leaders)), domains, self._copies)
-        checkpoint = exchange.together(lambda: NativeCheckpoint.by_metadata(path, None), phase)
         files = NodeFiles(self._leaders, places)
         own = wanted.get(exchange.rank, set())
         files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)

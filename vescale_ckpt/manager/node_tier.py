@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .._checkpoint.check_records import file_ends
-from .._checkpoint.native import metadata_check, metadata_file, metadata_pickle, step_order
-from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
+from .._checkpoint.native import metadata_check, metadata_file, metadata_pickle
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.native.step_order import FIRST, ORDER_NAME, Branch, SavedOrder, path_of
+from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
 from .._collective.node_files import DURABLE, NodeFiles
@@ -40,23 +41,17 @@ from .._write.node_layout import NodeLayout
 from .._write.optimizer_gate import Gate, as_gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
+from . import run_id
 from .durable_step import DurableStep
+from .node_table import NodeTable, Part, branch_of, parts_in
 from .remote_tier import RemoteTier
+from .retention import Retention
+from .run_id import Run
 
 logger = logging.getLogger(__name__)
 
-_Found = TypeVar("_Found")
 _planners = PerGroup(lambda: SavePlanner(placement="local"))
 _SMALL_FILES = (INDEX_NAME, ORDER_NAME, METRICS_NAME)  # each node has them beside `.metadata`
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a node has of a step."""
-
-    fingerprint: str  #: of its `.metadata`; empty: it has none
-    branch: Branch
-    files: dict[str, int]  #: {data file: bytes}
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,11 @@ class NodeTier:
     def __init__(self, root: str, leaders: Sequence[int], durable: RemoteTier) -> None:
         self.root = root
         self.leaders = leaders
+        self.table = NodeTable()  #: on the coordinator
+        self.run: Run | None = None  #: that which the nodes go on with
         self._durable = durable
+        self._metric: str | None = None  # the name of one that the table has
+        self._needs_ends = False  # whether the table says which steps are whole
 
     def leads(self, rank: int) -> bool:
         """Whether a rank handles the folder of its node. Asks no other rank."""
@@ -89,94 +88,117 @@ class NodeTier:
     def ranks_of(self, leader: int) -> list[int]:
         return [rank for rank, its in enumerate(self.leaders) if its == leader]
 
+    def begin(self, exchange: Exchange, retention: Retention, needs_ends: bool) -> None:
+        """Gathers what all nodes have. Raises on all ranks if a folder is of another run. `needs_ends`: whether the
+        table says which steps are whole."""
+        phase = f"looking for the steps in {self.root} of all nodes"
+        self._metric, self._needs_ends = retention.best, needs_ends
+        runs = self.look(exchange, phase)
+
+        def choose() -> Run:
+            of_rank = {rank: self.table.fingerprints(rank) for rank in {*self.leaders}}
+            folders = {rank: runs[rank] for rank, found in of_rank.items() if found}
+
+            def is_related(rank: int, others: list[int]) -> bool:
+                if any(of_rank[rank] & of_rank[other] for other in others):
+                    return True
+                return any(step in self.table.durable and self._durable.has(step, of) for step, of in of_rank[rank])
+
+            new = Run.new(self._durable.url, self.root)
+            self._durable.run = run_id.choose(new, self._durable.found.run, folders, is_related)
+            self._durable.warn_of_no_id(folders.values())
+            return self._durable.run
+
+        self.run = Run(*exchange.from_coordinator(choose, phase))
+
+    def note_run(self) -> None:
+        """Writes the id of the run into this node's folder, before steps come there."""
+        if self.run is not None:
+            with named_system_errors(self.root):
+                run_id.write(self.root, self.run)
+
+    def look(self, exchange: Exchange, phase: str, needs_ends: bool = False) -> list[Run | None]:
+        """Makes the table anew, from one gather. Returns on the coordinator the id that each rank's folder has.
+        `needs_ends`: whether nodes read metadata, so that the table says what is whole."""
+        parts: dict[int, dict[int, Part]] = {}
+        runs: list[Run | None] = []
+        for rank, told in enumerate(map(json.loads, self._parts(exchange, phase) or ())):
+            runs.append(None if told["run"] is None else Run(*told["run"]))
+            for step, fingerprint, branch, files, value in told["parts"]:
+                parts.setdefault(step, {})[rank] = Part(fingerprint, branch_of(branch), files, value)
+
+        def ask() -> bool:
+            durable = self._durable
+            durable.nodes_have_steps = bool(NodeTable(parts).rows)
+            self.table = NodeTable(parts, durable.look().branches)
+            return durable.nodes_have_steps
+
+        self._durable.nodes_have_steps = exchange.from_coordinator(ask, phase)
+        if needs_ends or self._needs_ends:
+            self._note_ends(exchange, phase)
+        return runs
+
+    def _parts(self, exchange: Exchange, phase: str) -> list[bytes] | None:
+        """What the folder of each rank's node has, as JSON, on the coordinator."""
+
+        def tell() -> bytes:
+            leads, run = self.leads(exchange.rank), None
+            with suppress(CheckpointError, OSError):  # `parts_in` warns
+                run = run_id.read(self.root) if leads else None
+            found = parts_in(self.root, self._metric) if leads else {}
+            parts = [(step, part.fingerprint, part.branch, part.files, part.metric) for step, part in found.items()]
+            return json.dumps({"run": run, "parts": parts}).encode()
+
+        return exchange.gather(exchange.together(tell, phase), phase)
+
+    def _note_ends(self, exchange: Exchange, phase: str) -> None:
+        """Notes which steps are whole. One node reads the metadata of each."""
+        table = self.table
+        wanted = exchange.from_coordinator(lambda: [(step, table.groups(step)[0][0]) for step in table.rows], phase)
+        found: dict[int, dict[str, int]] = {}
+        for step in (step for step, rank in wanted if rank == exchange.rank):
+            path = path_of(self.root, step)
+            try:
+                found[step] = file_ends_of(path, read_small_files(path))
+            except (CheckpointError, _C.EngineError, OSError) as error:
+                logger.warning("the metadata of step %d cannot be read here: %s", step, error)
+        for told in exchange.gather(json.dumps([*found.items()]).encode(), phase) or ():
+            for step, ends in json.loads(told):
+                table.note_ends(step, ends)
+
     def steps(self, exchange: Exchange, phase: str, only: int | None = None) -> Iterator[WholeStep]:
         """Yields the whole steps, that which was saved last first, or `only` this one: if it lies on the nodes, and
         then if it is durable. Warns of each that is not whole. All ranks take each of them, or end together."""
-        parts = self._parts(exchange, phase)
-        candidates = iter(()) if parts is None else self._candidates(parts, only)
+        self.look(exchange, phase)
+        candidates = self._candidates(only)
         while True:
             found = exchange.from_coordinator(lambda: next(candidates, None), phase)
             if found is None:
                 return
             step, sources = found
-            whole = self._on_nodes(exchange, phase, parts, step, sources) if sources else None
+            whole = self._on_nodes(exchange, phase, step, sources) if sources else None
             if whole is not None:
                 yield whole
-            if not sources and exchange.from_coordinator(partial(self._is_durable, step, bool(parts)), phase):
+            if not sources and exchange.from_coordinator(partial(self._is_durable, step), phase):
                 yield WholeStep(step, path_of(self._durable.url, step))
 
     def losses_survived(self, exchange: Exchange, phase: str) -> dict[int, int]:
         """Returns {step: how many nodes may be lost} of the steps that are whole on the nodes."""
-        found: dict[int, int] = {}
-        for step in self.steps(exchange, phase):
-            if step.files is not None and not step.files.needs_durable:
-                found.setdefault(step.number, min(map(len, step.files.places.values()), default=0) - 1)
-        return dict(sorted(found.items()))
+        self.look(exchange, phase, needs_ends=True)
+        rows = sorted(self.table.rows.items())
+        whole = exchange.from_coordinator(lambda: [(of, row.survives) for of, row in rows if row.survives >= 0], phase)
+        return dict(whole)
 
-    def _parts(self, exchange: Exchange, phase: str) -> dict[int, dict[int, Part]] | None:
-        """{step: {leader: its part}} on the coordinator; None on other ranks."""
+    def _candidates(self, only: int | None) -> Iterator[tuple[int, list[int]]]:
+        """Yields steps, that which was saved last first, and the ranks that have equal metadata of them; none for the
+        durable copy."""
+        if self._durable.found.error is not None and not self.table.rows:
+            raise self._durable.found.error
+        for step in SavedOrder.of(self.table.branches).newest_first():
+            if only in (None, step):
+                yield from ((step, same) for same in self.table.candidates(step))
 
-        def tell() -> bytes:
-            told: list[tuple[Any, ...]] = []
-            mine: list[int] = []
-            try:
-                mine = step_order.all_steps(self.root) if self.leads(exchange.rank) else []
-            except (CheckpointError, OSError) as error:
-                logger.warning("this node's part of the steps does not count: %s", error)
-            for step in mine:
-                try:
-                    part = part_in(path_of(self.root, step))
-                    told.append((step, part.fingerprint, part.branch, part.files))
-                except (CheckpointError, OSError) as error:
-                    logger.warning("this node's part of step %d does not count: %s", step, error)
-            return json.dumps(told).encode()
-
-        gathered = exchange.gather(exchange.together(tell, phase), phase)
-        if gathered is None:
-            return None
-        parts: dict[int, dict[int, Part]] = {}
-        for rank, told in enumerate(gathered):
-            for step, fingerprint, (number, line), files in json.loads(told):
-                branch = Branch(number, tuple((of, last) for of, last in line))
-                parts.setdefault(step, {})[rank] = Part(fingerprint, branch, files)
-        return parts
-
-    def _candidates(self, parts: dict[int, dict[int, Part]], only: int | None) -> Iterator[tuple[int, list[int]]]:
-        """Yields steps, that which was saved last first, and the ranks that have equal metadata of them. A step that
-        was saved again may have several, if the nodes were stopped in its commit, or if a node comes back with an older
-        one: each counts if it is whole, that of the newest branch first."""
-        durable: dict[int, Branch] = {}
-        try:
-            durable = self._durable.ask(lambda: SavedOrder(self._durable.url).branches, {})
-        except (CheckpointError, OSError) as error:
-            if not parts:  # this node may be new, and the others may have steps
-                raise
-            logger.warning(
-                "checkpoints in %s do not count now, and those of the nodes do: %s", self._durable.url, error
-            )
-        branches = dict(durable)
-        for step, of_step in parts.items():
-            for part in of_step.values():
-                if part.fingerprint and part.branch.number >= branches.get(step, FIRST).number:
-                    branches[step] = part.branch
-        for step in SavedOrder(self.root, known=branches, elsewhere=branches).newest_first():
-            if only is not None and step != only:
-                continue
-            ranks: dict[str, list[int]] = {}
-            for rank, part in parts.get(step, {}).items():
-                if part.fingerprint:
-                    ranks.setdefault(part.fingerprint, []).append(rank)
-            found = [
-                (max(parts[step][rank].branch.number for rank in same), len(same), same) for same in ranks.values()
-            ]
-            if step in durable:
-                found.append((durable[step].number, 0, []))  # behind those of the nodes, unless it is newer
-            for _, _, same in sorted(found, key=lambda one: one[:2], reverse=True):
-                yield step, same
-
-    def _on_nodes(
-        self, exchange: Exchange, phase: str, parts: dict[int, dict[int, Part]] | None, step: int, sources: list[int]
-    ) -> WholeStep | None:
+    def _on_nodes(self, exchange: Exchange, phase: str, step: int, sources: list[int]) -> WholeStep | None:
         """The step on the nodes, by the metadata that the ranks `sources` have. None if it is not whole."""
         for source in sources:
             if (contents := self._contents(exchange, phase, step, source)) is not None:
@@ -184,20 +206,20 @@ class NodeTier:
         else:
             return None
         durable = DurableStep(self._durable, step)
-        places = exchange.from_coordinator(lambda: self._places(parts, step, contents, durable), phase)
+        places = exchange.from_coordinator(lambda: self._places(step, contents, durable), phase)
         if places is None:
             return None
         by_rank = {name: {int(rank): size for rank, size in of_file.items()} for name, of_file in places.items()}
         return WholeStep(step, path_of(self.root, step), NodeFiles(self.leaders, by_rank, durable), contents)
 
-    def _is_durable(self, step: int, has_others: bool) -> bool:
+    def _is_durable(self, step: int) -> bool:
         """Whether the durable copy of a step is whole. Raises if nobody knows, and no node has any step."""
         path = path_of(self._durable.url, step)
         with self._durable.patience():
             report = verify(path, quick=True)
         if report.ok:
             return True
-        if report.unreadable and not report.damaged and storage_at(path).can_be_away and not has_others:
+        if report.unreadable and not report.damaged and storage_at(path).can_be_away and not self.table.rows:
             raise CheckpointError(
                 f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. Try "
                 "again when the store answers, or name a step",
@@ -223,25 +245,14 @@ class NodeTier:
         names, *found = unpack(packed)
         return dict(zip(json.loads(names), found, strict=True))
 
-    def _places(
-        self,
-        parts: dict[int, dict[int, Part]] | None,
-        step: int,
-        contents: Mapping[str, bytes],
-        durable: DurableStep,
-    ) -> Places | None:
-        """Where each file of a step lies that its metadata names. None, with a warning, if one lies nowhere. A name has
-        a random part: what has it, and is long enough, was written for this save."""
-        assert parts is not None
+    def _places(self, step: int, contents: Mapping[str, bytes], durable: DurableStep) -> Places | None:
+        """Where each file of a step lies that its metadata names. None, with a warning, if one lies nowhere."""
         try:
             ends = file_ends_of(path_of(self.root, step), contents)
         except (CheckpointError, _C.EngineError) as error:
             logger.warning("step %d on the nodes is passed over: %s", step, error)
             return None
-        places = {
-            name: {rank: part.files[name] for rank, part in parts[step].items() if part.files.get(name, -1) >= end}
-            for name, end in ends.items()
-        }
+        places = self.table.places(step, ends)
         lost = [name for name, ranks in places.items() if not ranks]
         if not lost:
             return places
@@ -264,6 +275,7 @@ class NodeTier:
             storage.make()
             if storage.has(METADATA_NAME) and storage.read(METADATA_NAME) == metadata:
                 return
+            self.note_run()
             storage.write(NODE_MARKER, b"")
             for name in _SMALL_FILES:
                 if name in step.contents:
@@ -339,14 +351,6 @@ class NodeTier:
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise
-
-
-def part_in(path: str) -> Part:
-    storage = storage_at(path)
-    fingerprint = metadata_file.metadata_fingerprint(path)
-    branch = step_order.read(path) if fingerprint else FIRST
-    files = {name: storage.stat(name).size for name in storage.names() if is_data_file(name)}
-    return Part(fingerprint, branch, files)
 
 
 def read_small_files(path: str) -> dict[str, bytes]:

@@ -1,8 +1,7 @@
 """`NodeUploads` copies what each node has of a step to the durable place, for managers with a folder of each node.
 
 The nodes meet in the durable place and nowhere else: each copies the files of its own ranks, and waits until the
-coordinator has committed the step, which it does when all files are there. A file that does not come for a while is
-copied by any node that has it, too: the node that wrote it may be gone.
+coordinator has committed the step, which it does when all files are there.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from .. import settings
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
 from .._checkpoint.native.named_files import named_files
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
+from .._checkpoint.native.step_order import ORDER_NAME, path_of
 from .._convert.transfer import CopyReport, Transfer
 from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.storage import LOCK_NAME
-from ..errors import CheckpointError, CheckpointTimeoutError, some
+from ..errors import CheckpointError, some
 from .durable_step import copy_file
 from .node_tier import file_ends_of, read_small_files
 from .retention import Retention
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _WRITER = re.compile(r"__(\d+)_")  # of a data file
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what other nodes have copied
-_SECONDS_UNTIL_OTHERS = 60.0  # then nodes copy what they have of files that another one should have copied
 
 
 class NodeUploads(Uploads):
@@ -43,7 +41,7 @@ class NodeUploads(Uploads):
         leaders: for each rank the lowest rank of its node.
         rank: this one.
         patience: seconds to wait for files of other nodes while none comes.
-        clean_up_part: cleans up this node's folder after a copy; it takes the step that was saved last.
+        remove_left: removes from this node's folder what could not be removed while it was copied.
     """
 
     def __init__(
@@ -55,17 +53,16 @@ class NodeUploads(Uploads):
         leaders: Sequence[int],
         rank: int,
         patience: float,
-        clean_up_part: Callable[[int], None],
+        remove_left: Callable[[], None],
     ) -> None:
         super().__init__(local, remote, retention, bytes_per_second)
         self._leaders = leaders
         self._rank = rank
         self._patience = patience
-        self._clean_up_part = clean_up_part
-        self._wanted: int | None = None  # the step to copy
-        self._own: Collection[str] | None = None
+        self._remove_left = remove_left
+        self._wanted: tuple[int | None, Collection[str] | None] = None, None  # the step to copy, and which files
+        self._own: Collection[str] | None = None  # of the step that is copied
         self._is_reserved = False  # for a step that is being saved
-        self.is_owed = False  #: whether a step that was due was not saved or copied: the next one takes its place
 
     def is_idle(self) -> bool:
         """Whether nothing is copied, nor will be when a running save ends."""
@@ -74,70 +71,42 @@ class NodeUploads(Uploads):
 
     def reserve(self) -> None:
         """Notes that the step that is saved next will be copied. All nodes do so, while all are idle."""
-        self._is_reserved, self.is_owed = True, False
+        self._is_reserved = True
 
     def begin_step(self, step: int | None, own: Collection[str] | None = None) -> None:
-        """Copies a step, as all nodes do. None: the save has failed for which this was reserved. `own`: the files that
-        this node copies first; None: those that its ranks have saved."""
+        """Copies a step when nothing else is copied, as all nodes do. None: the save has failed for which this was
+        reserved. `own`: the files that this node copies; None: those that its ranks have saved."""
         with self._changed:
-            self._wanted, self._own, self._is_reserved = step, own, False
-            self.is_owed |= step is None
+            self._wanted, self._is_reserved = (step, own), False
         if step is not None:
             self.begin()
 
-    def end_with(self, step: int) -> None:
-        """Copies a step when nothing else is copied, if the durable place lacks it."""
-        self.wait(settings.number("exit_timeout"))
-        self.begin_step(step)
-
-    def give_way(self) -> None:
-        """Ends a running copy: a save to the durable place comes, which takes the place of all that was due. Raises
-        `CheckpointTimeoutError` if the copy does not end."""
-        until, self._wanted = time.monotonic() + self._patience, None
-        while not self.wait(_FIRST_PAUSE):
-            if time.monotonic() > until:
-                raise CheckpointTimeoutError(
-                    "ending the copy before this save", [], f"a copy to {self.remote} does not end"
-                )
-            with self._changed:
-                if self._cancel is not None:
-                    self._cancel()
-        self.failures.clear()
-        self.is_owed = False
-
     def _next(self, tried: set[int]) -> int | None:
-        step = self._wanted
+        step, self._own = self._wanted
         if step is None or step in tried or not storage_at(path_of(self.local, step)).has(METADATA_NAME):
             return None
         return None if self._is_sent(step) else step
 
-    def _upload(self, step: int) -> None:
-        try:
-            super()._upload(step)
-        except BaseException:
-            self.is_owed = True
-            raise
-
     def _copy(self, source: str, url: str, report: CopyReport) -> PartCopy:
         ranks = {rank for rank, leader in enumerate(self._leaders) if leader == self._rank}
+        own = self._own
 
         def is_own(name: str) -> bool:
-            return _writer_of(name) in ranks if self._own is None else name in self._own
+            return _writer_of(name) in ranks if own is None else name in own
 
         return PartCopy(source, url, is_own, self._rank == 0, report, self.bytes_per_second, self._patience)
 
     def _clean_up(self, step: int) -> None:
         if self._rank == 0:
             super()._clean_up(step)
-        if (last := SavedOrder(self.local).last) is not None:  # while it was copied, clean-ups left the step here
-            self._clean_up_part(last)
+        self._remove_left()
 
 
 class PartCopy:
     """The copy of one node's part of a step.
 
     Args:
-        is_own: whether this node copies a file first.
+        is_own: whether this node copies a file.
         commits: whether this node commits the step.
     """
 
@@ -158,14 +127,14 @@ class PartCopy:
         self._report = report
         self._bytes_per_second = bytes_per_second
         self._patience = patience
-        self._cancelled = False
+        self._cancelled = threading.Event()
 
     def cancel(self) -> None:
         """Ends `run` soon, from any thread. What was copied stays for the next copy."""
-        self._cancelled = True
+        self._cancelled.set()
 
     def _check(self) -> None:
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise CheckpointError(f"copying {self._source} to {self._url} was stopped", path=self._url)
 
     def run(self) -> None:
@@ -204,11 +173,7 @@ class PartCopy:
             if waited > self._patience:
                 what = f"files {some(missing)} have not come" if missing else "it was not committed"
                 raise CheckpointError(f"{self._url} is not whole: {what} for {waited:.0f} s", path=self._url)
-            if waited > _SECONDS_UNTIL_OTHERS:
-                for name in missing:
-                    if name in here:
-                        self._copy(name, here[name])
-            time.sleep(pause)
+            self._cancelled.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _copy(self, name: str, size: int) -> None:

@@ -1,7 +1,7 @@
 """`NodeWork` does what nodes do with a step beside saving it, for managers with a folder of each node.
 
 Steps go to other nodes (`NodeCopies`) and to the durable place (`NodeUploads`) while training goes on, one step at a
-time. Before each save all ranks vote: which of both take the step, and whether all nodes can save to their folders.
+time. Before each save all ranks vote which of both take the step, and the coordinator decides what all nodes remove.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
 from .. import settings
+from .._checkpoint.native.step_order import Branch
 from .._collective.node_files import leaders_of
 from .._engine import _C
 from .._ranks.exchange import Exchange
@@ -20,9 +22,10 @@ from .._ranks.node import node_of_this_process
 from .._ranks.shared_directory import NO_NUMBER, MarkerFile, SeparateDirectoriesError
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
+from .branch_tracker import BranchTracker
 from .clean_up import clean_up_part
 from .node_copies import NodeCopies
-from .node_health import NodeHealth
+from .node_table import Removal
 from .node_tier import NodeTier, WholeStep
 from .node_uploads import NodeUploads
 from .remote_tier import RemoteTier
@@ -82,8 +85,8 @@ class NodeWork:
     def __init__(
         self,
         nodes: NodeTier,
-        rank: int,
-        durable: str,
+        exchange: Exchange,
+        durable: RemoteTier,
         retention: Retention,
         *,
         process_group: dist.ProcessGroup | None,
@@ -94,77 +97,97 @@ class NodeWork:
         copies: int,
         copy_bytes_per_second: int,
     ) -> None:
-        if copies >= (count := len(set(nodes.leaders))):
-            raise ValueError(f"copies: expected at most {count - 1} on {count} nodes, got {copies}")
-        self.can_save = True  #: whether all nodes can save to their folders
-        self.saved_last: int | None = None  #: the step of the last save, if it went to the folders of all nodes
-        self.uploads: NodeUploads | None = None  #: of the lowest rank of each node
-        self.copies: NodeCopies | None = None
         self._nodes = nodes
-        self._rank = rank
+        self._rank = exchange.rank
         self._durable = durable
         self._retention = retention
         self._local_max_bytes = local_max_bytes
         self._durable_interval_steps = durable_interval_steps
-        self._is_upload_due = (
-            False  # whether the next step that is saved while no node uploads goes to the durable place
-        )
+        self._copies = min(copies, len(set(nodes.leaders)) - 1)
+        if self._copies < copies and exchange.is_coordinator:
+            logger.warning("copies=%d: %d nodes are left, so each file gets %d", copies, self._copies + 1, self._copies)
+        has_limit = retention.max_to_keep is not None or local_max_bytes is not None
+        nodes.begin(exchange, retention, has_limit)
+        self.uploads: NodeUploads | None = None  #: of the lowest rank of each node
+        self.copies: NodeCopies | None = None
         self._uploads_are_idle = self._copies_are_idle = True  # those of all nodes
-        self._health: NodeHealth | None = None  # of this node's folder
-        if nodes.leads(rank):
+        # On the coordinator: the last save, its branch and metric, and what it supersedes.
+        self._saving: tuple[RunningSave, Branch, float | None, Removal] | None = None
+        self._left: set[int] = set()  # what is to go from this node's folder, if nothing uses it
+        self._saved_last: int | None = None
+        if nodes.leads(self._rank):
             self.uploads = NodeUploads(
-                nodes.root, durable, retention, upload_bytes_per_second, nodes.leaders, rank,
-                settings.timeout(timeout), self.clean_up,
+                nodes.root, durable.url, retention, upload_bytes_per_second, nodes.leaders, self._rank,
+                settings.timeout(timeout), self._clean_up,
             )  # fmt: skip
-            self._health = NodeHealth(nodes.root, nodes.ranks_of(rank))
-        if copies:
-            self.copies = NodeCopies(nodes.root, nodes.leaders, copies, process_group, timeout, copy_bytes_per_second)
-
-    def votes(self, step: int) -> list[int]:
-        """What this rank says before a save. `decide` takes the least of what all ranks say."""
-        if why_not := "" if self._health is None else self._health.why_not():
-            logger.warning(
-                "step %d goes to %s: this node cannot save to %s: %s", step, self._durable, self._nodes.root, why_not
+        if self._copies:
+            self.copies = NodeCopies(
+                nodes.root, nodes.leaders, self._copies, process_group, timeout, copy_bytes_per_second
             )
-        none_is_owed = self.uploads is None or not self.uploads.is_owed
-        idle = [worker is None or worker.is_idle() for worker in (self.uploads, self.copies)]
-        return [*map(int, (not why_not, none_is_owed, *idle))]
+
+    def votes(self) -> list[int]:
+        """What this rank says before a save. `decide` takes the least of what all ranks say."""
+        return [int(worker is None or worker.is_idle()) for worker in (self.uploads, self.copies)]
 
     def decide(self, votes: Sequence[int]) -> None:
-        can_save, none_is_owed, uploads_are_idle, copies_are_idle = map(bool, votes)
-        self.can_save = can_save
-        self._is_upload_due |= not none_is_owed
-        self._uploads_are_idle, self._copies_are_idle = uploads_are_idle, copies_are_idle
+        self._uploads_are_idle, self._copies_are_idle = map(bool, votes)
+
+    def plan(
+        self, running: RunningSave, metric: float | None, branches: BranchTracker
+    ) -> tuple[Branch, list[int], Any]:
+        """On the coordinator, before a save: its branch, the steps that it abandons, and what all nodes remove when it
+        has committed, for `prepare`."""
+        table, step = self._nodes.table, running.step
+        if self._saving is not None and self._saving[0].is_durable():
+            table.note_saved(self._saving[0].step, *self._saving[1:])
+        sent = None
+        if self.copies is not None:
+            sent = self.copies.last
+            if self.copies.complete is not None:
+                table.note_copied(self.copies.complete, self._copies)
+        branch, abandoned = branches.branch_of(step)
+        removal = table.removal(step, branch, metric, self._retention, self._copies, sent)
+        if step in table.rows:
+            table.rows[step].survives = 0  # its files are superseded
+        self._saving = running, branch, metric, removal
+        left = removal.oldest_first if self._local_max_bytes is not None else []
+        return branch, abandoned, {**removal.as_json(), "oldest_first": left}
+
+    def prepare(self, running: RunningSave, removal: Any) -> None:
+        """Before a save of all nodes. Reserves copies and uploads, which begin when it has ended. Raises if the folder
+        cannot be written."""
+        running.superseded = Removal(**removal)
+        self._left.discard(running.step)
+        if self.copies is not None:
+            self.copies.forget(running.step)
+        if self._nodes.leads(self._rank):
+            self._nodes.note_run()  # each time: the folder may be another one
+        self._durable.write_run()
 
     def begin(self, running: RunningSave) -> None:
-        """Reserves copies and uploads for a save of all nodes that begins. They begin when it has ended."""
-        if not self.can_save:
-            self._is_upload_due = False  # the step itself goes to the durable place
-            return
-        self._is_upload_due |= self._is_due(running.step)
-        if self._is_upload_due and self._uploads_are_idle:
-            # All nodes take the same step. What is saved meanwhile stays on the nodes.
-            self._is_upload_due = False
-            if self.uploads is not None:
-                self.uploads.reserve()
-                running.on_end.append(self.uploads.begin_step)
-        if self.copies is not None and self._copies_are_idle:
-            self.copies.reserve()
-            running.on_end.append(self.copies.begin_step)
+        """Reserves copies and uploads for a save of all nodes. They begin when it has ended."""
+        for worker, is_idle in (
+            (self.uploads, self._uploads_are_idle and self._is_due(running.step)), (self.copies, self._copies_are_idle)
+        ):  # fmt: skip
+            if worker is not None and is_idle:  # all nodes take the same step
+                worker.reserve()
+                running.on_end.append(worker.begin_step)
 
-    def ended(self, error: BaseException | None) -> None:
-        """Notes how a save to the folders of all nodes has ended."""
-        if self._health is not None:
-            self._health.note(error)
+    def committed(self, running: RunningSave) -> None:
+        """Cleans up this node's folder, by one of its ranks."""
+        self._saved_last = running.step
+        if running.is_coordinator:
+            going = running.superseded
+            self._left |= {*going.steps}
+            self._clean_up({*going.uneven}, going.oldest_first, running.step)
 
-    def clean_up(self, saved: int) -> None:
-        """Cleans up this node's folder. `saved`: the step that was saved last."""
-        copied = None if self.copies is None else self.copies.complete
-        clean_up_part(self._nodes.root, self._retention, saved, copied, self._local_max_bytes)
+    def _clean_up(self, *args: Any) -> None:
+        clean_up_part(self._nodes.root, self._left, self._local_max_bytes, *args)
 
     def restored(self, step: WholeStep) -> None:
         """Makes a step that was restored from the nodes durable, if it is due, and gives it its copies again: the job
         before may have been stopped, and a node may be new."""
+        self._saving = None  # the table was made anew
         if step.files is None:
             return
         if self.uploads is not None and self._is_due(step.number):
@@ -172,11 +195,11 @@ class NodeWork:
         if self.copies is not None:
             self.copies.begin_step(step.number)
 
-    def end(self) -> None:
-        """Takes care that the last step is durable and has its copies."""
-        if self.uploads is not None and self.saved_last is not None:
-            self.uploads.end_with(self.saved_last)  # it may be on the nodes alone
-        if self.copies is not None and not self.copies.end_with(self.saved_last):
+    def end(self, seconds: float) -> None:
+        """Takes care that the last step is durable and has its copies. Waits for the copies, at most so long."""
+        if self.uploads is not None and self._saved_last is not None:
+            self.uploads.begin_step(self._saved_last)  # it may be on the nodes alone
+        if self.copies is not None and not self.copies.end_with(self._saved_last, seconds):
             logger.warning("the last step in %s has fewer copies on other nodes than wanted", self._nodes.root)
 
     def _is_due(self, step: int) -> bool:

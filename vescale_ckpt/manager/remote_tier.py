@@ -1,44 +1,114 @@
-"""`RemoteTier` asks the object store of a manager with `local`, without long waits for one that does not answer."""
+"""`RemoteTier` asks the durable place of a manager with `local`, without long waits for one that does not answer."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from .._checkpoint.native.step_order import complete_steps
+from .._checkpoint.native.metadata_file import metadata_fingerprint
+from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps, path_of
+from .._engine import _C
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
+from . import run_id
+from .run_id import Run
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_PATIENCE = 10  # a request times out after so many seconds if the local directory has checkpoints
+_PATIENCE = 10  # a request times out after so many seconds if there are local checkpoints
 _AWAY_SECONDS = 60.0  # a store that did not answer is not asked again for so long
 
 
-class RemoteTier:
-    """The object store behind a local directory. As long as the directory has no checkpoint, requests wait as always,
-    and errors are raised: there is no other checkpoint to continue from."""
+@dataclass(frozen=True)
+class Durable:
+    """What the durable place has."""
 
-    def __init__(self, url: str, local: str) -> None:
+    run: Run | None = None
+    branches: dict[int, Branch] = field(default_factory=dict)  #: {step: branch}
+    answers: bool = False
+    error: CheckpointError | OSError | None = None  #: why it does not answer, where nothing else has checkpoints
+
+
+class RemoteTier:
+    """The durable place behind a local directory. As long as no local directory has a checkpoint, requests wait as
+    always, and errors are raised: there is no other checkpoint to continue from.
+
+    Args:
+        timeout: seconds that other ranks wait for the one that asks.
+    """
+
+    def __init__(self, url: str, local: str, timeout: float) -> None:
         self.url = url
         self.local = local
+        self.found = Durable()  #: what was found there last
+        self.run: Run | None = None  #: the run that this job continues, on the coordinator
+        self.nodes_have_steps = False  #: whether the folder of any node has a checkpoint
+        self._longest = max(1, int(timeout / 3))
+        self._patience = min(_PATIENCE, self._longest)
         self._away_until = 0.0
 
+    def look(self) -> Durable:
+        """Raises nothing: without local checkpoints, the error is in the result."""
+        try:
+            with storage_at(self.url).limit_wait(self._longest):
+                found = self.ask(lambda: (run_id.read(self.url), SavedOrder(self.url).branches), None)
+            self.found = Durable() if found is None else Durable(*found, answers=True)
+        except (OSError, CheckpointError) as error:
+            logger.warning("the checkpoints in %s cannot be listed now: %s", self.url, error)
+            self.found = Durable(error=error)
+        return self.found
+
+    def begin_run(self) -> None:
+        """Notes which run goes on in a local folder that all ranks share. Raises `CheckpointError` if another one has
+        left its steps there."""
+        here, steps, mine = self.look().branches, list[int](), None
+        with suppress(OSError, CheckpointError):  # what reads or saves there raises
+            steps, mine = complete_steps(self.local), run_id.read(self.local)
+
+        def is_related(*_: Any) -> bool:
+            return any(self.has(step, metadata_fingerprint(path_of(self.local, step))) for step in here.keys() & steps)
+
+        folders = {0: mine} if steps else {}
+        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders, is_related)
+        self.warn_of_no_id(folders.values())
+
+    def warn_of_no_id(self, folders: Iterable[Run | None]) -> None:
+        """`folders`: what each local folder has."""
+        if self.found.answers and self.found.run is None and any(folders):
+            logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
+
+    def write_run(self) -> None:
+        """Writes the id of the run into both places, at the first save. A store that is away gets none."""
+        run, self.run = self.run, None
+        if run is None:
+            return
+        try:
+            run_id.write(self.local, run)
+            if self.found.answers:
+                with storage_at(self.url).limit_wait(self._patience):
+                    run_id.write(self.url, run)
+        except (CheckpointError, _C.EngineError, OSError) as error:
+            logger.warning("the id of the run is not kept: %s", error)
+
+    def has(self, step: int, fingerprint: str) -> bool:
+        """Whether the durable place has the step with this metadata, as far as it answers."""
+        return self.ask(lambda: metadata_fingerprint(path_of(self.url, step)) == fingerprint, False)
+
     def ask(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns what `ask` returns. If the store cannot be read now or could not a minute ago, and the local
-        directory has checkpoints, warns and returns `otherwise`. Without local checkpoints, errors of `ask` pass
-        through."""
+        """Returns what `ask` returns. If the store cannot be read now or could not a minute ago, and there are local
+        checkpoints, warns and returns `otherwise`. Without local checkpoints, errors of `ask` pass through."""
         if not self._has_local():
             return ask()
         if time.monotonic() < self._away_until:
             return otherwise
         try:
-            with storage_at(self.url).limit_wait(_PATIENCE):
+            with storage_at(self.url).limit_wait(self._patience):
                 return ask()
         except (OSError, CheckpointError) as error:
             self._away_until = time.monotonic() + _AWAY_SECONDS
@@ -47,7 +117,7 @@ class RemoteTier:
 
     def patience(self) -> AbstractContextManager[None]:
         """A context with the same timeout for requests whose errors the caller handles."""
-        return storage_at(self.url).limit_wait(_PATIENCE) if self._has_local() else nullcontext()
+        return storage_at(self.url).limit_wait(self._patience) if self._has_local() else nullcontext()
 
     def _has_local(self) -> bool:
-        return bool(complete_steps(self.local))
+        return self.nodes_have_steps or bool(complete_steps(self.local))

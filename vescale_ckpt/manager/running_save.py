@@ -16,6 +16,7 @@ from .._storage.open_storage import storage_at
 from .._storage.storage import Lease
 from ..errors import CheckpointError, SaveCancelledError
 from . import step_directories, step_metrics
+from .node_table import Removal
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +24,17 @@ logger = logging.getLogger(__name__)
 class RunningSave:
     """One save of this rank. Its clean-up runs after that of the save before, whichever thread runs it."""
 
-    def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None, on_nodes: bool) -> None:
+    def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
         self.root = root
         self.path = step_order.path_of(root, step)
         self.step = step
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
-        self.on_nodes = on_nodes  # whether each node saves to a folder of its own
         self.handle: SaveHandle | None = None  # None: the save could not begin
         self.has_begun = False  # whether what measures and tells of a save has begun
         self._cancelled_here = False
         self.began = time.monotonic()
         self.on_end: list[Callable[[int | None], None]] = []  # called with the step, or None after a failure
+        self.superseded = Removal()  # with folders of the nodes: what goes when it has committed
         self.before = before  # until this one has ended
         self._lock: Lease | None = None  # it locks the step's directory
         self._ended = threading.Event()

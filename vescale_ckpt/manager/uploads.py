@@ -24,6 +24,8 @@ from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
+_SECONDS_TO_STOP = 1.0
+
 Tier = Literal["local", "uploading", "remote"]
 
 
@@ -77,12 +79,13 @@ class Uploads(BackgroundWork[bool]):
             return self._step
 
     def stop(self) -> None:
-        """Cancels the running copy and waits for its end. The next manager continues it."""
+        """Cancels the running copy. The next manager continues it. A request to a store that does not answer may still
+        end later."""
         with self._changed:
             self._stopped = True
             if self._cancel is not None:
                 self._cancel()
-        self.wait()
+        self.wait(_SECONDS_TO_STOP)
 
     def end_within(self, seconds: float) -> None:
         if not self.wait(seconds):

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from ..._storage.open_storage import read_twice, storage_at
@@ -84,6 +84,13 @@ class SavedOrder:
         with storage_at(root).look(lists=True):
             for step in complete_steps(root, known or ()):
                 self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
+
+    @classmethod
+    def of(cls, branches: Mapping[int, Branch]) -> SavedOrder:
+        """The order of steps whose branches are known. Reads nothing."""
+        order = cls.__new__(cls)
+        order.branches = dict(branches)
+        return order
 
     @property
     def last(self) -> int | None:

@@ -1,0 +1,232 @@
+"""What a job on machines knows after a restart, and after what comes then: a kill, a lost machine, another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+
+import pytest
+from harness.machines import why_not
+from harness.node_jobs import NEVER, NodeJob, start_again, started
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
+    """Three machines: processes that no test ends. A job that is killed is one that goes on in a copy of its folders,
+    as they are at that time."""
+    with started(tmp_path_factory.mktemp("three"), 3) as job:
+        yield job
+
+
+def new_job(three: NodeJob) -> NodeJob:
+    return start_again(three, three, empty=range(3))
+
+
+def killed(job: NodeJob, three: NodeJob, empty: Iterable[int] = (), durable: bool = True) -> NodeJob:
+    """The job starts again; nothing of it goes on. Machines of `empty` were replaced."""
+    again = start_again(job, three, empty, durable=durable)
+    job.call("close")
+    return again
+
+
+def save(job: NodeJob, *steps: int, settle: bool = True) -> None:
+    for step in steps:
+        job.call("save", step)
+        if settle:
+            job.call("settle")
+
+
+def found(job: NodeJob, step: int | None = None) -> tuple[int, int]:
+    """The step and the attempt that a restore gives; all values are compared. It has its copies then: while they are
+    sent, what is saved gets none."""
+    (one,) = {answer[:2] for answer in job.call("restore", step)}
+    job.call("settle_copies")
+    return one
+
+
+def copies(job: NodeJob, come: bool) -> None:
+    job.call(*(("mend", "", "") if come else ("fail", "send copies")))
+
+
+# --- What retention keeps, and who decides
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=SLOW)])
+@pytest.mark.parametrize("kept", [2, pytest.param(1, marks=SLOW)])
+def test_the_last_step_with_copies_stays_until_a_later_one_has_them(kept: int, lost: int, three: NodeJob) -> None:
+    options = {"copies": 1, "max_to_keep": kept, "durable_interval_steps": NEVER}
+    job = new_job(three)
+    job.open("shards", **options)
+    save(job, 1)
+    copies(job, come=False)
+    save(job, 2)
+    for step in (2, 3, 4):  # restarts, each of which saves one step that gets no copies
+        job = killed(job, three)
+        job.open("shards", **options)
+        assert found(job) == (step, 1)
+        save(job, step + 1)
+    job = killed(job, three, empty=[lost])
+    copies(job, come=True)
+    job.open("shards", **options)
+    # What machine 0 saved holds what all ranks read, so the restore of step 4 has brought it to all.
+    last = 1 if lost else 4
+    assert found(job) == (last, 1)
+    job = killed(job, three, empty=[(lost + 1) % 3])
+    job.open("shards", **options)
+    assert found(job) == (last, 1)
+    save(job, 6, 7)
+    assert job.call("losses_survived")[0][7] == 1
+    job.call("close")
+    assert all(not (job.folder(machine) / "step-1").exists() for machine in range(3))
+
+
+@pytest.mark.parametrize("empty", [(0,), pytest.param((0, 1), marks=SLOW)])
+def test_a_new_coordinator_knows_what_was_abandoned(empty: tuple[int, ...], three: NodeJob) -> None:
+    options = {"copies": 2, "durable_interval_steps": NEVER}
+    job = new_job(three)
+    job.open("shards", **options)
+    save(job, 1, 2, 3)
+    job = killed(job, three, empty)
+    job.open("shards", 2, **options)
+    assert found(job, 1) == (1, 1)
+    save(job, 2)
+    job = killed(job, three, empty)
+    job.open("shards", 3, **options)
+    assert found(job) == (2, 2)
+    save(job, 3)
+    job = killed(job, three, [2])
+    job.open("shards", 4, **options)
+    assert found(job) == (3, 3)
+    job.call("close")
+
+
+def test_the_best_step_is_that_of_all_machines(three: NodeJob) -> None:
+    options = {"copies": 1, "durable_interval_steps": NEVER, "best": "loss", "best_mode": "min", "max_to_keep": 2}
+    job = new_job(three)
+    job.open("shards", **options)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
+        job.call("save", step, metrics={"loss": loss})
+        job.call("settle")
+    job = killed(job, three, [0])
+    job.open("shards", 2, **options)
+    assert found(job) == (3, 1) and job.call("best_step") == [2, 2, 2]
+    for step in (4, 5):
+        job.call("save", step, metrics={"loss": 0.6})
+        job.call("settle")
+    assert job.call("best_step") == [2, 2, 2]
+    job.call("close")
+
+
+# --- The durable place is away
+
+
+@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=SLOW)])
+def test_a_store_that_loses_packets_stops_no_restart(machine: int, three: NodeJob) -> None:
+    """Also where the coordinator's machine is new, and none waits for the store when it closes."""
+    job = new_job(three)
+    job.open("shards", copies=1, durable_interval_steps=NEVER)
+    save(job, 1, 2)
+    job = killed(job, three, [machine], durable=False)
+    three.call("lose_packets")
+    job.call("open", "shards", str(job.own), "s3://bucket/run", 2, {"copies": 1, "timeout": 6})
+    assert found(job) == (2, 1)
+    job.told()
+    save(job, 3, settle=False)
+    job.call("settle_copies")
+    job.call("close")
+    told = job.told()
+    assert told.count("do not count now") == 0, told  # it was asked once, before
+    assert "is not uploaded yet" in told
+
+
+# --- Another run
+
+
+def test_a_folder_of_another_run_is_named(three: NodeJob) -> None:
+    other, job = new_job(three), new_job(three)
+    for one, steps in ((other, (7, 8)), (job, (1, 2))):
+        one.open("replicas", durable_interval_steps=NEVER)
+        save(one, *steps)
+        one.call("close")
+    shutil.rmtree(job.folder(1))
+    shutil.copytree(other.folder(1), job.folder(1))
+    (error,) = {answer.error for answer in job.ask("open", "replicas", str(job.own), str(job.durable), 2, {})}
+    ids = [json.loads((one.folder(0) / ".run").read_text())["id"] for one in (other, job)]
+    assert all(of in error for of in ids) and "ranks [1]" in error, error
+    shutil.rmtree(job.folder(1))
+    job.open("replicas", 2)
+    assert found(job) == (2, 1)
+    job.call("close")
+
+
+def test_a_new_run_behind_the_folders_of_an_old_one(three: NodeJob) -> None:
+    job = new_job(three)
+    job.open("shards", durable_interval_steps=NEVER)
+    save(job, 1)
+    job.call("close")
+    elsewhere = job.durable.with_name(f"{job.name} new")
+    (error,) = {answer.error for answer in job.ask("open", "shards", str(job.own), str(elsewhere), 2, {})}
+    assert str(job.durable) in error and str(elsewhere) in error and "Move that folder away" in error
+    elsewhere.mkdir()
+    shutil.copy(job.durable / ".run", elsewhere)  # as the error says, to go on with its steps
+    job.call("open", "shards", str(job.own), str(elsewhere), 2, {})
+    assert found(job) == (1, 1)
+    job.call("close")
+
+
+@pytest.mark.parametrize("place", ["machines", "all"])
+def test_folders_of_older_versions_have_no_id(place: str, three: NodeJob) -> None:
+    job = new_job(three)
+    job.open("shards", copies=1)
+    save(job, 1, 2)
+    job.call("close")
+    for root in [*map(job.folder, range(3)), *([job.durable] if place == "all" else [])]:
+        (root / ".run").unlink()
+    job.open("shards", 2, copies=1)
+    assert found(job) == (2, 1)
+    save(job, 3)
+    job.call("close")
+    ids = {json.loads((root / ".run").read_text())["id"] for root in [*map(job.folder, range(3)), job.durable]}
+    assert len(ids) == 1
+
+
+# --- Machines that are fewer, or come back
+
+
+def test_more_copies_than_machines_are_left(three: NodeJob) -> None:
+    job = new_job(three)
+    job.told()
+    job.open("shards", copies=3)
+    assert job.told().count("copies=3: 3 nodes are left, so each file gets 2") == 1
+    save(job, 1)
+    assert job.call("losses_survived")[0] == {1: 2}
+    job.call("close")
+
+
+@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=SLOW)])
+def test_copies_are_made_although_a_machine_has_an_older_attempt(machine: int, three: NodeJob) -> None:
+    options = {"copies": 1, "durable_interval_steps": NEVER}
+    job = new_job(three)
+    job.open("shards", **options)
+    save(job, 1, 2)
+    job.call("close")
+    old = shutil.copytree(job.folder(machine), job.durable.with_name(f"{job.name} old"))
+    job.open("shards", 2, **options)
+    assert found(job, 1) == (1, 1)
+    save(job, 2)
+    job.call("close")
+    shutil.rmtree(job.folder(machine))
+    shutil.move(old, job.folder(machine))
+    for attempt in (3, 4):
+        job.open("shards", attempt, **options)
+        job.told()
+        assert found(job) == (2, 2)
+        job.call("settle")
+        told = job.told()
+        assert "fewer copies" not in told, told
+        assert job.call("losses_survived")[0][2] == 1
+        job.call("close")

@@ -1,0 +1,106 @@
+"""The id of a training run, in its local folder and its durable place: no run resumes from a folder of another one.
+
+Both have a small file `.run` from the first save on. It holds the id, and where the two places were when it was
+written. Folders of older versions of this package have none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from .._checkpoint.native.step_order import checksum_of
+from .._storage.open_storage import storage_at
+from ..errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+RUN_NAME = ".run"
+
+
+class Run(NamedTuple):
+    id: str
+    durable: str  #: the durable place when the file was written
+    local: str
+
+    @staticmethod
+    def new(durable: str, local: str) -> Run:
+        return Run(secrets.token_hex(8), durable, local)
+
+    def __str__(self) -> str:
+        return f"run {self.id} (local={self.local!r} in front of {self.durable!r})"
+
+
+def read(root: str) -> Run | None:
+    """None if there is no id, or if it is damaged. Raises OSError and `CheckpointError` if it cannot be read."""
+    try:
+        record = json.loads(storage_at(root).read(RUN_NAME))
+        if record.pop("crc32") == checksum_of(record):
+            return Run(str(record["id"]), str(record["durable"]), str(record["local"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    logger.warning("%s is damaged, and does not count", os.path.join(root, RUN_NAME))
+    return None
+
+
+def write(root: str, run: Run) -> None:
+    """Writes the id durably, if it is not there. Raises OSError, `CheckpointError` and `_C.EngineError`."""
+    if read(root) != run:
+        record = run._asdict()
+        storage_at(root).make()
+        storage_at(root).write(RUN_NAME, json.dumps({**record, "crc32": checksum_of(record)}).encode())
+
+
+def choose(
+    new: Run, durable: Run | None, folders: Mapping[int, Run | None], is_related: Callable[[int, list[int]], bool]
+) -> Run:
+    """Returns the run that a manager continues, or `new`. Raises `CheckpointError` if a folder is of another run.
+
+    Args:
+        durable: what the durable place has. None: none, or it does not answer.
+        folders: {rank: what its folder has}, of folders with steps.
+        is_related: whether the folder of a rank and one of these ranks, or the durable place, have a step in common.
+    """
+    named = {rank: run for rank, run in folders.items() if run is not None}
+    if durable is None:
+        # A folder that stands where it was made, in front of another place, is of another run.
+        here = {run.id for run in named.values() if run.durable == new.durable}
+        found = here or {run.id for run in named.values() if run.local != new.local}
+    else:
+        found = {durable.id}
+    of = next(iter(found)) if len(found) == 1 else None
+    if foreign := [rank for rank, run in named.items() if run.id != of]:
+        one = named[foreign[0]]
+        other = durable or next((run for run in named.values() if run.id != one.id), None)
+        raise _mixed(new, foreign, str(one), str(other or f"a new run in front of {new.durable!r}"))
+    unnamed = [rank for rank, run in folders.items() if run is None]
+    if of is None:
+        if unnamed:
+            logger.warning(
+                "%s of ranks %s has steps without an id of their run, as older versions wrote them: they count as this "
+                "run's",
+                new.local,
+                unnamed,
+            )
+        return new
+    if strange := [rank for rank in unnamed if not is_related(rank, [*named])]:
+        raise _mixed(new, strange, "a run without an id", str(durable or next(iter(named.values()))))
+    if moved := next((run for run in named.values() if run.durable != new.durable), None):
+        logger.warning("%s counts as that of %s, which was moved", new.durable, moved)
+    return new._replace(id=of)
+
+
+def _mixed(new: Run, ranks: Iterable[int], theirs: str, ours: str) -> CheckpointError:
+    return CheckpointError(
+        f"local: the folder {new.local} of ranks {[*ranks]} has steps of {theirs}, and this manager saves for {ours}. "
+        f"Move that folder away, or give another local=. To go on with its steps, copy a file {RUN_NAME} so that the "
+        f"folder and {new.durable} have the same one",
+        path=new.local,
+        ranks=[*ranks],
+    )
