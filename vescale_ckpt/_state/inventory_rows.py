@@ -156,7 +156,7 @@ class _Making:
         held, shape = tuple(tensor.shape), local_shape(found)
         # What FSDP2 leaves of a shard without elements has sizes of 0 in its own dimension too: (0, 0) for (3, 0).
         if 0 in held and 0 in shape and len(held) == len(shape) and all(map(le, held, shape)):
-            found = [found[0]._replace(size=held)]
+            found = (found[0]._replace(size=held),)
         elif held != shape:
             raise CheckpointError(
                 f"{key}: its placements {layout.placements} on a mesh of {mesh_shape} give this rank a shard of shape "
