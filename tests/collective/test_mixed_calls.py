@@ -114,6 +114,8 @@ def _mixed_up(directory: Path, pairs: list[tuple[str, str]], confused: int) -> l
         for name in pair:
             if (error := _error_of(getattr(job, name))) is not None:
                 wrong.append(f"after {pair}: {name}: {type(error).__name__}: {error}")
+    dist.barrier()
+    wrong.extend(f"left: {path}" for path in directory.rglob("*tmp*"))
     return wrong
 
 

@@ -95,7 +95,7 @@ class _Gloo:
 def _devices() -> Iterator[tuple[_Host, list[_Gloo]]]:
     """From now on; connections that were made before are forgotten, as ranks outlive tests."""
     host, made = _Host(), []
-    exchange._places.clear()
+    exchange._groups.clear()
 
     def backend(*args: Any) -> _Gloo:
         made.append(_Gloo(*args))

@@ -104,7 +104,7 @@ def convert(
     def make(source: Checkpoint) -> Plan:
         return plan(source, keys, rename, stack, dtype)
 
-    with calling(f"converting {os.fspath(src)}", process_group):
+    with calling("convert", process_group):
         return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, process_group, timeout)
 
 

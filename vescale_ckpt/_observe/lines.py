@@ -65,7 +65,7 @@ def log_still(timeline: PhaseTimes, phase: OpenPhase, seconds: float, moved: boo
         except Exception as error:  # the store does not answer
             who = f"other ranks ({error})"
         # One rank names those that all wait for.
-        must = "" if timeline.have_met else ": all ranks must call it"
+        must = "" if timeline.have_met else "; all ranks must call it"
         logger.log(logging.WARNING if who else logging.INFO, "%s, and waits for %s%s", text, who or "other ranks", must)
         return
     if timeline.progress is not None:
