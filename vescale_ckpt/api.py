@@ -16,6 +16,7 @@ from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
+from ._dcp.load_planner import LoadPlanner
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import chosen_format
@@ -237,7 +238,8 @@ def load(
         weights_only: False unpickles any object of the checkpoint, which may run any code. Only for checkpoints that
             you trust as you trust code.
         planner: a planner of your own. It is called in the steps of `dcp.load` and decides which missing keys are an
-            error. Of the options above it allows `verify` and `weights_only` only.
+            error. Of the options above it allows `verify` and `weights_only` only. A `LoadPlanner` stands for `strict`
+            and `allow_cast` only.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         extra_files: a dict that is cleared and filled with the contents of the files that were saved with
@@ -269,6 +271,8 @@ def load(
             raise ValueError(
                 "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
             )
+        if type(planner) is LoadPlanner and planner.flatten_state_dict:  # it plans as a load without a planner does
+            strict, allow_cast, planner = not planner.allow_partial_load, planner.allow_cast, None
     selection = Selection(keys)
     reader = StorageReader(path, verify=verify, weights_only=weights_only, stack=stack)
     with start_load(reader, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:

@@ -29,12 +29,14 @@ from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
 from .._routes.broadcast_load import BroadcastLoad
-from .._state.application import Application
+from .._state.application import Application, optimizer_keys, saved_form
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place
 from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys
 from .._state.load_targets import allocate_targets, find_shared
 from .._state.missing_keys import advice_for_missing
+from .._state.old_containers import ask_for_whole, saved_as_objects, split
+from .._state.optimizer_groups import renamed_if_known
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
 from .._state.structure import Path, structure_of
@@ -145,7 +147,7 @@ class CollectiveLoad:
             extra = self._extra_keys(checkpoint)
             with set_rank(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(
-                    lambda: loading.plan(metadata, checkpoint, self._selection, allow_cast, extra), rename is not None
+                    lambda: self._plan_into(loading, metadata, checkpoint, allow_cast, extra), rename is not None
                 )
             stats = self._read(planner)
             self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
@@ -153,6 +155,21 @@ class CollectiveLoad:
             loading.application.abandon()
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
+
+    def _plan_into(
+        self,
+        loading: _TargetState,
+        metadata: Metadata,
+        checkpoint: LoadableCheckpoint,
+        allow_cast: bool,
+        extra: Iterable[str],
+    ) -> tuple[FillPlanner, _Fit]:
+        if checkpoint.index is None and checkpoint.format == "dcp" and (objects := saved_as_objects(metadata)):
+            metadata = loading.split_old_containers(metadata, checkpoint, objects)
+            self._reader.set_up_storage_reader(metadata, self._exchange.is_coordinator)
+            assert self._reader.checkpoint is not None
+            checkpoint = self._reader.checkpoint
+        return loading.plan(metadata, checkpoint, self._selection, allow_cast, extra)
 
     def _extra_keys(self, checkpoint: LoadableCheckpoint) -> list[str]:
         """The keys of the extra files, if they are wanted."""
@@ -403,6 +420,22 @@ class _TargetState:
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
         self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
+        self._containers: set[str] = set()  # checkpoint keys of containers that may be stored as one object each
+        self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
+
+    def split_old_containers(
+        self, metadata: Metadata, checkpoint: LoadableCheckpoint, objects: Iterable[str]
+    ) -> Metadata:
+        """Returns the metadata with keys for the values in containers of optimizers that are stored as one object each.
+        Others will be loaded whole. `objects`: keys of all that may be such containers."""
+        names = {renamed_if_known(self._checkpoint_key, key) for key in flatten(saved_form(self._state))[0]}
+        self._containers = set(objects) - names
+        optimizers = tuple(renamed_if_known(self._checkpoint_key, key) for key in optimizer_keys(self._state))
+        split_up = [key for key in self._containers if f"{key}.".startswith(tuple(f"{key}." for key in optimizers))]
+        content = checkpoint.with_metadata(metadata, None).load_objects(split_up) if split_up else {}
+        self._containers -= content.keys()
+        metadata, self._split = split(metadata, content)
+        return metadata
 
     def plan(
         self,
@@ -429,6 +462,10 @@ class _TargetState:
         else:
             application.number_as_stored(present, self._checkpoint_key)
         application.ask_for_all_groups(present, of)
+        if self._containers:
+            application.form = ask_for_whole(
+                application.form, lambda key: renamed_if_known(self._checkpoint_key, key) in self._containers
+            )
         flat, self._paths = flatten(application.form)
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if below_empty else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
@@ -436,7 +473,7 @@ class _TargetState:
         values = {name: flat[key] for name, key in self._state_keys.items()}
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
-        planner = FillPlanner(allow_cast)
+        planner = FillPlanner(allow_cast, self._split)
         values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
         plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
         planner.set_up_planner({**plain, **dict.fromkeys(extra)}, metadata)

@@ -15,7 +15,8 @@ from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENS
 from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.chunk_rows import ShardChunk, packed_row
-from .._state.structure import Path
+from .._state.flatten import flatten_with_structure
+from .._state.structure import Path, Structure
 from .._write.host_batches import write_table
 from .._write.layout import SaveOptions
 from .._write.native_layout import NativeLayout
@@ -53,6 +54,7 @@ class DcpRankFiles:
         buffers: Buffers,
     ) -> bytes:
         """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
+        values, paths = _as_saved_today(values, paths)
         try:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
@@ -92,6 +94,18 @@ class DcpRankFiles:
 
     def end(self) -> None:
         self._files.end()
+
+
+def _as_saved_today(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Splits containers that torch before 2.4 saved as one object, unless their form would get lost."""
+    split, known = dict[str, Any](), dict(paths)
+    for name, value in values.items():
+        inside, inner_paths, structure = flatten_with_structure({name: value})
+        if structure != Structure():
+            inside, inner_paths = {name: value}, {name: (name,)}
+        split.update(inside)
+        known.update((key, (*paths.get(name, (name,)), *path[1:])) for key, path in inner_paths.items())
+    return split, known
 
 
 class _Written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -22,9 +23,11 @@ class FillPlanner(LoadPlanner):
     Tensors are filled in place. Loaded objects are kept in `objects`, by key, for the caller.
     """
 
-    def __init__(self, allow_cast: bool) -> None:
+    def __init__(self, allow_cast: bool, parts: Mapping[str, Any] | None = None) -> None:
+        """`parts`: {key: value} of objects that are stored as a part of another object, which a read gives."""
         super().__init__(flatten_state_dict=False, allow_cast=allow_cast)
         self.objects: dict[str, Any] = {}
+        self._parts = parts or {}
         #: tensors to fill with values of quantised tensors; they are not in the state
         self.quantized: Description | None = None
         self._found: tuple[Any, Description, _C.LoadPlan | None] | None = None  # and the state that it was found for
@@ -78,7 +81,7 @@ class FillPlanner(LoadPlanner):
             }
 
     def put_object(self, key: str, value: Any) -> None:
-        self.objects[key] = value
+        self.objects[key] = self._parts.get(key, value)
 
     def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
         """Looks once: nothing changes the state between `misfits` and the plan, unless keys are left out."""

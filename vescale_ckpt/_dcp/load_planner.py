@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
@@ -130,11 +136,12 @@ class LoadPlanner(DefaultLoadPlanner):
             if self._reads is not None:
                 return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
         stored = self.metadata.state_dict_metadata
-        if any(key not in stored for key in self.state_dict):
+        objects = (key for key, of in stored.items() if isinstance(of, BytesStorageMetadata))
+        if self.flatten_state_dict and not all(key in self.state_dict for key in objects):
             self._try_old_names()
-            missing = [key for key in self.state_dict if key not in stored]
-            if missing and not self.allow_partial_load:
-                raise MissingKeysError(missing)
+        missing = [key for key in self.state_dict if key not in stored]
+        if missing and not self.allow_partial_load:
+            raise MissingKeysError(missing)
         return self._plan({key: value for key, value in self.state_dict.items() if key in stored})
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:

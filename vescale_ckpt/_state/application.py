@@ -49,6 +49,11 @@ def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
     return with_forms(state, {part.path: part.form() for part in parts})
 
 
+def optimizer_keys(state: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of all optimizers, and of wrappers of some."""
+    return [".".join(map(str, path)) for path, value in _objects(state, ()) if hasattr(value, "param_groups")]
+
+
 def trained_tensors(state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
     """Returns {name: tensor} of all tensors that training may change: in `state`, in its modules and optimizers, and in
     `optimizers`."""
@@ -145,7 +150,7 @@ class Application:
             for name in part.path:
                 form = form[name]
             keys = flatten({part.key: form})[0].keys()
-            if not keys or not loaded.isdisjoint(keys):
+            if not keys or part.key in loaded or not loaded.isdisjoint(keys):
                 part.restore(form, loaded, rename)
             else:
                 part.abandon()
