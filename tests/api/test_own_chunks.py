@@ -6,6 +6,9 @@ Placements and shapes say something else of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
 from harness.ranks import run_ranks
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
@@ -349,3 +352,118 @@ def test_an_own_placement_is_what_the_dtensor_tells_of_it(checkpoint: Path) -> N
     stored = read_metadata(checkpoint).state_dict_metadata["a"]
     ((offset, size),) = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
     assert (stored.size, offset, size) == ((3, 2), (0, 0), (3, 2))
+
+
+# --- SPMD types (the package spmd_types keeps them so): plain tensors of which ranks hold different values
+
+
+class _Spmd(Enum):
+    R, I, V, P = "RIVP"  # noqa: E741
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", list(_Spmd))
+def test_a_plain_tensor_that_differs_between_ranks_by_its_type_is_no_replica(checkpoint: Path, kind: _Spmd) -> None:
+    def typed() -> dict[str, Any]:
+        value: Any = torch.nn.Parameter(torch.ones(3))
+        value._local_type = {"dp": _Spmd.R, "tp": kind}
+        return {"the": {"key": value}}
+
+    vescale_ckpt.save(checkpoint / "plain", {"the": {"key": torch.ones(3)}})
+    attempts = [lambda: vescale_ckpt.load(checkpoint / "plain", typed())]
+    for number, how in enumerate(("ours", "safetensors", "dcp.save")):
+        attempts.append(partial(save, how, checkpoint / str(number), typed()))
+    for attempt in attempts:
+        if kind in (_Spmd.R, _Spmd.I):
+            attempt()
+            continue
+        with pytest.raises(
+            (CheckpointError, CheckpointException), match=rf"the\.key: .*SPMD type {{tp: .*{kind.value}"
+        ):
+            attempt()
+    with_its_place = typed()
+    value = with_its_place["the"]["key"]
+    value.global_shape, value.global_offsets, value.local_offsets, value.local_sizes = (3,), ((0,),), ((0,),), ((3,),)
+    vescale_ckpt.save(checkpoint / "fields", with_its_place)
+
+
+# --- veScale's RaggedShard: a run of a flattened prefix of dimensions, which is several boxes
+
+
+@dataclass(frozen=True)
+class RaggedShard(Placement):
+    dims: tuple[int, ...]
+    local_units: tuple[int, ...]
+
+
+class _Ragged(torch.Tensor):
+    """A DTensor of its own, whose local tensor is flat in the prefix (0, 1): rows [start, end) of n * m."""
+
+    def __new__(cls, whole: torch.Tensor, start: int, end: int) -> _Ragged:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)  # type: ignore[attr-defined]
+        made._start, made._local_tensor = start, whole.flatten(0, 1)[start:end].clone()
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a ragged tensor")
+
+    def boxes(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """First row of the local tensor, offsets and sizes of each box."""
+        columns, depth = self.shape[1:]
+        start: int = self._start  # type: ignore[attr-defined]
+        at, end, found = start, start + len(self._local_tensor), []  # type: ignore[attr-defined]
+        while at < end:
+            row, column = divmod(at, columns)
+            rows = 0 if column else (end - at) // columns
+            sizes = (rows, columns, depth) if rows else (1, min(columns - column, end - at), depth)
+            found.append((at - start, (row, column, 0), sizes))
+            at += sizes[0] * sizes[1]
+        return found
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)  # type: ignore[attr-defined]
+        return [
+            WriteItem(
+                type=WriteItemType.SHARD,
+                index=MetadataIndex(key, offsets),  # a tuple, as veScale makes it
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    properties=properties,
+                    size=self.size(),
+                ),
+            )
+            for _, offsets, sizes in self.boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        ((first, _, sizes),) = [box for box in self.boxes() if box[1] == tuple(index.offset or ())]
+        local: torch.Tensor = self._local_tensor  # type: ignore[attr-defined]
+        return local[first : first + sizes[0] * sizes[1]].view(sizes)
+
+
+def _ragged_over_ranks(path: str) -> None:
+    whole = torch.arange(4 * 5 * 3.0).view(4, 5, 3)
+    rank = dist.get_rank()
+    for at, how in enumerate(("ours", "safetensors", "dcp.save", "stock")):
+        start, end = [(0, 7), (7, 20)][rank]
+        save(how, Path(path) / how, {"a": _Ragged(whole, start, end)})
+        for reader in ("ours", "dcp.load") if how == "safetensors" else ("ours", "dcp.load", "stock"):
+            load(reader, Path(path) / how, plain := {"a": torch.zeros(4, 5, 3)})
+            assert torch.equal(plain["a"], whole), (how, reader)
+            other: Any = _Ragged(torch.zeros(4, 5, 3), *[(0, 13 - at), (13 - at, 20)][rank])
+            load(reader, Path(path) / how, {"a": other})
+            assert torch.equal(other._local_tensor, _Ragged(whole, *[(0, 13 - at), (13 - at, 20)][rank])._local_tensor)
+    value = DTensor.from_local(
+        whole.flatten(0, 1)[:10], init_device_mesh("cpu", (2,)), [RaggedShard((0, 1), (1, 1))],
+        run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"a: .*RaggedShard"):  # without veScale's methods
+        vescale_ckpt.save(Path(path) / "unknown", {"a": value})
+
+
+def test_ragged_shards_are_what_their_methods_tell(tmp_path: Path) -> None:
+    run_ranks(2, _ragged_over_ranks, str(tmp_path))

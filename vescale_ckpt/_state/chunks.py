@@ -30,6 +30,7 @@ from ..errors import CheckpointError
 from .tensor_table import narrowed
 
 _WRITE, _READ, _SHARD = "__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"
+_SPMD_TYPE = "_local_type"  # spmd_types sets it: {axis of a mesh: type}
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _OF_DTENSORS = (DTensor.__create_write_items__, DTensor.__create_chunk_list__)  # their result follows from placements
 _KINDS = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
@@ -58,10 +59,14 @@ def describes_itself(kind: type) -> bool:
 
 
 def with_own_chunks(tensors: list[Any], loading: bool) -> list[int]:
-    """Returns the indices of the tensors that list their chunks themselves. `tensors` may have any type. A DTensor
-    whose local tensor lists its chunks is not included."""
-    found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0]), _OF_DTENSORS)
-    return [index for index in found if hasattr(tensors[index], _asks(loading)) or has_fields(tensors[index])]
+    """Returns the indices of the tensors that list their chunks themselves, and of those that should: their SPMD types
+    differ between ranks. `tensors` may have any type. A DTensor whose local tensor lists its chunks is not included."""
+    found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0], _SPMD_TYPE), _OF_DTENSORS)
+    return [
+        index
+        for index in found
+        if hasattr(tensors[index], _asks(loading)) or has_fields(tensors[index]) or _differing_axes(tensors[index])
+    ]
 
 
 def locals_with_own_chunks(local_tensors: list[torch.Tensor], loading: bool) -> list[int]:
@@ -74,6 +79,14 @@ def tells_chunks(value: Any, loading: bool) -> bool:
     if type(value) is DTensor and locals_with_own_chunks(torch_private.local_tensors([value]), loading):
         return True
     return isinstance(value, torch.Tensor) and bool(with_own_chunks([value], loading))
+
+
+def _differing_axes(value: Any) -> list[str]:
+    """Returns the axes, each with its type, along which ranks hold different values of a tensor under one name: varying
+    (V, also for shards) or partial (P) by its SPMD type."""
+    types = getattr(value, _SPMD_TYPE, None)
+    named = types.items() if isinstance(types, dict) and not isinstance(value, DTensor) else ()
+    return [f"{axis}: {kind!r}" for axis, kind in named if getattr(kind, "value", "") in ("V", "P")]
 
 
 def has_fields(value: Any) -> bool:
@@ -154,6 +167,11 @@ def _chunks_to_read(key: str, value: Any) -> Chunks:
 
 
 def _chunks_of_fields(value: Any) -> Chunks:
+    if not has_fields(value) and (axes := _differing_axes(value)):
+        raise ValueError(
+            f"ranks hold different values of it, by its SPMD type {{{', '.join(axes)}}}, and it does not say which "
+            "part of the whole tensor this is: redistribute it, make it a DTensor, or wrap it as PerRank"
+        )
     found = Chunks(tuple(value.global_shape), [], [])
     for offset, size, local_offset in zip(value.global_offsets, value.local_sizes, value.local_offsets, strict=True):
         found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(size)))

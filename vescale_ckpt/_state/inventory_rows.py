@@ -9,6 +9,7 @@ from operator import le
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from .._engine import _C, torch_private
 from .._engine.dtype_codes import dtype_code
@@ -204,7 +205,9 @@ class _Making:
 
 
 def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bool:
-    return not any(size > 1 and of.is_replicate() for of, size in zip(layout.placements, mesh_shape, strict=True))
+    return not any(
+        size > 1 and isinstance(of, Replicate) for of, size in zip(layout.placements, mesh_shape, strict=True)
+    )
 
 
 def _chunks_of(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .._engine import torch_private
 from .._engine.torch_private import DTensorLayout
@@ -55,8 +55,9 @@ def chunks_at(
 
 
 def are_known(placements: Iterable[Placement]) -> bool:
-    """Whether `chunks_at` knows all placements. It refuses `Partial`."""
-    return all(type(placement) in _KNOWN or placement.is_partial() for placement in placements)
+    """Whether `chunks_at` knows or refuses all placements: those derived from others of torch are left to torch. Calls
+    no method of a placement: one whose class leaves the C++ part of `Placement` uninitialised ends the process."""
+    return all(type(placement) in _KNOWN or not isinstance(placement, _KNOWN) for placement in placements)
 
 
 def local_shape(found: Sequence[ShardChunk]) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ def _factor(placement: Placement) -> int:
         return 1
     if type(placement) is torch_private.StridedShard:
         return int(placement.split_factor)
-    if placement.is_partial():
+    if isinstance(placement, Partial):
         raise CheckpointError(
             f"its values are partial sums ({placement}): redistribute it before it is saved or loaded"
         )
