@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,28 @@ def test_a_module_has_the_keys_that_dcp_gives_it_without_wrappers(wrapped: bool)
     form = saved_form({"model": checkpoint_wrapper(model) if wrapped else model})
     assert list(form["model"]) == list(model.state_dict())
     assert form["model"]["first.weight"].data_ptr() == model.first.weight.data_ptr()
+
+
+@pytest.mark.parametrize("at_depth", [False, True])
+@pytest.mark.parametrize(
+    "wraps",
+    [*list(product((torch.compile, checkpoint_wrapper), repeat=2))[1:], (torch.compile, *([checkpoint_wrapper] * 2))],
+)
+def test_wrappers_leave_no_names_in_any_order(checkpoint: Path, wraps: tuple[Any, ...], at_depth: bool) -> None:
+    def made() -> tuple[nn.Module, nn.Module]:
+        net: Any = nn.Linear(2, 2)
+        wrapped = net
+        for wrap in wraps:
+            wrapped = wrap(wrapped)
+        return (nn.Sequential(net), nn.Sequential(wrapped)) if at_depth else (net, wrapped)
+
+    plain, wrapped = made()
+    assert list(saved_form({"m": wrapped})["m"]) == list(plain.state_dict())
+    vescale_ckpt.save(checkpoint, {"m": wrapped})
+    for index in (0, 1):
+        fresh = made()
+        vescale_ckpt.load(checkpoint, {"m": fresh[index]})
+        assert_same(fresh[0].state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -401,3 +424,50 @@ def test_what_is_not_loaded_stays_on_the_meta_device(checkpoint: Path) -> None:
     vescale_ckpt.load(checkpoint, {"model": fresh}, keys="model.first")
     assert not fresh.first.weight.is_meta and fresh.second.weight.is_meta
     assert_same(fresh.first.state_dict(), model.first.state_dict())
+
+
+class Hooked(nn.Module):
+    """Its state has other entries than its tensors."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.w = nn.Parameter(torch.randn(2, 3))
+        self.register_buffer("made", torch.ones(1), persistent=False)
+        self._register_state_dict_hook(self.to_state)
+        self._register_load_state_dict_pre_hook(self.from_state)
+
+    @staticmethod
+    def to_state(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        w = state.pop(prefix + "w")
+        made = {"renamed": [w], "transposed": [w.t()], "cloned": [w.clone()], "split": list(w), "left out": []}
+        state.update({f"{prefix}w{i}": value for i, value in enumerate(made[module.form])})
+
+    def from_state(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        values = [state.pop(prefix + name) for name in ("w0", "w1") if prefix + name in state]
+        w = self.w.detach() if not values else torch.stack(values) if len(values) > 1 else values[0]
+        state[prefix + "w"] = w.t() if self.form == "transposed" else w
+
+
+@pytest.mark.parametrize("form", ["renamed", "transposed", "cloned", "split", "left out"])
+def test_hooks_of_a_module_on_the_meta_device(checkpoint: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
+    def made() -> nn.ModuleDict:
+        return nn.ModuleDict({"a": Hooked(form), "b": nn.Linear(1, 1)})
+
+    model = made()
+    vescale_ckpt.save(checkpoint, {"model": model})
+    with torch.device("meta"):
+        fresh, part = made(), made()
+    parameters = dict(fresh.named_parameters())
+    vescale_ckpt.load(checkpoint, {"model": fresh})
+    assert all(parameter is parameters[name] for name, parameter in fresh.named_parameters())
+    kept = {"model.a.made"} | ({"model.a.w"} if form == "left out" else set())
+    assert all(parameter.is_meta == (f"model.{name}" in kept) for name, parameter in parameters.items())
+    assert form == "left out" or torch.equal(parameters["a.w"], model.get_parameter("a.w"))
+    (line,) = [record.getMessage() for record in caplog.records if "meta device" in record.getMessage()]
+    assert set(line.split(": ")[1].split(", ")) == kept
+    if form in ("renamed", "left out"):
+        vescale_ckpt.load(checkpoint, {"model": part}, keys="model.b")
+    else:
+        with pytest.raises(IncompatibleStateError, match=r"model\.a\.w0.*load the whole module"):
+            vescale_ckpt.load(checkpoint, {"model": part}, keys="model.a")

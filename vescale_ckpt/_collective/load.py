@@ -30,6 +30,7 @@ from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application, optimizer_keys, saved_form
+from .._state.containers import Containers
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place
 from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys
@@ -212,7 +213,7 @@ class CollectiveLoad:
             assert planner.metadata is not None
             values = {key: value for key, value in planner.state_dict.items() if not is_extra(key)}
             values.update(planner.objects)
-            stored = planner.metadata.built() if isinstance(planner.metadata, LazyMetadata) else planner.metadata
+            stored = _built(planner.metadata)
             structure = structure_of(stored)
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
@@ -420,8 +421,9 @@ class _TargetState:
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
         self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
-        self._containers: set[str] = set()  # checkpoint keys of containers that may be stored as one object each
+        self._old_containers: set[str] = set()  # checkpoint keys of containers that may be stored as one object each
         self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
+        self._containers: Containers
 
     def split_old_containers(
         self, metadata: Metadata, checkpoint: LoadableCheckpoint, objects: Iterable[str]
@@ -429,11 +431,11 @@ class _TargetState:
         """Returns the metadata with keys for the values in containers of optimizers that are stored as one object each.
         Others will be loaded whole. `objects`: keys of all that may be such containers."""
         names = {renamed_if_known(self._checkpoint_key, key) for key in flatten(saved_form(self._state))[0]}
-        self._containers = set(objects) - names
+        self._old_containers = set(objects) - names
         optimizers = tuple(renamed_if_known(self._checkpoint_key, key) for key in optimizer_keys(self._state))
-        split_up = [key for key in self._containers if f"{key}.".startswith(tuple(f"{key}." for key in optimizers))]
+        split_up = [key for key in self._old_containers if f"{key}.".startswith(tuple(f"{key}." for key in optimizers))]
         content = checkpoint.with_metadata(metadata, None).load_objects(split_up) if split_up else {}
-        self._containers -= content.keys()
+        self._old_containers -= content.keys()
         metadata, self._split = split(metadata, content)
         return metadata
 
@@ -462,17 +464,21 @@ class _TargetState:
         else:
             application.number_as_stored(present, self._checkpoint_key)
         application.ask_for_all_groups(present, of)
-        if self._containers:
+        if self._old_containers:
             application.form = ask_for_whole(
-                application.form, lambda key: renamed_if_known(self._checkpoint_key, key) in self._containers
+                application.form, lambda key: renamed_if_known(self._checkpoint_key, key) in self._old_containers
             )
         flat, self._paths = flatten(application.form)
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if below_empty else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
+        self._containers = containers = Containers(application, lambda: _built(metadata), stored, selection, of)
+        containers.find(values, lambda name: self._paths[self._state_keys[name]])
+        values = {name: value for name, value in values.items() if name not in containers.replaced}
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
+        wanted.update({key: _new_value(key, _built(metadata), checkpoint.root) for key in containers.keys})
         planner = FillPlanner(allow_cast, self._split)
         values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
         plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
@@ -488,6 +494,10 @@ class _TargetState:
         if self._shared:
             planner.leave_out(set(self._shared))
             missing = [name for name in missing if name not in self._shared]
+        conflicts = containers.conflicts(missing, values, lambda name: self._paths[self._state_keys[name]])
+        mismatched += dict.fromkeys([*containers.mismatched, *conflicts.values()])
+        missing = [name for name in missing if name not in conflicts]
+        planner.leave_out(set(conflicts))
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
         of_values = [checkpoint.quantized[key] for key in values_of]
         expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
@@ -501,13 +511,15 @@ class _TargetState:
 
     def hand_over(self, planner: FillPlanner) -> None:
         loaded = {*planner.state_dict, *self._of_values}
+        self._containers.fill(self._state, {**planner.state_dict, **planner.objects})
         for name, value in chain(self._new.items(), planner.objects.items()):
-            if name in loaded and not self._per_rank.take(name, value):
+            if name in loaded and name not in self._containers.keys and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)
         for name, other in self._shared.items():
             if other in self._new and other in loaded:
                 self._place(self._paths[self._state_keys[name]], self._new[other])
-        own = {self._state_keys[name] for name in loaded if name in self._state_keys}
+        keys = {**self._containers.keys, **self._state_keys}
+        own = {keys[name] for name in loaded if name in keys}
         self.application.restore(own, None if self._same_names else self._checkpoint_key)
 
     def _place(self, path: Path, value: Any) -> None:
@@ -521,20 +533,28 @@ def _plan_all(
 ) -> tuple[FillPlanner, _Fit]:
     wanted: dict[str, Any] = dict.fromkeys(extra)
     skipped = frozenset() if selection.names is not None else checkpoint.aliases
-    for key, stored in metadata.state_dict_metadata.items():
-        if key not in selection or key in skipped or is_extra(key):
-            continue
-        if isinstance(stored, BytesStorageMetadata):
-            wanted[key] = None
-        else:
-            _check_size(key, stored, metadata, checkpoint.root)
-            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+    for key in metadata.state_dict_metadata:
+        if key in selection and key not in skipped and not is_extra(key):
+            wanted[key] = _new_value(key, metadata, checkpoint.root)
     planner = FillPlanner(allow_cast=False)
     planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()
     stored_keys = metadata.state_dict_metadata
     nowhere = selection.without_match(stored_keys)
     return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, stored_keys))
+
+
+def _built(metadata: Metadata) -> Metadata:
+    return metadata.built() if isinstance(metadata, LazyMetadata) else metadata
+
+
+def _new_value(key: str, metadata: Metadata, root: str) -> torch.Tensor | None:
+    """Returns memory for a stored tensor; None for an object."""
+    stored = metadata.state_dict_metadata[key]
+    if isinstance(stored, BytesStorageMetadata):
+        return None
+    _check_size(key, stored, metadata, root)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata, root: str) -> None:

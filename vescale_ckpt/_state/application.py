@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .flatten import flatten
 from .key_selection import same_key
+from .modules import form_of, give_form
 from .optimizer_groups import StoredNames, renamed_if_known
-from .optimizers import OptimizerState, is_wrapped
+from .optimizers import OptimizerState
 from .per_rank import PerRank
 from .structure import Path
 
@@ -138,6 +138,10 @@ class Application:
             if isinstance(part, _OptimizerPart):
                 part.number_as_stored(stored, rename)
 
+    def closes(self, path: tuple[Any, ...]) -> bool:
+        """Whether the value at a path of `form` belongs to a module or optimizer."""
+        return any(part.contains(path) for part in self._parts if isinstance(part, (_ModulePart, _OptimizerPart)))
+
     def owns(self, path: Path) -> bool:
         """Whether the value at a path of `form` belongs to one of the objects."""
         return any(part.contains(path) for part in self._parts)
@@ -193,16 +197,10 @@ class _ModulePart(_Part):
     order = 0
 
     def form(self) -> Any:
-        module = self.value
-        return get_model_state_dict(module) if is_wrapped(module) else module.state_dict()
+        return form_of(self.value)
 
     def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
-        module = self.value
-        _give_memory(module, {name: value for name, value in form.items() if self.prefix + name in loaded})
-        if is_wrapped(module):
-            set_model_state_dict(module, form)
-        else:
-            module.load_state_dict(form)
+        give_form(self.value, form, {name for name in form if self.prefix + name in loaded}, self.key)
 
 
 class _OptimizerPart(_Part):
@@ -334,17 +332,3 @@ def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -
                 copies[path[:depth]] = parent[name] = list(original) if isinstance(original, list) else dict(original)
         copies[path[:-1]][path[-1]] = form
     return result
-
-
-def _give_memory(module: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
-    """Gives parameters and buffers on the meta device the memory of the loaded tensors. They stay the same objects,
-    because optimizers and layers with shared weights refer to them."""
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return
-    for name, own in module.state_dict(keep_vars=True).items():
-        value = loaded.get(name.replace("_orig_mod.", ""))
-        if isinstance(own, torch.Tensor) and own.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
-            # The loaded tensor itself must not be swapped: after a swap it would be on the meta device.
-            requires_grad = own.requires_grad
-            real = torch.nn.Parameter(value, requires_grad) if isinstance(own, torch.nn.Parameter) else value.detach()
-            torch.utils.swap_tensors(own, real)  # type: ignore[no-untyped-call]

@@ -109,7 +109,7 @@ class _Flattening:
     def take(self, value: Any, key: str, path: Path) -> None:
         if type(value) is dict or isinstance(value, Mapping):
             self.take_mapping(value, key + ".", path)
-        elif isinstance(value, list) and not _stays_whole(value):
+        elif isinstance(value, list) and not stays_whole(value):
             for index, element in enumerate(value):
                 self.take(element, f"{key}.{index}", (*path, index))
         else:
@@ -119,11 +119,12 @@ class _Flattening:
             self.paths[key] = path
 
 
-def _stays_whole(values: list[Any]) -> bool:
+def stays_whole(values: list[Any]) -> bool:
+    """Whether a list is one value, not flattened."""
     if _SCALARS.issuperset(map(type, values)):
         return True
     for value in values:
-        if isinstance(value, (torch.Tensor, Mapping, PerRank)) or (isinstance(value, list) and not _stays_whole(value)):
+        if isinstance(value, (torch.Tensor, Mapping, PerRank)) or (isinstance(value, list) and not stays_whole(value)):
             return False
     return True
 
@@ -155,7 +156,7 @@ def nest(values: Mapping[str, Any], paths: object, structure: Structure | None =
     known = paths if isinstance(paths, Mapping) else {}
     for key, value in values.items():
         path = known.get(key, (key,))
-        if not _is_path(path):
+        if not is_path(path):
             raise UntrustedCheckpointError(f"{key}: metadata gives {path!r} as its place in the state", key=key)
         container: Any = root
         for name, following in pairwise(path):
@@ -184,11 +185,12 @@ def place(root: Any, path: Path, value: Any) -> None:
     """Puts `value` at a path of `flatten`. A path has text for all keys, also for keys that are not text."""
     container = root
     for name in path[:-1]:
-        container = container[_own_name(container, name)]
-    container[_own_name(container, path[-1])] = value
+        container = container[own_name(container, name)]
+    container[own_name(container, path[-1])] = value
 
 
-def _own_name(container: Any, name: str | int) -> Any:
+def own_name(container: Any, name: str | int) -> Any:
+    """Returns the key of the container that `flatten` names so."""
     if isinstance(container, list) or name in container:
         return name
     if isinstance(name, str) and is_number(name) and (number := int(name)) in container:
@@ -196,7 +198,7 @@ def _own_name(container: Any, name: str | int) -> Any:
     return next((key for key in container if str(key) == name), name)
 
 
-def _is_path(path: object) -> bool:
+def is_path(path: object) -> bool:
     """Whether it is a name followed by names and indices."""
     return (
         isinstance(path, tuple)
@@ -212,7 +214,7 @@ def _conflict(key: str) -> UntrustedCheckpointError:
 
 def _add_empty(root: _Dict, path: Path) -> None:
     """Adds a mapping without elements, unless there is a value at its path."""
-    if not _is_path(path):
+    if not is_path(path):
         raise UntrustedCheckpointError(f"metadata gives {path!r} as a place in the state")
     container: Any = root
     for name, following in pairwise(path):

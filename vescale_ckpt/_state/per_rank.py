@@ -75,6 +75,10 @@ def name_part(rank: int, size: int) -> str:
     return f"rank_{rank}_of_{size}"
 
 
+def is_name_part(text: str) -> bool:
+    return re.fullmatch(r"rank_\d+_of_\d+", text) is not None
+
+
 def unwrap_per_rank(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Replaces each `PerRank` in a flattened state to save by this rank's value under this rank's name."""
     if not _any_in(flat):

@@ -1,0 +1,222 @@
+"""Fills containers of a state that lack elements which the checkpoint has. What containers mean is decided here alone:
+
+- An empty mapping, a list that is shorter, and None or a list in the place of a container ask for all that is stored
+  under their key. New elements are those of a load without a state: mappings are dicts, tensors are on the CPU.
+- A mapping with elements names what it asks for. Modules and optimizers decide for themselves.
+- A container of another kind than the stored one is a mismatch, and so is a container for a value, or the reverse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from copy import copy
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..errors import Mismatch
+from .application import Application
+from .flatten import is_path, nest, own_name, place, stays_whole
+from .key_selection import Selection
+from .per_rank import is_name_part
+from .structure import Path, Structure, is_number, structure_of
+
+_ONE = "one value, stored whole"
+
+
+class _Growth(NamedTuple):
+    path: tuple[Any, ...]  #: the container in the state
+    replaces: bool  #: whether a new container takes the place of the value at `path`
+    base: Path  #: the container in the checkpoint
+    paths: dict[str, Path]  #: {key of the checkpoint: path in the checkpoint} of what the container lacks
+    empty: set[Path]  #: paths of stored mappings without elements that it lacks
+
+
+class Containers:
+    """The containers of one state that is being loaded. Call `find`, load `keys`, then call `fill`."""
+
+    def __init__(
+        self,
+        application: Application,
+        metadata: Callable[[], Metadata],
+        stored: Collection[str],
+        selection: Selection,
+        of: Callable[[str, Path], str],
+    ) -> None:
+        """`metadata`: called only if a container may lack something. `stored`: the keys of the checkpoint. `of`: maps a
+        key below a path of the state to its key in the checkpoint."""
+        self._application, self._metadata, self._selection, self._of = application, metadata, selection, of
+        self._stored = frozenset(stored)
+        self._growths: list[_Growth] = []
+        self.keys: dict[str, str] = {}  #: {key of the checkpoint that a container lacks: its key in the state}
+        self.replaced: set[str] = set()  #: keys of the checkpoint for values that new containers replace
+        self.mismatched: list[Mismatch] = []
+
+    def find(self, asked: Mapping[str, Any], path_of: Callable[[str], Path]) -> None:
+        """`asked`: the selected values of the flat state, by their keys in the checkpoint."""
+        for path, value in self._open(self._application.form, ()):
+            self._look(path, value, asked, replaces=False)
+        for key, value in asked.items():
+            is_placeholder = value is None or type(value) is list
+            if is_placeholder and key not in self._stored and not self._application.closes(path_of(key)):
+                self._look(path_of(key), value, asked, replaces=True)
+
+    def conflicts(
+        self, missing: Iterable[str], asked: Mapping[str, Any], path_of: Callable[[str], Path]
+    ) -> dict[str, Mismatch]:
+        """Returns the mismatches among missing keys: the checkpoint has a container and the state a value, or the
+        reverse."""
+        found: dict[str, Mismatch] = {}
+        for key in missing:
+            if key not in asked or self._application.closes(path_of(key)):
+                continue
+            parts = key.split(".")
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            if below := self._below(key):
+                found[key] = Mismatch(key, _kind(asked[key]), _listed(below))
+            elif (
+                name := next((name for name in above if name in self._stored and name not in asked), None)
+            ) is not None:
+                known = next((entry for entry in self.mismatched if entry.key == name), None)
+                found[key] = known or Mismatch(name, f"a container with {key}", _ONE)
+        return found
+
+    def fill(self, state: Any, loaded: Mapping[str, Any]) -> None:
+        """Puts the loaded values of `keys` in their places. Stateful objects get copies of the containers that their
+        state consists of, which they may still refer to."""
+        for growth in self._growths:
+            values = {key: loaded[key] for key in growth.paths if key in loaded}
+            known = self._structure
+            kinds = None if known is None else Structure(known.numbered, known.keys, growth.empty)
+            made: Any = nest(values, growth.paths, kinds)
+            for name in growth.base:
+                made = made[own_name(made, name)]
+            form, path = self._application.form, growth.path
+            owned = self._application.owns(path)
+            if not growth.replaces:
+                target: Any = form if owned else state
+                for name in path:
+                    target = target[name]
+                target = copy(target) if owned else target
+                if isinstance(target, list):
+                    target.extend(made[len(target) :])
+                else:
+                    target.update(made)
+                made = target
+            place(form, path, made)
+            if not owned:
+                place(state, path, made)
+
+    def _open(self, container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yields the empty mappings, and the lists whose elements have keys of their own."""
+        for name, value in list(enumerate(container) if isinstance(container, list) else container.items()):
+            if isinstance(value, torch.Tensor) or not isinstance(value, (Mapping, list)):
+                continue
+            at = (*path, name)
+            if self._application.closes(at) or (isinstance(value, list) and stays_whole(value)):
+                continue
+            if isinstance(value, list) or not value:
+                yield at, value
+            yield from self._open(value, at)
+
+    def _look(self, path: tuple[Any, ...], value: Any, asked: Mapping[str, Any], replaces: bool) -> None:
+        """Decides about one container."""
+        key = name = ".".join(map(str, path))
+        with suppress(Exception):  # of a function that knows keys of values only
+            name = self._of(key, path)
+        base, paths, empty = self._tree(name, isinstance(value, list))
+        held, depth = len(value) if isinstance(value, list) and not replaces else 0, len(base)
+
+        def lacks(at: Path) -> bool:
+            return type(at[depth]) is str or at[depth] >= held if len(at) > depth else bool(value) or replaces  # type: ignore[operator]
+
+        def is_named(at: Path, stored: str) -> bool:
+            with suppress(Exception):
+                return self._of(_joined(key, at[depth:]), path) == stored
+            return False
+
+        if not replaces and not paths and not empty and name in self._stored and name in self._selection:
+            self.mismatched.append(Mismatch(name, _kind(value), _ONE))
+        paths = {k: at for k, at in paths.items() if k not in asked and lacks(at) and is_named(at, k)}
+        empty = set(filter(lacks, empty))
+        if not paths and not empty:
+            return
+        lacking = [at[depth:] for at in (*paths.values(), *empty)]
+        kinds = {type(at[0]) if at else str for at in lacking}
+        takes = {int} if isinstance(value, list) else {str} if isinstance(value, MutableMapping) else {int, str}
+        fits = kinds <= takes if isinstance(value, (list, MutableMapping)) or value is None else False
+        of_ranks = any(isinstance(part, str) and is_name_part(part) for at in lacking for part in at)
+        of_objects = any(self._application.owns((*path, i)) for i in range(held)) and not self._application.owns(path)
+        if not fits or of_ranks or of_objects:
+            found = _listed(list(paths)) if paths else "an empty mapping"
+            self.mismatched.append(Mismatch(name, _kind(value), found + " of a PerRank" * of_ranks))
+        else:
+            self._growths.append(_Growth(path, replaces, base, paths, empty))
+            self.keys.update({k: _joined(key, at[depth:]) for k, at in paths.items()})
+        if replaces:
+            self.replaced.add(name)
+
+    def _tree(self, name: str, is_list: bool) -> tuple[Path, dict[str, Path], set[Path]]:
+        """Returns the path of the container `name` in the checkpoint, and the paths of the selected keys below it and
+        of the empty mappings at it or below it."""
+        base: Path = (name,) if name else ()
+        paths: dict[str, Path] = {}
+        below, structure = self._below(name), self._structure
+        empty = () if structure is None else structure.empty
+        found = {at for at in empty if _depth(at, name) is not None and ".".join(map(str, at)) in self._selection}
+        for at in found:
+            base = at[: _depth(at, name)]
+        for key in below:
+            at = self._stored_paths.get(key, ())
+            if is_path(at) and (depth := _depth(at, name)) is not None:
+                base, paths[key] = at[:depth], at
+            else:  # of safetensors, which have no paths: the rest is one name
+                rest = key.removeprefix(f"{name}." if name else "")
+                first, _, inner = rest.partition(".")
+                relative: Path = (int(first), *filter(None, [inner])) if is_list and is_number(first) else (rest,)
+                paths[key] = (*base, *relative)
+        return base, paths, found
+
+    def _below(self, name: str) -> list[str]:
+        """Returns the selected keys of the checkpoint under a name."""
+        keys = self._sorted
+        begin, end = (bisect_left(keys, name + sign) for sign in "./") if name else (0, len(keys))
+        return [key for key in keys[begin:end] if key in self._selection]
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._stored)
+
+    @cached_property
+    def _stored_paths(self) -> Mapping[str, Any]:
+        paths = self._metadata().planner_data
+        return paths if isinstance(paths, Mapping) else {}
+
+    @cached_property
+    def _structure(self) -> Structure | None:
+        return structure_of(self._metadata())
+
+
+def _depth(path: Path, name: str) -> int | None:
+    """Returns how many elements of a path make up the name. None if it does not begin with the name."""
+    return next((end for end in range(len(path) + 1) if ".".join(map(str, path[:end])) == name), None)
+
+
+def _joined(key: str, relative: Path) -> str:
+    return ".".join((key, *map(str, relative)))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _listed(keys: list[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more under it"
