@@ -95,9 +95,11 @@ def test_what_cannot_be_filled_names_both(checkpoint: Path, saved: Any, state: A
 
 
 def test_elements_that_the_checkpoint_lacks_and_keys_that_a_mapping_does_not_ask_for(checkpoint: Path) -> None:
-    vescale_ckpt.save(checkpoint, {"h": history(1), "d": {"a": 1, "b": 2}})
-    with pytest.raises(MissingKeysError, match=r"h\.1\.loss"):
-        vescale_ckpt.load(checkpoint, {"h": history(2), "d": {}})
+    vescale_ckpt.save(checkpoint, {"h": history(2), "d": {"a": 1, "b": 2}})
+    with pytest.raises(MissingKeysError, match=r"h\.2\.loss"):
+        vescale_ckpt.load(checkpoint, {"h": history(3), "d": {}})
+    with pytest.raises(IncompatibleStateError, match=r"a list of 0.*h\.1\.loss"):
+        vescale_ckpt.load(checkpoint, {"h": []}, keys="h.1")
     state: dict[str, Any] = {"h": [], "d": {"a": 0}}
     assert vescale_ckpt.load(checkpoint, state).unexpected == ["d.b"] and state["d"] == {"a": 1}
 

@@ -474,7 +474,8 @@ class _TargetState:
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
         self._containers = containers = Containers(application, lambda: _built(metadata), stored, selection, of)
-        containers.find(values, lambda name: self._paths[self._state_keys[name]])
+        every = {name: flat[key] for name, key in by_name.items()}
+        containers.find(values.keys(), every, lambda name: self._paths[by_name[name]])
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)

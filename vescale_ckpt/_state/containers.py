@@ -56,11 +56,11 @@ class Containers:
         self.replaced: set[str] = set()  #: keys of the checkpoint for values that new containers replace
         self.mismatched: list[Mismatch] = []
 
-    def find(self, asked: Mapping[str, Any], path_of: Callable[[str], Path]) -> None:
-        """`asked`: the selected values of the flat state, by their keys in the checkpoint."""
+    def find(self, asked: Collection[str], flat: Mapping[str, Any], path_of: Callable[[str], Path]) -> None:
+        """`flat`: the values of the flat state, by their keys in the checkpoint; `asked`: those that are selected."""
         for path, value in self._open(self._application.form, ()):
             self._look(path, value, asked, replaces=False)
-        for key, value in asked.items():
+        for key, value in flat.items():
             is_placeholder = value is None or type(value) is list
             if is_placeholder and key not in self._stored and not self._application.closes(path_of(key)):
                 self._look(path_of(key), value, asked, replaces=True)
@@ -123,7 +123,7 @@ class Containers:
                 yield at, value
             yield from self._open(value, at)
 
-    def _look(self, path: tuple[Any, ...], value: Any, asked: Mapping[str, Any], replaces: bool) -> None:
+    def _look(self, path: tuple[Any, ...], value: Any, asked: Collection[str], replaces: bool) -> None:
         """Decides about one container."""
         key = name = ".".join(map(str, path))
         with suppress(Exception):  # of a function that knows keys of values only
@@ -149,6 +149,8 @@ class Containers:
         kinds = {type(at[0]) if at else str for at in lacking}
         takes = {int} if isinstance(value, list) else {str} if isinstance(value, MutableMapping) else {int, str}
         fits = kinds <= takes if isinstance(value, (list, MutableMapping)) or value is None else False
+        indices = {at[0] for at in lacking if at and isinstance(at[0], int)}
+        fits = fits and indices == set(range(held, held + len(indices)))  # else elements would have no values
         of_ranks = any(isinstance(part, str) and is_name_part(part) for at in lacking for part in at)
         of_objects = any(self._application.owns((*path, i)) for i in range(held)) and not self._application.owns(path)
         if not fits or of_ranks or of_objects:
