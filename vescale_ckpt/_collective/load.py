@@ -40,6 +40,7 @@ from .._state.old_containers import ask_for_whole, saved_as_objects, split
 from .._state.optimizer_groups import renamed_if_known
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
+from .._state.stacking import Composite
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
@@ -54,6 +55,7 @@ from ..errors import (
 from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
 from .node_files import NodeFiles
+from .transformers_forms import propose
 
 _Result = TypeVar("_Result")
 _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; other steps plan
@@ -68,13 +70,14 @@ class _Fit:
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
     advice: str = ""  #: about missing keys
+    form: str = ""  #: rules that make the checkpoint fit
 
     def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
         """The error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
         if self.missing or self.surplus:
             unexpected = {*self.unexpected}
             found = [key for key in stored if key not in unexpected]
-            hint = self.advice or advice_for_missing(self.missing, self.unexpected, found, renamed)
+            hint = self.form or self.advice or advice_for_missing(self.missing, self.unexpected, found, renamed)
             return MissingKeysError(self.missing, self.surplus, self.mismatched, hint)
         if self.mismatched:
             first, *others = self.mismatched
@@ -101,6 +104,7 @@ class _Fit:
             list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
             [key for key in dict.fromkeys(surplus) if key in common],
             next((fit.advice for fit in fits if fit.advice), ""),
+            next((fit.form for fit in fits if fit.form), ""),
         )
 
 
@@ -143,6 +147,7 @@ class CollectiveLoad:
 
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         loading = _TargetState(state, rename_function(rename), rename is None)
+        loading.proposes = self._strict and rename is None and not self._reader.stack
         try:
             metadata, checkpoint = self._metadata()
             extra = self._extra_keys(checkpoint)
@@ -413,6 +418,7 @@ class _TargetState:
     def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
         self._state = state
         self._checkpoint_key = of
+        self.proposes = False  #: whether to propose rules for missing keys
         self._same_names = same_names
         self.application = Application(state)
         self._paths: dict[str, Path] = {}
@@ -508,7 +514,16 @@ class _TargetState:
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         nowhere = selection.without_match([*stored, *values_of])
-        return planner, _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
+        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
+        if missing and self.proposes and checkpoint.format == "safetensors":
+            shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
+            tensors = [
+                Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
+                for key, entry in _built(metadata).state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            ]
+            fit.form = propose(checkpoint.root, shapes, tensors)
+        return planner, fit
 
     def hand_over(self, planner: FillPlanner) -> None:
         loaded = {*planner.state_dict, *self._of_values}
