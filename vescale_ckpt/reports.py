@@ -182,8 +182,8 @@ class StoredObject:
     """A value that is no tensor."""
 
     file: str
-    offset: int
-    bytes: int
+    offset: int  #: -1: unknown, as `bytes`
+    bytes: int  #: -1: it has no record of its own (torch.save pickles objects together)
     #: what it is, if that is a number, a text, None or a short list or mapping of these; else None
     value: Any = None
 

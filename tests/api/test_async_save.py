@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +25,14 @@ from torch import nn
 import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
+    SaveCancelledError,
     SaveFailedError,
+    SaveHandle,
     SaveInProgressError,
     SavePlanner,
     StorageFullError,
 )
+from vescale_ckpt._collective.handle import settled
 
 BOUND = 180.0  # seconds after which something counts as hung
 SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "100"))
@@ -332,3 +336,18 @@ def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
         vescale_ckpt.save(checkpoint, values, async_checkpoint=True).result(BOUND)
     assert snapshot_memory()["touched_bytes"] == memory["touched_bytes"]
     assert not checkpoint.joinpath("x").exists() and same(load(checkpoint, state(0)), state(1))
+
+
+def test_a_handle_shows_its_state(checkpoint: Path) -> None:
+    result: Future[Any] = Future()
+    staged: Future[None] = Future()
+    handle = SaveHandle(result, staged)
+    assert repr(handle) == "<SaveHandle: staging>"
+    staged.set_result(None)
+    assert repr(handle) == "<SaveHandle: writing>"
+    done = vescale_ckpt.save(checkpoint, {"w": torch.ones(2)}, async_checkpoint=True)
+    done.result()
+    assert repr(done) == f"<SaveHandle of {checkpoint}: durable>"
+    for error, ending in ((SaveCancelledError("x"), "cancelled"), (ValueError("x"), "failed: ValueError")):
+        assert repr(SaveHandle(settled(error=error), settled())) == f"<SaveHandle: {ending}>"
+    assert repr(SaveHandle.of_skipped(SaveInProgressError("x"))) == "<SaveHandle: skipped>"

@@ -118,6 +118,38 @@ def test_help_and_settings_need_no_torch(argument: str) -> None:
     assert run_without("torch", argument)
 
 
+def test_mistakes_need_no_torch(tmp_path: Path) -> None:
+    """All in one process: paths and keys that are not there, options that are incomplete."""
+    vescale_ckpt.save(tmp_path / "a", {"model": torch.ones(3), "step": 1})
+    vescale_ckpt.save(tmp_path / "run" / "step-1", {"model": torch.ones(3)})
+    lines = """
+        inspect nix; inspect a --keys modle; verify nix; diff a nix; diff a a --keys modle; stats a --keys modle
+        restorable a --like nix; list nix; latest nix; latest run --best loss; prune nix --keep 1; prune run
+        prune run --keep 0; repair nix; copy nix x; convert nix x --format dcp; convert a x.nix
+        convert a x --format dcp --keys modle; convert a x --format dcp --rename model; export nix x
+        convert a x --format dcp --rename a=b --rename-pattern b=c; convert a x --format dcp --stack a
+        export a x --key modle; bench nix; trace nix; inspect a --nix; nix; convert a x --format nix
+    """
+    code = (
+        "import sys; sys.modules['torch'] = None; from vescale_ckpt import cli\n"
+        "for line in sys.argv[1:]: print(cli.main(line.split()), line)"
+    )
+    commands = [part.strip() for line in lines.splitlines() for part in line.split(";") if part.strip()]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *commands], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(vescale_ckpt.__file__).parents[1])},
+    )  # fmt: skip
+    assert result.stdout.splitlines() == [f"2 {command}" for command in commands], result.stderr
+    assert "torch is" not in result.stderr and {*os.listdir(tmp_path)} == {"a", "run"}
+
+
+def test_objects_in_one_pickle_have_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(3), "rest": {"a": 1, "b": 2}, "c": "x"}, tmp_path / "old.pt")
+    for options in ((), ("--depth", "0"), ("--depth", "2")):
+        _, out, _ = run(capsys, "inspect", tmp_path / "old.pt", *options)
+        assert not re.search(r"-\d+ B", out) and "3, in the pickle of the file" in out
+
+
 def test_torch_does_not_say_that_there_is_no_numpy(checkpoint: Path) -> None:
     assert "2 tensors" in run_without("numpy", "stats", checkpoint)
 

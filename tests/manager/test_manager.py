@@ -1002,3 +1002,23 @@ def test_metrics_are_kept_where_the_directory_cannot_be_locked(checkpoint: Path)
         steps.failing("share a lock", OSError("no locks")).start()
         manager.save(1, small_state(2), metrics={"loss": 2.0})
         assert manager.metrics(1) == {"loss": 2.0}
+
+
+def test_a_metric_is_read_only_where_a_save_is_due(tmp_path: Path) -> None:
+    """A tensor on a device would have to be waited for. A wrong kind raises at once."""
+    read: list[str] = []
+
+    class Loss(torch.Tensor):
+        def __float__(self) -> float:
+            read.append("read")
+            return 2.0
+
+    loss = torch.ones(1).as_subclass(Loss)
+    with CheckpointManager(tmp_path, save_interval_steps=10, best="loss", best_mode="min") as manager:
+        assert manager.save(1, {"w": torch.ones(2)}, metrics={"loss": loss}) is None and not read
+        for wrong in (torch.ones(2), "low", None):
+            with pytest.raises((TypeError, ValueError, RuntimeError), match="metrics"):
+                manager.save(2, {"w": torch.ones(2)}, metrics={"loss": wrong})
+        assert manager.save(10, {"w": torch.ones(2)}, metrics={"loss": loss}) is not None
+        manager.wait()
+        assert read and manager.metrics(10) == {"loss": 2.0}

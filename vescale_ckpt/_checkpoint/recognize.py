@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from .._engine.engine_errors import named_system_errors, of_system
@@ -12,6 +13,10 @@ from .native.metadata_file import has_metadata
 from .safetensors import model_names
 
 Kind = Literal["dcp", "safetensors", "npy", "archive", "pickle"]
+Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]  #: of a conversion
+_SUFFIXES: dict[str, Format] = {
+    ".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"
+}  # fmt: skip
 
 
 def recognize(path: str) -> Kind | None:
@@ -47,3 +52,8 @@ def committed_at(path: str) -> int | None:
     storage = storage_at(path)
     found = (name for name in (METADATA_NAME, model_names.SINGLE_NAME, model_names.INDEX_NAME) if storage.has(name))
     return next((storage.stat(name).modified_ns for name in found), None)
+
+
+def format_of(path: str) -> Format | None:
+    """The format that the name of a conversion's destination implies, or None."""
+    return _SUFFIXES.get(os.path.splitext(path)[1])

@@ -9,7 +9,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import SaveInProgressError
+from ..errors import SaveCancelledError, SaveInProgressError
 from ..reports import SaveStats
 
 
@@ -53,6 +53,7 @@ class SaveHandle:
     ) -> None:
         self.staged = staged  #: a future that is done when the state may change again
         self.skipped = False  #: whether nothing was saved, because another save was running; `result` raises then
+        self.what = ""  #: path and rank, for `repr`
         self.notice = Notice()
         #: a future of the same outcome, done when all callbacks that were added before have run
         self.future: Future[SaveStats] = _SaveFuture(self.notice)
@@ -74,6 +75,18 @@ class SaveHandle:
         handle = SaveHandle(settled(error=error), settled(None))
         handle.skipped = True
         return handle
+
+    def __repr__(self) -> str:
+        error = self._result.exception() if self._result.done() else None
+        if self.skipped:
+            state = "skipped"
+        elif not self.done():
+            state = "writing" if self.staged.done() else "staging"
+        elif error is None:
+            state = "durable"
+        else:
+            state = "cancelled" if isinstance(error, SaveCancelledError) else f"failed: {type(error).__name__}"
+        return f"<{' '.join(filter(None, ('SaveHandle', self.what)))}: {state}>"
 
     def done(self) -> bool:
         """Whether the checkpoint is durable, or the save has failed."""

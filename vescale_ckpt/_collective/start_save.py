@@ -63,7 +63,7 @@ def start_save(
             if on_busy == "raise":
                 raise busy
             logger.warning("%s: this one is skipped", busy)
-            return SaveHandle.of_skipped(busy)
+            return _named(SaveHandle.of_skipped(busy), directory, process_group)
         limit = settings.timeout(timeout)
         began = time.monotonic()
         with phase("previous save"):
@@ -90,11 +90,16 @@ def start_save(
             save.release_state()
         if packed and async_checkpoint:
             timeline.returned()
-            return queue.finish_in_background(save)
+            return _named(queue.finish_in_background(save), directory, process_group)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(given))
         assert save.stats is not None
-        return SaveHandle.of_finished(save.stats)
+        return _named(SaveHandle.of_finished(save.stats), directory, process_group)
+
+
+def _named(handle: SaveHandle, directory: str, process_group: dist.ProcessGroup | None) -> SaveHandle:
+    handle.what = f"of {directory}" + (f" on rank {dist.get_rank(process_group)}" if dist.is_initialized() else "")
+    return handle
 
 
 def prepare_save(

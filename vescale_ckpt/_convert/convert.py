@@ -19,6 +19,7 @@ from .._checkpoint.check_records import Progress
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.copied_files import is_replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
+from .._checkpoint.recognize import Format
 from .._engine.engine_errors import named_system_errors, of_system
 from .._ranks.exchange import Exchange, calling
 from .._storage.open_storage import checkpoint_path, commits_whole, pinned, storage_at
@@ -28,7 +29,6 @@ from ..settings import checked_bytes, checked_flag, checked_path
 from . import formats
 from .batches import Buffers
 from .dcp_files import DcpRankFiles, pieces_of_rank
-from .formats import Format
 from .plan import DTypes, Plan, RenameRules, Stack, plan
 from .streamed_file import Files, write_file
 

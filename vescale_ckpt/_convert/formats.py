@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.open_checkpoint import numpy_is_missing
+from .._checkpoint.recognize import Format
 from .._checkpoint.safetensors.model_names import holds_export
 from .._state.flatten import nest
 from .._state.structure import Path, Structure
@@ -21,19 +22,10 @@ from .plan import Output, Plan
 from .safetensors_files import safetensors_files
 from .streamed_file import Files, OutputFile, read_whole
 
-Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
-_SUFFIXES: dict[str, Format] = {
-    ".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"
-}  # fmt: skip
 _OF_FORMAT = {
     "safetensors": re.compile(r".*\.safetensors|.*\.safetensors\.index\.json"),
     "npy": re.compile(r".*\.npy|torch_dtypes\.json"),
 }
-
-
-def format_of(path: str) -> Format | None:
-    """The format that the name of a destination implies, or None."""
-    return _SUFFIXES.get(os.path.splitext(path)[1])
 
 
 def is_part_of_export(name: str) -> bool:

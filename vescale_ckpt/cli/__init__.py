@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         _PROGRAM,
         description="Look into, check, convert and tidy checkpoints of PyTorch jobs.",
-        epilog="Exit status: 0 fine, 1 damage or a difference, 2 unusable.",
+        epilog="Exit status: 0 fine, 1 damage or a difference, 2 unusable, 3 nothing that could be verified.",
     )
     parser.add_argument("--version", action="version", version=VERSION, help="print the version")
     parser.add_argument(
@@ -94,6 +94,9 @@ def _run(options: argparse.Namespace) -> int:
         with ExitStack() as quiet:
             if getattr(options, "quiet", False):
                 quiet.enter_context(redirect_stdout(quiet.enter_context(open(os.devnull, "w"))))
+            from .check_given import check_given
+
+            check_given(options)
             status: int = getattr(import_module(f".{module}", __package__), function)(options)
             sys.stdout.flush()
         return status

@@ -20,7 +20,7 @@ def run(options: Namespace) -> int:
 
     roots = [checkpoint_path(directory) for directory in options.directories]
     for root in roots:
-        if not is_folder(root):
+        if not is_folder(root):  # of an object store
             raise FileNotFoundError(f"{root} is no directory")
     found = sorted((one for root in roots for one in listed_steps(root)), key=lambda one: one.step)
     if options.json:

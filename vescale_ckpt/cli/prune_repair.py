@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from .._checkpoint.native.step_order import path_of
 from .._storage.open_storage import checkpoint_path, is_folder
-from ..manager.clean_up import prune as prune_steps
 from ..manager.retention import Retention
 from . import output
 from .output import FINE
@@ -22,7 +21,10 @@ def prune(options: Namespace) -> int:
     root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
-    found = prune_steps(root, retention_of(options), dry_run=options.dry_run)
+    retention = retention_of(options)
+    from ..manager.clean_up import prune as prune_steps  # it imports torch
+
+    found = prune_steps(root, retention, dry_run=options.dry_run)
     if options.json:
         content = {"removed": found.removed, "kept": found.kept, "dry_run": options.dry_run}
         output.print_json("prune/1", content)

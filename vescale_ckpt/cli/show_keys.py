@@ -6,7 +6,7 @@ import math
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
 from .._observe.amounts import size
@@ -15,6 +15,7 @@ from . import output
 from .output import FINE, clean
 
 _RANK = re.compile(r"__(\d+)_")  # begins the names of data files
+_IN_A_PICKLE = "in the pickle of the file"  # torch.save stores objects together
 _MOST_OF_A_VALUE = 80  # characters
 _MOST_CHILDREN = 40  # a level shows so many; of more the first ones and the last
 
@@ -38,7 +39,7 @@ def inspect(options: Namespace) -> int:
             *([("save", info.save_id)] if info.save_id else []),
             ("saved", _saved(info)),
             ("tensors", f"{len(info.tensors):,} in {chunks:,} chunks, {size(info.bytes)}"),
-            ("objects", f"{len(info.objects):,}, {size(sum(value.bytes for value in info.objects.values()))}"),
+            ("objects", f"{len(info.objects):,}, {_size(info.objects.values())}"),
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
             ("files", f"{len(info.files):,}, {size(info.file_bytes)}"),
             *([("elsewhere", _elsewhere(info))] if info.referred_files else []),
@@ -118,14 +119,20 @@ def tree(info: CheckpointInfo, depth: int, most: float = _MOST_CHILDREN) -> Iter
                 f"{key:<{width}}  {_kind(tensor.dtype, tensor.shape)}  {size(tensor.bytes)}  {chunks}{where}{more}"
             )
         for key, value in info.objects.items():
-            yield clean(f"{key:<{width}}  object{_shown(value)}  {size(value.bytes)}  {value.file}")
+            yield clean(f"{key:<{width}}  object{_shown(value)}  {_size([value])}  {value.file}")
         return
     root = _Node()
     for key, tensor in info.tensors.items():
         _add(root, key, _kind(tensor.dtype, tensor.shape), 1, tensor.bytes)
     for key, value in info.objects.items():
-        _add(root, key, "object", 0, value.bytes, _shown(value))
+        _add(root, key, "object", 0, max(0, value.bytes), _shown(value))
     yield from _lines(root, depth, "", most)
+
+
+def _size(objects: Collection[StoredObject]) -> str:
+    """The bytes of objects, as far as each is a record of its own."""
+    known = [one.bytes for one in objects if one.bytes >= 0]
+    return size(sum(known)) if known or not objects else _IN_A_PICKLE
 
 
 def _shown(stored: StoredObject) -> str:
@@ -164,10 +171,11 @@ def _lines(node: _Node, depth: int, indent: str, most: float) -> Iterable[str]:
         while len(below.children) == 1 and not below.leaf:  # a level with one name below it takes no line of its own
             (only, below), *_ = below.children.items()
             label += "." + clean(only)
+        amount = [size(below.bytes)] if below.bytes or below.tensors else []
         each = f" each, {len(names):,} times" if len(names) > 1 else ""
         if not below.children:
             value = clean(below.value) if len(names) == 1 else ""
-            yield f"{indent}{label}  {below.leaf}{value}  {size(below.bytes)}{each}"
+            yield f"{indent}{label}  {below.leaf}{value}  {(amount or [_IN_A_PICKLE])[0]}{each}"
             continue
         counts = [f"{below.tensors:,} tensors"] if below.tensors else []
         counts += [f"{below.objects:,} objects"] if below.objects else []

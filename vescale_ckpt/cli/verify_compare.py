@@ -183,14 +183,16 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 def latest(options: Namespace) -> int:
     from .._storage.open_storage import checkpoint_path, is_folder
-    from ..manager.listing import newest_or_best
     from .prune_repair import retention_of
 
     root = checkpoint_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
+    retention = retention_of(options)
+    from ..manager.listing import newest_or_best  # it imports torch
+
     passed_over: dict[int, str] = {}
-    found = newest_or_best(root, retention_of(options), quick=not options.full, on_damage=passed_over.__setitem__)
+    found = newest_or_best(root, retention, quick=not options.full, on_damage=passed_over.__setitem__)
     step, path = (None, None) if found is None else found
     if options.json:
         output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._checkpoint.recognize import Format, format_of
 from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
-from .._convert.formats import Format, format_of
 from .._convert.model_config import fitting
 from .._convert.plan import Plan, RenameRules, Stack, plan
 from .._observe.amounts import size
 from .._storage.open_storage import checkpoint_path, commits_whole, readable_path, storage_at
 from ..errors import MissingKeysError
 from . import output
+from .check_given import no_model
 from .output import FINE, clean
 
 _CONFIG = "config.json"
@@ -30,10 +31,7 @@ _OF_CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py")  # configuratio
 def convert(options: Namespace) -> int:
     """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
-    if format is None:
-        raise ValueError(f"{options.dst}: expected --format, as the name says none")
-    if options.rename and options.rename_pattern:
-        raise ValueError("--rename and --rename-pattern exclude each other")
+    assert format is not None
     rename = (
         dict(output.pairs("--rename", options.rename))
         or output.pairs("--rename-pattern", options.rename_pattern)
@@ -52,9 +50,7 @@ def export(options: Namespace) -> int:
     try:
         status = _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export", configuration)
     except MissingKeysError as error:
-        raise MissingKeysError(
-            error.missing, hint="--key says under which name the model is; --key '' takes all that there is"
-        ) from None
+        raise no_model(error.missing) from None
     if int(os.environ.get("RANK", "0")) == 0 and not options.dst.endswith(".safetensors"):
         there = storage_at(readable_path(options.dst))
         for name, content in () if commits_whole(options.dst) else configuration.items():

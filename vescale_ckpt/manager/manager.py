@@ -289,12 +289,11 @@ class CheckpointManager:
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
 
-        `metrics`: numbers that are stored with the checkpoint, equal on all ranks. Raises ValueError if the metric that
-        `best` names is missing, and CheckpointError on all ranks if ranks give different metrics. In both cases a save
-        that a signal asked for is made without metrics.
+        `metrics`: numbers that are stored with the checkpoint, equal on all ranks. A tensor of one element is read only
+        if a save is due. Raises ValueError if the metric that `best` names is missing, and CheckpointError on all ranks
+        if ranks give different metrics. In both cases a save that a signal asked for is made without metrics.
         """
         step = self._checked(step)
-        numbers, wrong = _numbers(metrics)
         flag = self._open_signal
         options = {"gate": gate, "extra_files": extra_files, "frozen": frozen}
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
@@ -305,9 +304,9 @@ class CheckpointManager:
             else:
                 decision = self.schedule.decide(step, force, flag, self._exchange, "saving if it is due")
             if not decision.due:
-                if wrong is not None:
-                    raise wrong
+                step_metrics.check(metrics or {})
                 return None
+            numbers, wrong = _numbers(metrics)  # not before: a device may have to finish its work first
             numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
             with self._tolerating(step, CheckpointError):
                 if flag is not None and flag.has_deadline:

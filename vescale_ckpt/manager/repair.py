@@ -14,8 +14,9 @@ from .._checkpoint.native.extra_copies import write_missing
 from .._checkpoint.native.file_names import LEASE_MARKER, is_metadata_file, is_of_a_save
 from .._checkpoint.native.step_order import all_steps, path_of
 from .._checkpoint.open_checkpoint import open_checkpoint
+from .._checkpoint.recognize import format_of
 from .._checkpoint.safetensors.export_folder import left_by_exports
-from .._convert.formats import format_of, is_part_of_export
+from .._convert.formats import is_part_of_export
 from .._state.extra_files import names_in
 from .._storage import orphans
 from .._storage.open_storage import is_file, is_folder, storage_at

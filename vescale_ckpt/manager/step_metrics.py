@@ -67,6 +67,18 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def check(metrics: Mapping[str, Any]) -> None:
+    """Raises as `as_numbers` does, without reading the value of a tensor, for which its device may have to be waited
+    for."""
+    elements = {name: getattr(value, "numel", None) for name, value in metrics.items()}  # a method of tensors alone
+    as_numbers(
+        {
+            name: value if (of := elements[name]) is None or of() != 1 or value.is_complex() else 0
+            for name, value in metrics.items()
+        }
+    )
+
+
 def read(directory: str) -> dict[str, float]:
     """Returns the metrics of the checkpoint in a directory, without metrics that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""
