@@ -20,9 +20,9 @@ and no ranks. The extra `cli` ([install](install.md)) adds completion for shells
 prints the line for your `~/.bashrc` or `~/.zshrc`.
 
 Exit status: **0** fine; **1** damage, or a difference; **2** wrong usage, or nothing that can be read; **3** nothing
-that can be verified. Every command takes `--json` and then prints one document. Its field `schema` names the command
-and a version, as in `"vescale_ckpt/inspect/1"`. The other fields are listed below. NaN and infinite numbers are texts
-there. A later version may add fields; if one changes its meaning, the number rises.
+that can be verified, or values that were not compared. Every command takes `--json` and then prints one document. Its
+field `schema` names the command and a version, as in `"vescale_ckpt/inspect/1"`. The other fields are listed below. NaN
+and infinite numbers are texts there. A later version may add fields; if one changes its meaning, the number rises.
 
 No command runs code of a checkpoint. Names that come from a checkpoint are printed with control characters escaped.
 """

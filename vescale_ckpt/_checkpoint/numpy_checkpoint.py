@@ -17,11 +17,12 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
+from .._engine import _C
 from .._state.tensor_table import narrowed
 from .._storage.open_storage import is_folder, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from .archive_entries import damage_named, entries, open_archive
-from .checkpoint import Checkpoint, Read, TensorInfo, whole_in
+from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
 from .mapped_files import read_mapped
 from .seen_files import SeenFiles
 
@@ -46,6 +47,7 @@ class NumpyCheckpoint(Checkpoint):
         self.tensors: dict[str, TensorInfo] = {}
         self._last: tuple[str, torch.Tensor] | None = None  # the array that was read last, and its key
         self._archive: zipfile.ZipFile | None = None
+        self._checksums: dict[str, int] = {}  # of arrays in an archive
         is_npy = is_folder(path)
         self.format, self.root = ("npy", path) if is_npy else ("npz", os.path.dirname(path))
         (self._open_folder if is_npy else self._open_archive)()
@@ -74,8 +76,12 @@ class NumpyCheckpoint(Checkpoint):
             if entry.name.endswith(SUFFIX):
                 key = entry.name.removesuffix(SUFFIX)
                 with damage_named(self.path, key, entry.offset), archive.open(entry.name) as file:
-                    shape, dtype = _header(file)
+                    shape, is_in_order, dtype = _header(file)
                     begin = file.tell()
+                    file.seek(0)
+                    head = _C.crc32(file.read(begin))
+                if is_in_order and entry.crc >= 0:  # that of the elements, from those of the header and of both
+                    self._checksums[key] = entry.crc ^ _C.crc32_combine(head, 0, entry.bytes - begin)
                 offset = entry.offset + begin if entry.stored else -1
                 self._add(key, shape, dtype, self.path, offset, entry.bytes - begin)
 
@@ -87,6 +93,9 @@ class NumpyCheckpoint(Checkpoint):
             text = f"its header promises {prod(shape) * dtype.itemsize:,} bytes, {path} holds {length:,}"
             raise CorruptCheckpointError(f"{key}: {text}", key=key, file=path, offset=max(offset, 0))
         self.tensors[key] = whole_in(os.path.basename(path), shape, _torch_dtype(dtype, key, self._dtypes), offset)
+
+    def checksum(self, key: str, chunk: Chunk) -> int:
+        return self._checksums.get(key, -1)
 
     def close(self) -> None:
         self._last = None
@@ -129,18 +138,19 @@ def _read_member(archive: zipfile.ZipFile, key: str) -> np.ndarray[Any, Any]:
         return array
 
 
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Reads the header of a `.npy` file. Raises ValueError if it has none."""
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Reads the header of a `.npy` file: shape, whether the elements are in C's order, dtype. Raises ValueError if it
+    has none."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
     elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        shape, by_columns, dtype = np.lib.format.read_array_header_2_0(file)
     else:
         raise ValueError(f"version {version} of the format is for records")
     if not all(size >= 0 for size in shape) or prod(max(1, size) for size in shape) >= _MOST_ELEMENTS:
         raise ValueError(f"no array has shape {shape}")
-    return tuple(map(int, shape)), dtype
+    return tuple(map(int, shape)), not by_columns, dtype
 
 
 def _torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> torch.dtype:

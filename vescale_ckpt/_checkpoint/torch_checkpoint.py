@@ -18,6 +18,7 @@ from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpoin
 from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
 from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
 from .mapped_files import read_mapped, read_storage
+from .non_contiguous_records import is_in_order
 from .seen_files import SeenFiles
 
 _SHARDS = b"ShardedTensor", b"DTensor"  #: classes, as pickles name them
@@ -108,6 +109,10 @@ class TorchCheckpoint(Checkpoint):
     def _info(self, key: str, tensor: torch.Tensor) -> TensorInfo:
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize
         return whole_in(os.path.basename(self.path), tuple(tensor.shape), tensor.dtype, offset)
+
+    def checksum(self, key: str, chunk: Chunk) -> int:
+        tensor, entry = self._tensors[key], self._entry_of[key]
+        return entry.crc if entry.bytes == tensor.nbytes and is_in_order(tensor) else -1
 
     def close(self) -> None:
         self._flat, self._tensors = {}, {}

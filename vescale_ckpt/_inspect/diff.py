@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any format: keys, shapes, dtypes, and the values or their bits if asked for.
+"""Compares two checkpoints of any format: keys, shapes, dtypes, and the checksums of values; or values or bits.
 
 Values are equal if they are the same numbers: -0.0 is 0.0, and NaN is NaN whatever its bits. The real and the imaginary
 part of a complex number count separately. Bits are equal if nothing differs at all.
@@ -22,6 +22,7 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.missing_keys import suggest_rename
 from .._storage.open_storage import readable_path
+from ..errors import UntrustedCheckpointError
 from .boxes import as_numbers, values
 
 
@@ -52,12 +53,19 @@ class Diff:
     kinds: dict[str, tuple[str, str]] = field(default_factory=dict)  #: kind, dtype or shape differs: in a and in b
     objects: list[str] = field(default_factory=list)  #: objects of another value, or that cannot be compared
     values: list[ValueDifference] = field(default_factory=list)  #: one for each tensor whose values differ
-    compared: int = 0  #: tensors whose values were compared
+    checksums: list[str] = field(default_factory=list)  #: tensors whose bytes differ, by their checksums
+    #: values that were not compared: tensors without checksums or cut otherwise, objects that need code to load
+    not_compared: list[str] = field(default_factory=list)
+    compared: int = 0  #: tensors whose values or checksums were compared
     compared_bytes: int = 0
 
     @property
+    def different(self) -> bool:
+        return bool(self.only_a or self.only_b or self.kinds or self.objects or self.values or self.checksums)
+
+    @property
     def equal(self) -> bool:
-        return not (self.only_a or self.only_b or self.kinds or self.objects or self.values)
+        return not (self.different or self.not_compared)
 
 
 def diff(
@@ -66,6 +74,7 @@ def diff(
     *,
     with_values: bool = False,
     bits: bool = False,
+    checksums: bool = True,
     keys: str | Iterable[str] | None = None,
     rename: Rename | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -76,6 +85,8 @@ def diff(
         with_values: compares values too, also of tensors that differ in dtype alone. Objects are equal if their types
             are, and the values of numbers, arrays and tensors in containers; other objects say it themselves.
         bits: compares bits in place of values, except those of tensors that differ in dtype.
+        checksums: without values or bits, compares the checksums that both have of a tensor, which reads no data, and
+            objects. `not_compared` has the keys of what cannot be compared so. False: only keys, shapes and dtypes.
         keys: which keys: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
         rename: from keys of `a` to those of `b`: a function, or a mapping of keys or of prefixes up to a dot, as for
             conversions. Then `keys` are those of `a`, and all of `b` is compared with them.
@@ -86,12 +97,13 @@ def diff(
     """
     with closing(open_checkpoint(readable_path(a))) as first, closing(open_checkpoint(readable_path(b))) as second:
         selection = Selection(keys)
+        with_values = with_values or bits
         if rename is None:
-            return _diff(first, second, with_values or bits, bits, selection, progress)
+            return _diff(first, second, with_values, bits, checksums, selection, progress)
         stored = [*first.tensors, *first.objects]
         selection.check(stored)
         names = rename_keys(selection.of(stored), rename_function(rename))
-        return _diff(_Renamed(first, names), second, with_values or bits, bits, Selection(None), progress)
+        return _diff(_Renamed(first, names), second, with_values, bits, checksums, Selection(None), progress)
 
 
 class _Renamed(Checkpoint):
@@ -114,6 +126,12 @@ class _Renamed(Checkpoint):
         names = {self._key_of[name]: name for name in keys}
         return {names[key]: value for key, value in self._of.load_objects(list(names)).items()}
 
+    def checksum(self, key: str, chunk: Chunk) -> int:
+        return self._of.checksum(self._key_of[key], chunk)
+
+    def whole_checksum(self, key: str) -> int:
+        return self._of.whole_checksum(self._key_of[key])
+
     def read(self, reads: Sequence[Read]) -> None:
         self._of.read([replace(read, key=self._key_of[read.key]) for read in reads])
 
@@ -123,6 +141,7 @@ def _diff(
     b: Checkpoint,
     with_values: bool,
     bits: bool,
+    checksums: bool,
     selection: Selection,
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
@@ -143,6 +162,8 @@ def _diff(
                 result.kinds[key] = kinds_a[key], kinds_b[key]
             common.append(key)
     if not with_values:
+        if checksums:
+            _compare_checksums(a, b, [key for key in common if key not in result.kinds], result)
         return result
     tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
     found = {key: ValueDifference(key) for key in tensors}
@@ -154,6 +175,41 @@ def _diff(
     result.objects = [key for key in objects if not same(ours[key], theirs[key], bits)]
     result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
     return result
+
+
+def _compare_checksums(a: Checkpoint, b: Checkpoint, keys: Iterable[str], result: Diff) -> None:
+    """Compares what is of one kind in both: tensors by checksums, objects by values where checksums do not suffice."""
+    for key in keys:
+        if key in a.tensors:
+            found = _same_checksums(a, b, key)
+            if found is None:
+                result.not_compared.append(key)
+                continue
+            result.compared += 1
+            result.compared_bytes += a.tensors[key].bytes
+            if not found:
+                result.checksums.append(key)
+        elif not 0 <= a.objects[key].crc == b.objects[key].crc:
+            try:
+                one, other = (source.load_objects([key])[key] for source in (a, b))
+            except UntrustedCheckpointError:
+                result.not_compared.append(key)
+            else:
+                result.objects.extend([] if same(one, other, bits=True) else [key])
+
+
+def _same_checksums(a: Checkpoint, b: Checkpoint, key: str) -> bool | None:
+    """Whether a tensor's bytes have the same checksums in both; None: that is not known."""
+    one, other = (
+        {(chunk.offsets, chunk.sizes): of.checksum(key, chunk) for chunk in of.tensors[key].chunks} for of in (a, b)
+    )
+    if one.keys() == other.keys():
+        pairs = [(crc, other[box]) for box, crc in one.items()]
+    else:  # cut otherwise
+        pairs = [(a.whole_checksum(key), b.whole_checksum(key))]
+    if any(-1 not in pair and pair[0] != pair[1] for pair in pairs):
+        return False
+    return None if any(-1 in pair for pair in pairs) else True
 
 
 @dataclass
@@ -173,7 +229,7 @@ class Fit:
 
 def fit(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> Fit:
     """Compares keys, dtypes and shapes. Raises the errors of reading."""
-    found = diff(path, like)
+    found = diff(path, like, checksums=False)
     rename, renamed = suggest_rename(found.only_b, found.only_a)
     return Fit(found.only_b, found.kinds, found.only_a, rename, len(renamed))
 

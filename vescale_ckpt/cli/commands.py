@@ -107,7 +107,7 @@ COMMANDS = (
         (
             value("a", "a checkpoint", metavar="A"),
             value("b", "another one", metavar="B"),
-            flag("--values", "compare values too, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
+            flag("--values", "read and compare values, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
             flag("--bits", "compare values bit by bit, as --values otherwise"),
             _KEYS,
             _RENAME,
@@ -115,9 +115,12 @@ COMMANDS = (
             _QUIET,
             _JSON,
         ),
-        "Compares keys, shapes and dtypes. Exit status 1 if they differ. With --values equal numbers are equal; the "
-        "parts of a complex number count separately, and objects must be of one type. With --bits nothing may differ. "
-        "With --rename, --keys are keys of A, and all of B is compared with them.",
+        "Compares keys, shapes, dtypes and objects, and of tensors the checksums that are stored, which reads no "
+        "data. Exit status 1 if anything differs, be it -0.0 and 0.0; 3 if nothing does, but some values were not "
+        "compared: safetensors and .npy have no checksums of tensors, and those of shards that are no rows do not add "
+        "up. With --values all are read, and equal numbers are equal; the parts of a complex number count separately, "
+        "and objects must be of one type. With --bits nothing may differ. With --rename, --keys are keys of A, and "
+        "all of B is compared with them.",
         (
             "vescale-ckpt diff step-1000 step-2000",
             "vescale-ckpt diff --values step-1000 exported.safetensors --keys model --rename model=",
@@ -125,7 +128,8 @@ COMMANDS = (
         json=(
             "`equal`, `only_a`, `only_b`, `kinds` (by key: the kind in A and in B), `objects`, `values` (of "
             "tensors that differ: `key`, `elements`, `different`, `max_abs`, `max_rel`, `not_finite_a`, "
-            "`not_finite_b`, `unknown`), `compared`, `compared_bytes`"
+            "`not_finite_b`, `unknown`), `checksums` (tensors whose bytes differ), `not_compared`, `compared`, "
+            "`compared_bytes`"
         ),
     ),
     Command(

@@ -76,15 +76,17 @@ def diff(options: Namespace) -> int:
             options.a, options.b, with_values=options.values, bits=options.bits, keys=options.keys,
             rename=dict(output.pairs("--rename", options.rename)) or None, progress=progress,
         )  # fmt: skip
+    status = FOUND if found.different else UNVERIFIED if found.not_compared else FINE
     if options.json:
-        content = asdict(found) | {"equal": found.equal}
-        output.print_json("diff/1", content)
-        return FINE if found.equal else FOUND
+        output.print_json("diff/1", asdict(found) | {"equal": found.equal})
+        return status
     kinds = [f"differs: {clean(key)}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.kinds.items()]
     output.print_lines([f"only in A: {clean(key)}" for key in found.only_a], options)
     output.print_lines([f"only in B: {clean(key)}" for key in found.only_b], options)
     output.print_lines(kinds, options)
     output.print_lines([f"another value: {clean(key)}" for key in found.objects], options)
+    output.print_lines([f"other bytes, by checksum: {clean(key)}" for key in found.checksums], options)
+    output.print_lines([f"values not compared: {clean(key)}" for key in found.not_compared], options)
     if found.values:
         rows = [
             (
@@ -100,12 +102,12 @@ def diff(options: Namespace) -> int:
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
         output.print_table(columns, rows, right=columns[1:], lead=1)
-    compared = ""
-    if options.values or options.bits:
-        what = "bits" if options.bits else "values"
-        compared = f"; {what} of {found.compared:,} tensors compared, {size(found.compared_bytes)}"
-    print(f"{'equal' if found.equal else 'different'}{compared}")
-    return FINE if found.equal else FOUND
+    what = "bits" if options.bits else "values" if options.values else "checksums"
+    compared = f"; {what} of {found.compared:,} tensors compared, {size(found.compared_bytes)}"
+    if found.not_compared:
+        compared += f"; {len(found.not_compared):,} values not compared (--values reads them)"
+    print(f"{'different' if found.different else 'not known' if found.not_compared else 'equal'}{compared}")
+    return status
 
 
 def stats(options: Namespace) -> int:

@@ -27,6 +27,7 @@ from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpoi
 from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
+from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
 from . import metadata_check, metadata_file, metadata_pickle
@@ -193,6 +194,19 @@ class NativeCheckpoint(LoadableCheckpoint):
             transformed.add_object(name)
         transformed.read(self)
         return {name: found[name] if name in found else transformed.objects[name] for name in stored}
+
+    def checksum(self, key: str, chunk: Chunk) -> int:
+        if chunk.crc >= 0 or chunk.is_transformed:
+            return chunk.crc
+        path = data_path(self.root, chunk.file)
+        with named_system_errors(path):
+            return record_checksum(path, chunk.offset, chunk.bytes, self.tensors[key].dtype, chunk.sizes)
+
+    def whole_checksum(self, key: str) -> int:
+        for chunk in self.tensors[key].chunks[:1]:
+            if stored_class(data_path(self.root, chunk.file), chunk.offset, chunk.bytes):
+                return -1  # the checksums are those of archives
+        return super().whole_checksum(key)
 
     def read(self, reads: Sequence[Read]) -> None:
         verified, unverified, transformed = list[Part](), list[Part](), TransformedReads()
