@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from datetime import datetime
 
+from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder
+from .._checkpoint.recognize import committed_at
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,6 +32,9 @@ class BranchTracker:
         self._origin: tuple[int, Branch] | None = None  # the restored step and its branch, unless it was saved last
         self._known: dict[int, Branch] = {}  # {step: branch} that was read from disk before
         self._has_looked = False
+        self._there: set[int] = set()  # steps that were there at the beginning
+        self._ours: set[int] = set()  # steps that this manager has saved, has found when it restored, or has warned of
+        self._has_warned = False  # of another job
 
     def look(self) -> None:
         """Notes the step that was saved last before this manager saves. Later steps of other managers do not count: two
@@ -38,8 +46,9 @@ class BranchTracker:
             logger.warning("the checkpoints in %s cannot be listed now: %s", self.root, error)
 
     def _look(self) -> None:
-        last = self._order({}).last
-        self._newest = -1 if last is None else last
+        order = self._order({})
+        self._there = {*order.branches}
+        self._newest = -1 if order.last is None else order.last
         self._has_looked = True
 
     def note_restored(self, step: int) -> list[int]:
@@ -47,6 +56,7 @@ class BranchTracker:
         if not self._has_looked:
             self._look()
         order = self._order({})
+        self._ours |= order.branches.keys()
         self._branch = self._origin = None
         if order.last == step:
             self._newest = step
@@ -76,4 +86,30 @@ class BranchTracker:
         self._newest = max(self._newest, step)
         self._branch = branch
         began = branch != before and branch.number > newest.number
-        return branch, [other for other in order.abandoned_for(step, branch) if began]
+        abandoned = [other for other in order.abandoned_for(step, branch) if began]
+        if abandoned:
+            self._ours |= order.branches.keys()  # the caller warns of them
+        self._warn_of_others(step, order.branches.keys() - self._ours)
+        self._ours.add(step)
+        _saved_here.setdefault(self.root, set()).add(step)
+        return branch, abandoned
+
+    def _warn_of_others(self, step: int, others: AbstractSet[int]) -> None:
+        """Warns once before a save replaces a step of `others` or falls behind one, and if another process has saved
+        since this manager began."""
+        appeared = others - self._there - _saved_here.get(self.root, set())
+        foreign = min((other for other in others if other >= step), default=max(appeared, default=None))
+        if foreign is None or self._has_warned:
+            return
+        self._has_warned, when, path = True, "", step_order.path_of(self.root, foreign)
+        with suppress(OSError, CheckpointError):
+            if (time := committed_at(path)) is not None:
+                when = f" (at {datetime.fromtimestamp(time / 1e9).astimezone().isoformat(' ', 'seconds')})"
+        logger.warning(
+            "step %d is saved %s %s, which another job has saved%s, or an earlier one that this job has not restored. "
+            "Two jobs in one directory replace and remove each other's checkpoints: give each its own",
+            step, "over" if foreign == step else "beside", path, when,
+        )  # fmt: skip
+
+
+_saved_here: dict[str, set[int]] = {}  # {root: steps that managers of this process have saved there}
