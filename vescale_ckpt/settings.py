@@ -97,7 +97,7 @@ SETTINGS = {
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
         Setting("log", "off", "prints the package's log from this level on to standard error", choices=_LEVELS),
         Setting("progress", 0, "1: rank 0 shows how far saves and loads have come, on standard error", most=1),
-        Setting("domain", "", "what fails together with this machine, as a rack: copies go to others"),
+        Setting("domain", "", "what fails together with this machine, as a rack: copies go to others (experimental)"),
         Setting("trace", "", "directory for traces of all ranks, in Chrome's format; empty: none"),
         Setting("report_seconds", 30, "a step that takes longer is reported so often", least=1, most=_LONGEST),
     )

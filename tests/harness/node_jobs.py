@@ -96,6 +96,10 @@ class Worker:
         for worker in () if work is None else (work.uploads, work.copies):
             assert worker is None or worker.wait(BOUND)
 
+    def wait(self) -> None:
+        """Until what a save supersedes is removed."""
+        self._managers[""].wait()
+
     def settle_copies(self) -> None:
         """Waits for copies, and not for uploads."""
         self._managers[""].wait()
@@ -140,6 +144,11 @@ class Worker:
 
     def losses_survived(self) -> dict[int, int]:
         return self._managers[""].losses_survived()
+
+    def copied(self) -> int | None:
+        """The last step that has its copies."""
+        work = self._managers[""]._node_work
+        return None if work is None or work.copies is None else work.copies.complete
 
     def best_step(self) -> int | None:
         return self._managers[""].best_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from harness.machines import why_not
 from harness.node_jobs import NEVER, NodeJob, start_again, started
+from harness.node_model import Life, another_run, live
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SLOW = pytest.mark.slow
@@ -20,6 +22,11 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
     as they are at that time."""
     with started(tmp_path_factory.mktemp("three"), 3) as job:
         yield job
+
+
+@pytest.fixture(scope="module")
+def other_run(three: NodeJob) -> NodeJob:
+    return another_run(three)
 
 
 def new_job(three: NodeJob) -> NodeJob:
@@ -50,6 +57,40 @@ def found(job: NodeJob, step: int | None = None) -> tuple[int, int]:
 
 def copies(job: NodeJob, come: bool) -> None:
     job.call(*(("mend", "", "") if come else ("fail", "send copies")))
+
+
+# --- One thing after another
+
+EVENTS = [(), (0,), (1,)]  # which machines are lost, when the job is killed
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "are_running"),
+    [
+        pytest.param(*case, marks=[] if case == ((0,), (1,), True) else SLOW)
+        for case in itertools.product(EVENTS, EVENTS, (False, True))
+    ],
+)
+def test_two_things_happen(first: tuple[int, ...], second: tuple[int, ...], are_running: bool, three: NodeJob) -> None:
+    """After each restart the job saves. `are_running`: the copies of the last step are on their way then."""
+    life = Life(three, copies=1, max_to_keep=1)
+    life.save()
+    for lost in (first, second, ()):
+        for come in (True, not are_running):
+            if not come:
+                life.hold_copies()
+            life.save()
+        life.restart(lost)
+    life.end()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 40))])
+def test_anything_happens(seed: int, three: NodeJob, other_run: NodeJob) -> None:
+    life = Life(three, other_run, seed, copies=1 + seed % 2, max_to_keep=1 + seed // 2 % 3)
+    try:
+        live(life, 12)
+    finally:
+        life.end()
 
 
 # --- What retention keeps, and who decides

@@ -364,7 +364,10 @@ COMMANDS = (
                 choices=("auto", "always", "never"),
             ),
             value(
-                "--copies", "simulate a folder of each node, with copies on N others (0: none)", type=int, metavar="N"
+                "--copies",
+                "simulate a folder of each node (experimental), with copies on N others (0: none)",
+                type=int,
+                metavar="N",
             ),
             value(
                 "--domain-nodes", "with --copies: nodes of a rack (default: no racks are known)", type=int, metavar="N"

@@ -124,22 +124,23 @@ class CheckpointManager:
         local: a folder on fast disks or in memory, in front of a slower `directory` (a shared folder, or an object
             store). Saves go there, and are copied to `directory` in the background. Retention holds for both. `restore`
             and `latest` prefer the local copy of a step if it is whole. `tiers` says where each step is. The folder may
-            be one that all ranks share; then the coordinator copies. Or each node has one of its own under the same
-            path: then a node saves what its ranks hold, and the folders of all nodes together have the step. `restore`
-            brings what a node lacks from nodes that have it. Managers find out when they are made: all ranks make
-            theirs together.
+            be one that all ranks share; then the coordinator copies. Or, which is experimental, each node has one of
+            its own under the same path: then a node saves what its ranks hold, and the folders of all nodes together
+            have the step. `restore` brings what a node lacks from nodes that have it. Managers find out when they are
+            made: all ranks make theirs together. They raise `CheckpointError` if a folder has steps of another run.
         local_max_bytes: with a folder of each node, about how many bytes the checkpoints there may have. Those saved
             first are removed, whatever retention says, so that the next one has room; the one saved last stays. None:
             no limit.
         upload_bytes_per_second: with `local`, the limit for copies to `directory`, of each node that copies; 0: no
             limit.
         copies: with a folder of each node, how many other nodes get each file of a step, while training goes on.
-            Replicas that nodes have saved count. Nodes in another failure domain (`VESCALE_CKPT_DOMAIN`) come first.
-            While a step is sent, those that are saved get no copies, but the last one when the manager is closed.
+            At most all others, with a warning. Replicas that nodes have saved count. Nodes in another failure domain
+            (`VESCALE_CKPT_DOMAIN`) come first. While a step is sent, those that are saved get no copies, but the last
+            one when the manager is closed.
         copy_bytes_per_second: with `copies`, most that each node sends; 0: no limit.
         durable_interval_steps: with `local`, only steps that are multiples of it are copied to `directory`, and with a
             folder of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those
-            that are saved stay on the nodes; of those that were due, the next one is copied in place of all.
+            that are saved stay on the nodes.
     """
 
     def __init__(
@@ -626,8 +627,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Ends the manager; all ranks call it. Waits for a running save, and at most `VESCALE_CKPT_EXIT_TIMEOUT`
-        seconds each for uploads and calls of `on_commit`, and restores the signal's handler. Raises on the coordinator
-        if a checkpoint could not be uploaded, or `on_commit` failed. May be called again."""
+        seconds each for uploads with copies and calls of `on_commit`, and restores the signal's handler. Raises on the
+        coordinator if a checkpoint could not be uploaded, or `on_commit` failed. May be called again."""
         self._closed = True
         try:
             self.wait()
