@@ -95,7 +95,7 @@ class Worker:
         """The same as `save`, of the second of two steps."""
         self.save(1, step)
         deadline = time.monotonic() + _PATIENCE
-        while self._copies._last != step:
+        while self._copies.last != step:
             assert time.monotonic() < deadline, "copies do not begin"
             time.sleep(0.001)
         times = self.save(1, step + 1)

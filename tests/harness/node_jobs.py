@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 import traceback
@@ -29,6 +28,7 @@ from harness import faults, steps
 from harness.logs import logged
 from harness.machines import Machines, Ranks, make_read_only, mount_small, unmount
 from harness.states import sharded
+from harness.stores import silent_store
 from vescale_ckpt import CheckpointManager, CheckpointTimeoutError
 
 ROWS, COLUMNS = 512, 32
@@ -175,7 +175,8 @@ class Worker:
 
     def lose_packets(self) -> None:
         """From now on nothing that is sent to an object store is answered."""
-        self._silent = silent_store()
+        self._silent, environment = silent_store()
+        os.environ.update(environment)
 
     def spoil_at(self, step: str, where: str, how: str, folder: str) -> None:
         """Spoils this machine's folder when somebody comes to a step, once."""
@@ -227,19 +228,6 @@ class Worker:
 
     def make_large(self, folder: str) -> None:
         unmount(folder)
-
-
-def silent_store() -> socket.socket:
-    """What takes connections and says nothing. Requests to `s3://` go there, for the rest of the process."""
-    server = socket.create_server(("127.0.0.1", 0), backlog=1000)
-    os.environ.update(
-        AWS_ACCESS_KEY_ID="key",
-        AWS_SECRET_ACCESS_KEY="secret",
-        AWS_REGION="us-east-1",
-        AWS_ALLOW_HTTP="true",
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.getsockname()[1]}",
-    )
-    return server
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from vescale_ckpt._storage.object_store import Client
@@ -39,3 +40,15 @@ def size(url: str | Path, name: str) -> int:
 def keys(url: str | Path) -> list[str]:
     """The keys of all objects below. `names` has folders, which some servers list without an object."""
     return [found["path"] for found in Client(str(url)).all_below()]
+
+
+def silent_store() -> tuple[socket.socket, dict[str, str]]:
+    """A server that takes connections and says nothing, and the variables by which requests to `s3://` go there."""
+    server = socket.create_server(("127.0.0.1", 0), backlog=1000)
+    return server, {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+    }

@@ -422,6 +422,38 @@ def test_tiers_are_a_disk_and_another_place(arguments: dict[str, Any]) -> None:
         CheckpointManager(**arguments)
 
 
+def test_close_ends_although_the_store_loses_packets(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, environment = stores.silent_store()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "1")
+    manager = CheckpointManager("s3://bucket/run", local=local, async_checkpoint=False)
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "300")
+    monkeypatch.setenv("VESCALE_CKPT_EXIT_TIMEOUT", "1")
+    manager.save(1, state(1))
+    closing = threading.Thread(target=manager.close, daemon=True)
+    closing.start()
+    closing.join(100)
+    assert not closing.is_alive()
+    server.close()
+
+
+def test_a_local_folder_of_another_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    local = tmp_path / "local"
+    for place in ("one", "other"):
+        with CheckpointManager(tmp_path / place, local=local if place == "one" else None) as manager:
+            manager.save(1, state(1))
+    with pytest.raises(CheckpointError, match=r"has steps of run .*/one.*Move that folder away"):
+        CheckpointManager(tmp_path / "other", local=local)
+    shutil.copy(tmp_path / "one" / ".run", tmp_path / "other")  # as the error says
+    for is_known in (True, False):  # folders of older versions have no id
+        with CheckpointManager(tmp_path / "other", local=local) as manager:
+            assert manager.restore(state(0)) == 1
+        assert is_known != ("without an id of their run" in caplog.text)
+        for root in (local, tmp_path / "other"):
+            (root / ".run").unlink(missing_ok=True)
+
+
 def test_the_durable_place_may_be_a_folder(tmp_path: Path) -> None:
     local, durable = tmp_path / "local", tmp_path / "durable"
     with CheckpointManager(durable, local=local, durable_interval_steps=2) as manager:
