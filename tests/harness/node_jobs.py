@@ -174,9 +174,9 @@ class Worker:
         self._patches[-1].start()
 
     def lose_packets(self) -> None:
-        """From now on nothing that is sent to an object store is answered."""
+        """From now on nothing that is sent to an object store is answered. Until `mend`, the wait for it is short."""
         self._silent, environment = silent_store()
-        os.environ.update(environment)
+        os.environ.update(environment, VESCALE_CKPT_EXIT_TIMEOUT="3")
 
     def spoil_at(self, step: str, where: str, how: str, folder: str) -> None:
         """Spoils this machine's folder when somebody comes to a step, once."""
@@ -210,6 +210,7 @@ class Worker:
 
     def mend(self, how: str, folder: str) -> None:
         """Undoes `spoil`, as far as it can be."""
+        os.environ["VESCALE_CKPT_EXIT_TIMEOUT"] = "15"
         while self._patches:
             self._patches.pop().stop()
         if how == "no space":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 
@@ -182,6 +183,7 @@ def test_a_store_that_loses_packets_stops_no_restart(machine: int, three: NodeJo
     told = job.told()
     assert told.count("do not count now") == 0, told  # it was asked once, before
     assert "is not uploaded yet" in told
+    job.call("mend", "", "")
 
 
 # --- Another run
@@ -245,6 +247,20 @@ def test_more_copies_than_machines_are_left(three: NodeJob) -> None:
     assert job.told().count("copies=3: 3 nodes are left, so each file gets 2") == 1
     save(job, 1)
     assert job.call("losses_survived")[0] == {1: 2}
+    job.call("close")
+
+
+@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=SLOW)])
+def test_a_copy_that_was_cut_short_is_made_again(machine: int, three: NodeJob) -> None:
+    job = new_job(three)
+    job.open("shards", copies=1, durable_interval_steps=NEVER)
+    save(job, 1)
+    job.call("close")
+    for path in (job.folder(machine) / "step-1").glob("*.distcp"):
+        os.truncate(path, 100)
+    job.open("shards", copies=1, durable_interval_steps=NEVER)
+    assert found(job) == (1, 1)
+    assert job.call("losses_survived")[0] == {1: 1}
     job.call("close")
 
 

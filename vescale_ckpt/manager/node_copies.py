@@ -21,6 +21,7 @@ from .._ranks.exchange import Exchange
 from .._ranks.file_places import Places, copies_of_each
 from .._storage.open_storage import storage_at
 from .background_work import EndsWithProcess
+from .node_tier import file_ends_of, read_small_files
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,10 @@ class NodeCopies(EndsWithProcess):
 
         def tell() -> bytes:
             # Other files are of an older attempt, with which a node came back.
-            mine = checkpoint.named_files().intersection(storage.names()) if is_leader else ()
-            return json.dumps([settings.value("domain"), {name: storage.stat(name).size for name in mine}]).encode()
+            ends = file_ends_of(path, read_small_files(path)) if is_leader else {}
+            sizes = {name: storage.stat(name).size for name in ends.keys() & {*storage.names()}}
+            mine = {name: size for name, size in sizes.items() if size >= ends[name]}
+            return json.dumps([settings.value("domain"), mine]).encode()
 
         of_all = [*map(json.loads, exchange.share(exchange.together(tell, phase), phase))]
         domains = [domain for domain, _ in of_all]
