@@ -86,7 +86,7 @@ class MissingKeysError(CheckpointError):
             if keys
         ]
         parts.extend(map(str, mismatched))
-        advice = _names_for_numbers(missing, unexpected) or _other_optimizers(missing, unexpected)
+        advice = _names_for_numbers(missing, unexpected) or _other_optimizers(missing)
         parts.extend(advice or ([hint] if hint else []))
         super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
@@ -188,11 +188,11 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
     ]
 
 
-def _other_optimizers(missing: list[str], unexpected: list[str]) -> list[str]:
+def _other_optimizers(missing: list[str]) -> list[str]:
     """Returns advice for optimizers of another kind than that of the checkpoint: they have other options and state."""
     options: dict[str, dict[str, None]] = {}  # of each optimizer, in order
-    for match in map(re.compile(r"(.*?)\bparam_groups\.\d+\.(\w+)").fullmatch, missing):
-        if match and any(key.startswith(f"{match[1]}state.") for key in unexpected):
+    for match in map(re.compile(r"(.*?)\bparam_groups\.0\.(\w+)").fullmatch, missing):
+        if match and f"{match[1]}param_groups.0.params" not in missing:
             options.setdefault(match[1], {})[match[2]] = None
     return [
         f"the checkpoint has another kind of optimizer, without {some([*names])}: load into one of its kind, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def assert_same(actual: Any, expected: Any, where: str = "state") -> None:
         assert actual.keys() == expected.keys(), where
         for key, value in expected.items():
             assert_same(actual[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
+    elif isinstance(expected, list | tuple | deque):
         assert len(actual) == len(expected), where
         for index, value in enumerate(expected):
             assert_same(actual[index], value, f"{where}[{index}]")

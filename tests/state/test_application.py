@@ -260,13 +260,6 @@ def test_an_optimizer_of_two_models_and_one_of_none(checkpoint: Path) -> None:
     assert_same(fresh["other"].state_dict(), state["other"].state_dict())
 
 
-def test_an_optimizer_that_cannot_step_without_gradients_says_so(checkpoint: Path) -> None:
-    model, optimizer = trained()
-    saved(checkpoint, {"model": model, "optimizer": optimizer})
-    with pytest.raises(CheckpointError, match="LBFGS without state"):
-        vescale_ckpt.load(checkpoint, {"model": model, "optimizer": torch.optim.LBFGS(model.parameters())})
-
-
 def test_numbered_state_is_not_taken_for_none(checkpoint: Path) -> None:
     model, optimizer = trained()
     vescale_ckpt.save(checkpoint, {"model": model, "optimizer": optimizer.state_dict()})

@@ -33,14 +33,14 @@ from .._state.application import Application, optimizer_keys, saved_form
 from .._state.containers import Containers
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nest, place
-from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys
+from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, renamed_if_known
 from .._state.load_targets import allocate_targets, find_shared
 from .._state.missing_keys import advice_for_missing
 from .._state.old_containers import ask_for_whole, saved_as_objects, split
-from .._state.optimizer_groups import renamed_if_known
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
 from .._state.stacking import Composite
+from .._state.stored_entries import StoredEntries
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
@@ -244,7 +244,7 @@ class CollectiveLoad:
             application.restore(set(values))
 
         try:
-            self._together(application.prepare, "prepare")
+            self._together(lambda: application.prepare(None), "prepare")
             self._read_by(planner, application.form)
             self._together(hand_over, "hand over")
         except BaseException:
@@ -420,6 +420,7 @@ class _TargetState:
         self._checkpoint_key = of
         self.proposes = False  #: whether to propose rules for missing keys
         self._same_names = same_names
+        self._drops_prefix = False  # whether keys below "" are stored without a prefix
         self.application = Application(state)
         self._paths: dict[str, Path] = {}
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
@@ -455,27 +456,42 @@ class _TargetState:
     ) -> tuple[FillPlanner, _Fit]:
         """`extra`: keys of objects to load besides the state."""
         stored = list(filterfalse(is_extra, checkpoint.keys()))
-        present = frozenset(stored)
-        application = self.application
         # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
         below_empty = self._same_names and "" in self._state
         without_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
-
-        def of(key: str, path: Path) -> str:
-            return key[1:] if below_empty and without_prefix and path[0] == "" else self._checkpoint_key(key)
-
-        application.prepare()
-        if self._same_names:  # with renamed keys an absent key may be stored under another name
-            application.drop_absent_state(present)
-        else:
-            application.number_as_stored(present, self._checkpoint_key)
-        application.ask_for_all_groups(present, of)
+        self._drops_prefix = below_empty and without_prefix
+        application = self.application
+        entries = StoredEntries(
+            stored, lambda: _built(metadata), lambda key: self._name(key, (key.partition(".")[0],)), self._same_names
+        )
+        application.prepare(entries)
         if self._old_containers:
-            application.form = ask_for_whole(
-                application.form, lambda key: renamed_if_known(self._checkpoint_key, key) in self._old_containers
-            )
+            application.form = ask_for_whole(application.form, lambda key: entries.key(key) in self._old_containers)
+
+        def planned() -> tuple[FillPlanner, _Fit]:
+            return self._planned(metadata, checkpoint, selection, allow_cast, extra, stored, entries)
+
+        planner, fit = planned()
+        mismatched = {self._state_keys[each.key]: each.key for each in fit.mismatched if each.key in self._state_keys}
+        return planned() if application.replace_targets(mismatched) else (planner, fit)
+
+    def _name(self, key: str, path: Path) -> str:
+        """Returns the checkpoint's key for a key below a path of the state."""
+        return key[1:] if self._drops_prefix and path[0] == "" else self._checkpoint_key(key)
+
+    def _planned(
+        self,
+        metadata: Metadata,
+        checkpoint: LoadableCheckpoint,
+        selection: Selection,
+        allow_cast: bool,
+        extra: Iterable[str],
+        stored: list[str],
+        entries: StoredEntries,
+    ) -> tuple[FillPlanner, _Fit]:
+        application, of, present = self.application, self._name, entries.keys
         flat, self._paths = flatten(application.form)
-        names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if below_empty else self._checkpoint_key)
+        names = rename_keys(flat, lambda key: of(key, self._paths[key]))
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
@@ -483,6 +499,10 @@ class _TargetState:
         every = {name: flat[key] for name, key in by_name.items()}
         containers.find(values.keys(), every, lambda name: self._paths[by_name[name]])
         values = {name: value for name, value in values.items() if name not in containers.replaced}
+        for name, key in self._state_keys.items():
+            described = metadata.state_dict_metadata[name] if key in entries.made else None
+            if isinstance(described, TensorStorageMetadata):
+                _check_size(name, described, metadata, checkpoint.root)
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
         wanted.update({key: _new_value(key, _built(metadata), checkpoint.root) for key in containers.keys})
@@ -535,8 +555,7 @@ class _TargetState:
             if other in self._new and other in loaded:
                 self._place(self._paths[self._state_keys[name]], self._new[other])
         keys = {**self._containers.keys, **self._state_keys}
-        own = {keys[name] for name in loaded if name in keys}
-        self.application.restore(own, None if self._same_names else self._checkpoint_key)
+        self.application.restore({keys[name] for name in loaded if name in keys})
 
     def _place(self, path: Path, value: Any) -> None:
         place(self.application.form, path, value)

@@ -11,9 +11,6 @@ are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from copy import deepcopy
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .flatten import flatten
-from .key_selection import same_key
 from .modules import form_of, give_form
-from .optimizer_groups import StoredNames, renamed_if_known
-from .optimizers import OptimizerState
+from .optimizer_groups import StoredNames, in_groups
+from .optimizers import OptimizerState, is_nothing, load_exactly, optimizers_in
 from .per_rank import PerRank
-from .structure import Path
+from .stored_entries import StoredEntries
+from .structure import Path, is_number
 
 # These types are known to be no `Stateful`. A check against a protocol takes ten microseconds: for a flat dictionary,
 # that is more than planning takes.
@@ -97,14 +94,44 @@ class Application:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
+        self._stored: StoredEntries | None = None
         self._parts: list[_Part] = []
         self.form: dict[str, Any] = {}
 
-    def prepare(self) -> None:
-        """Makes `form`. Optimizers without state create it, because only an optimizer knows the tensors of its
-        state."""
+    def prepare(self, stored: StoredEntries | None) -> None:
+        """Makes `form`. Optimizers without state create it, because only an optimizer knows how its state is sharded.
+
+        Optimizers ask for all that the checkpoint has of them. `stored`: None if the checkpoint is unknown.
+        """
         self._parts = _find(self._state)
-        self.form = with_forms(self._state, {part.path: part.form_to_load() for part in self._parts})
+        self._stored = stored
+        self.form = with_forms(self._state, {part.path: part.form_to_load(stored) for part in self._parts})
+
+    def replace_targets(self, mismatched: Mapping[str, str]) -> bool:
+        """Replaces targets in optimizers that are of another kind or shape than what is stored. Returns whether it has
+        replaced one.
+
+        A target with the shape of a parameter keeps it if another parameter's state may be stored instead: if
+        parameters have numbers, and no state beside it has the shape of a parameter and fits. `mismatched`: {key of the
+        state: key of the checkpoint}.
+        """
+        assert self._stored is not None
+        replaced = False
+        for part in self._parts:
+            keys = [key for key in mismatched if part.is_optimizer and key.startswith(part.prefix)]
+            if not keys:
+                continue
+            flat, paths = flatten(self.form)
+            shapes = {parameter.shape for parameter in part.parameters_of("") if parameter.ndim}
+            tensors = {key: value.shape for key, value in flat.items() if isinstance(value, torch.Tensor)}
+            certain = {_parent(key) for key, shape in tensors.items() if shape in shapes and key not in mismatched}
+            for key in keys:
+                own, shape = tensors.get(key), self._stored.shape(mismatched[key])
+                may_change = own is None or shape is None or own not in shapes or part.named or _parent(key) in certain
+                if own != shape and may_change:
+                    self._stored.replace(self.form, paths[key], key, mismatched[key], part.parameters_of(key))
+                    replaced = True
+        return replaced
 
     def closed_prefixes(self, rename: Callable[[str, Path], str]) -> tuple[str, ...]:
         """Returns the checkpoint's prefixes of keys under which the form is complete: of modules, and of optimizers'
@@ -113,49 +140,25 @@ class Application:
         optimizers = [(f"{part.prefix}state.", part.path) for part in self._parts if isinstance(part, _OptimizerPart)]
         return tuple(rename(prefix, path) for prefix, path in (*modules, *optimizers))
 
-    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str, Path], str]) -> None:
-        """Changes the optimizers in `form` to ask for all stored parameter groups. `stored`: the keys of the
-        checkpoint. `rename`: maps a key below a path of the state to its key in the checkpoint."""
-        for part in self._parts:
-            if isinstance(part, _OptimizerPart):
-                part.ask_for_all_groups(stored, partial(lambda path, key: rename(key, path), part.path))
-
-    def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        """Changes the optimizers in `form` to ask only for stored state. `stored`: the keys of the checkpoint.
-
-        - Parameters get numbers if the stored keys have numbers and no names: then a plain `optimizer.state_dict()` was
-          saved.
-        - The state of a parameter is left out if the parameter is stored without any state: it had no state when the
-          optimizer was saved, and gets it at its first step.
-        """
-        for part in self._parts:
-            if isinstance(part, _OptimizerPart):
-                part.drop_absent_state(stored)
-
-    def number_as_stored(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
-        """Numbers the parameters of optimizers in `form` whose state is stored by numbers, under renamed keys."""
-        for part in self._parts:
-            if isinstance(part, _OptimizerPart):
-                part.number_as_stored(stored, rename)
-
     def closes(self, path: tuple[Any, ...]) -> bool:
         """Whether the value at a path of `form` belongs to a module or optimizer."""
-        return any(part.contains(path) for part in self._parts if isinstance(part, (_ModulePart, _OptimizerPart)))
+        return any(part.contains(path) for part in self._parts if part.is_optimizer or isinstance(part, _ModulePart))
 
     def owns(self, path: Path) -> bool:
         """Whether the value at a path of `form` belongs to one of the objects."""
         return any(part.contains(path) for part in self._parts)
 
-    def restore(self, loaded: set[str], rename: Callable[[str], str] | None = None) -> None:
-        """Gives `form` to the objects with at least one key in `loaded`. Modules come first. `rename`: maps a key of
-        the state to its key in the checkpoint; None: they are equal."""
+    def restore(self, loaded: set[str]) -> None:
+        """Gives `form` to the objects with at least one key in `loaded`. Modules come first."""
         for part in sorted(self._parts, key=lambda part: part.order):
             form: Any = self.form
             for name in part.path:
                 form = form[name]
             keys = flatten({part.key: form})[0].keys()
             if not keys or part.key in loaded or not loaded.isdisjoint(keys):
-                part.restore(form, loaded, rename)
+                if self._stored is not None and part.is_optimizer:
+                    form = self._stored.without_unread(form, part.key, loaded)
+                part.restore(form, loaded)
             else:
                 part.abandon()
 
@@ -168,12 +171,18 @@ class _Part:
     """A stateful object and its path in the state."""
 
     order = 2  #: objects of lower order are restored first
+    is_optimizer = False  #: whether it gets all that was saved of it, known after `form_to_load`
 
     def __init__(self, path: tuple[Any, ...], value: Any) -> None:
         self.path = path
         self.value = value
         self.key = ".".join(map(str, path))
         self.prefix = self.key + "."
+
+    @property
+    def named(self) -> bool:
+        """Whether its keys have the names of parameters."""
+        return False
 
     def contains(self, path: Path) -> bool:
         return len(path) >= len(self.path) and all(
@@ -183,11 +192,32 @@ class _Part:
     def form(self) -> Any:
         return self.value.state_dict()
 
-    def form_to_load(self) -> Any:
-        return self.form()
+    def form_to_load(self, stored: StoredEntries | None) -> Any:
+        form = self.form()
+        self.is_optimizer = stored is not None and _has_optimizer(self.value, form)
+        if stored is None or not self.is_optimizer:
+            return form
+        self.order = _OptimizerPart.order
+        form = _copied(form, self.key, stored)
+        names = flatten(form)[0]
+        parameters = self.parameters_of("")
+        for rest, key in stored.under(self.prefix, next(iter(names), "state")).items():
+            if rest not in names:
+                stored.ask(form, self.prefix, rest, key, parameters)
+        if stored.same_names:
+            stored.add_empty(form, self.key)
+        return form
 
-    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
-        self.value.load_state_dict(form)
+    def parameters_of(self, key: str) -> list[torch.Tensor]:
+        """Returns the parameters that may have the state under `key`."""
+        groups = chain(*(each.param_groups for each in optimizers_in(self.value)))
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def restore(self, form: Any, loaded: set[str]) -> None:
+        if self.is_optimizer:
+            load_exactly(self.value, form)
+        else:
+            self.value.load_state_dict(form)
 
     def abandon(self) -> None:
         pass
@@ -199,75 +229,187 @@ class _ModulePart(_Part):
     def form(self) -> Any:
         return form_of(self.value)
 
-    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
+    def restore(self, form: Any, loaded: set[str]) -> None:
         give_form(self.value, form, {name for name in form if self.prefix + name in loaded}, self.key)
 
 
 class _OptimizerPart(_Part):
     order = 1
+    is_optimizer = True
 
     def __init__(self, path: tuple[Any, ...], value: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
         super().__init__(path, value)
         self.state = OptimizerState(value, modules)
-        self.asked: dict[str, Any] = {}  # the form that the load fills
+        self._had: set[Any] = set()  # names of parameters with a state before the load
+        self._names: dict[Any, Any] = {}  # {name: parameter}
+        self._groups: list[dict[str, Any]] = []  # the optimizer's own
+        self._of_parameters: dict[Any, dict[str, str]] = {}  # {name: {end of the key: key}} of what is stored
+        self._without_state: set[Any] = set()  # names of parameters that were saved with an empty state
+        self._renames: Callable[[str], str] | None = None  # maps keys of the state to those of the checkpoint
+
+    def parameters_of(self, key: str) -> list[torch.Tensor]:
+        of_key = [each for name, each in self._names.items() if f"{key}.".startswith(f"{self.prefix}state.{name}.")]
+        return [parameter for parameter in (of_key if key else self._names.values()) if parameter is not None]
+
+    @property
+    def named(self) -> bool:
+        return self.state.named
 
     def form(self) -> Any:
         return self.state.form()
 
-    def form_to_load(self) -> Any:
-        self.state.give_state()
-        self.asked = _with_own_settings(self.form())
-        return self.asked
+    def form_to_load(self, stored: StoredEntries | None) -> Any:
+        own = self.form()
+        if stored is None:
+            self._know(own)
+            self.state.give_state({each for each in self._names.values() if each is None or each.requires_grad})
+            form = _with_own_settings(self.form())
+            self._groups = form["param_groups"]
+            return form
+        self._renames = None if stored.same_names else stored.key
+        found = stored.under(self.prefix, "param_groups.0.params")
+        of_parameters = self._stored_state(own, found, stored)
+        if not of_parameters and self.state.named:
+            by_number = self.value.state_dict()
+            if numbered := self._stored_state(by_number, found, stored):
+                self.state.number()
+                own, of_parameters = by_number, numbered
+        self._know(own)
+        self._of_parameters = of_parameters
+        strange = bool(not of_parameters and not self.state.named and any(rest.startswith("state.") for rest in found))
 
-    def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        if self.number_as_stored(stored, same_key):
-            return
-        finds = self._finds(self.asked, stored, same_key)
-        if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
-            self._drop_absent(stored, same_key)
+        def may_have_state(name: Any) -> bool:
+            if name in of_parameters or strange or (self.state.named and not stored.same_names):
+                return True
+            return (self.state.key_of(name) or stored.key(f"{self.prefix}param_groups.0.params")) not in stored.keys
 
-    def number_as_stored(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> bool:
-        if self.state.named and self._finds(self.asked, stored, rename):
-            return False
-        by_number = self.value.state_dict()
-        if not self._finds(by_number, stored, rename):
-            return False
-        self.state.number()
-        self.asked.update(_with_own_settings(by_number))
-        self._drop_absent(stored, rename)
-        return True
-
-    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
-        groups = self.asked["param_groups"]
-        while groups:
-            prefix = f"{self.prefix}param_groups.{len(groups)}."
-            found = {
-                name: value for name, value in groups[-1].items() if renamed_if_known(rename, prefix + name) in stored
+        self.state.give_state(
+            {
+                parameter
+                for name, parameter in self._names.items()
+                if name in of_parameters or ((parameter is None or parameter.requires_grad) and may_have_state(name))
             }
-            if "params" not in found:
-                break
-            groups.append({**{name: deepcopy(value) for name, value in found.items()}, "params": []})
+        )
+        form = _with_own_settings(_copied(self.form(), self.key, stored))
+        self._groups = [dict(group) for group in form["param_groups"]]
+        for name in self._names.keys() - of_parameters.keys():
+            if not may_have_state(name):
+                form["state"].pop(name, None)
+                if stored.is_empty(stored.key(f"{self.prefix}state.{name}")):
+                    form["state"][name] = {}
+                    self._without_state.add(name)
+        self._ask_for_all(form, found, stored)
+        if stored.same_names:
+            stored.add_empty(form, self.key)
+        return form
 
-    def _drop_absent(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
-        for name, values in list(self.asked["state"].items()):
-            saved_with = self.state.key_of(name) or renamed_if_known(rename, f"{self.prefix}param_groups.0.params")
-            keys = [renamed_if_known(rename, key) for key in self._keys(name, values)]
-            if saved_with in stored and stored.isdisjoint(keys):
-                del self.asked["state"][name]
+    def _know(self, form: Mapping[str, Any]) -> None:
+        self._names = self.state.by_name(form)
+        self._had = {name for name, values in form["state"].items() if not is_nothing(values)}
 
-    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
-        stored = None if rename is None else StoredNames(self.prefix, rename, self.state.key_of, loaded)
-        self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key, stored)
+    def _stored_state(
+        self, form: Mapping[str, Any], found: Mapping[str, str], stored: StoredEntries
+    ) -> dict[Any, dict[str, str]]:
+        """Returns {name: {rest of the key: key of the checkpoint}} of the stored state of parameters in `form`."""
+        names = {str(name): name for group in form["param_groups"] for name in group["params"]}
+        if not stored.same_names:
+            start = stored.key(f"{self.prefix}param_groups.0.params").removesuffix("param_groups.0.params") + "state."
+            renamed = {stored.key(f"{self.prefix}state.{name}.step"): name for name in names.values()}
+            names = {key.removeprefix(start).removesuffix(".step"): name for key, name in renamed.items()}
+        result: dict[Any, dict[str, str]] = {}
+        for rest, key in found.items():
+            if rest.startswith("state."):
+                end = len(rest)
+                while end > 0 and rest[6:end] not in names:
+                    end = rest.rfind(".", 6, end)
+                if end > 0:
+                    name, part = names[rest[6:end]], rest[end:]
+                    if part.count(".") > 1 and str(stored.names(key, rest)[0][1]) != rest[6:end]:
+                        continue  # of a parameter whose name begins like this one, as 0.weight for 0
+                    if stored.key(f"{self.prefix}state.{name}{part}") == key:
+                        result.setdefault(name, {})[part] = key
+        return result
 
-    def _finds(self, form: Mapping[str, Any], stored: AbstractSet[str], rename: Callable[[str], str]) -> bool:
-        keys = chain.from_iterable(self._keys(name, values) for name, values in form["state"].items())
-        return any(renamed_if_known(rename, key) in stored for key in keys)
+    def _ask_for_all(
+        self,
+        form: dict[str, Any],
+        found: Mapping[str, str],
+        stored: StoredEntries,
+    ) -> None:
+        names = flatten({self.key: form})[0]
+        is_larger = False  # whether some parameter is stored with more than this optimizer makes
+        for name, parts in self._of_parameters.items():
+            prefix = f"{self.prefix}state.{name}"
+            for part, key in parts.items():
+                if prefix + part not in names:
+                    stored.ask(form["state"], prefix, part, key, self.parameters_of(prefix), name)
+                    is_larger = True
+        for index, group in enumerate(form["param_groups"]):
+            prefix = f"{self.prefix}param_groups.{index}."
+            if not is_larger and stored.key(f"{prefix}params") in stored.keys:  # else another class may have saved it
+                for name in [name for name, value in group.items() if not stored.has(prefix + name, value)]:
+                    del group[name]
+        taken = {key for parts in self._of_parameters.values() for key in parts.values()}
+        for rest, key in found.items():
+            if key in taken or self.prefix + rest in names or stored.key(self.prefix + rest) != key:
+                continue
+            first, *others = rest.split(".", 2)
+            if first == "param_groups" and len(others) == 2:
+                index = int(others[0])
+                form["param_groups"] += [{} for _ in range(len(form["param_groups"]), index + 1)]
+                stored.ask(form["param_groups"][index], f"{self.prefix}{first}.{index}.", others[1], key, ())
+            elif first != "state" or self._is_of_no_parameter(rest[len("state.") :], stored):
+                stored.ask(form, self.prefix, rest, key, ())
 
-    def _keys(self, name: Any, values: Mapping[str, Any]) -> list[str]:
-        return [f"{self.prefix}state.{name}.{key}" for key in flatten(values)[0]]
+    def _is_of_no_parameter(self, rest: str, stored: StoredEntries) -> bool:
+        """Whether stored state that is not of the optimizer's parameters is of no parameter of other ranks either.
+        `rest`: the end of its key."""
+        if not self.state.named:
+            name, dot, _ = rest.partition(".")
+            return not is_number(name) and (bool(self._of_parameters) or not dot)
+        keys = [self.state.key_of(rest[:end]) for end, letter in enumerate(f"{rest}.") if letter == "."]
+        return stored.keys.isdisjoint(key for key in keys if key is not None)
+
+    def restore(self, form: Any, loaded: set[str]) -> None:
+        renamed = None if self._renames is None else StoredNames(self.prefix, self._renames, self.state.key_of, loaded)
+        state = form["state"]
+        # leaves out state that was made to load into and was not filled
+        names = {
+            name
+            for name in state.keys() & self._names.keys()
+            if name in self._had | self._without_state or not loaded.isdisjoint(self._keys(name, state[name]))
+        }
+        saved = form["param_groups"]
+        for index, own in enumerate([] if f"{self.prefix}param_groups" in loaded else self._groups):
+            if loaded.isdisjoint(flatten({f"{self.prefix}param_groups.{index}": saved[index]})[0]):
+                saved[index] = own
+        saved = [group for group in saved if "params" in group]  # parts of groups may have been selected
+        own_names = [{"params": group["params"]} for group in self._groups]
+        groups = in_groups(
+            own_names, saved, self.key, {n: state[n] for n in names if isinstance(state[n], dict)}, renamed
+        )
+        kept = {name: values for name, values in state.items() if name in names or name not in self._names}
+        self.state.restore({**form, "state": kept, "param_groups": groups}, names)
+
+    def _keys(self, name: Any, values: Any) -> list[str]:
+        return list(flatten({f"{self.prefix}state.{name}": values})[0])
 
     def abandon(self) -> None:
         self.state.take_back()
+
+
+def _copied(form: Any, key: str, stored: StoredEntries) -> Any:
+    """Returns a form with containers of its own. Lists, except that of the groups, end where the stored ones do."""
+    if isinstance(form, Mapping):
+        return {name: _copied(value, f"{key}.{name}", stored) for name, value in form.items()}
+    if type(form) is not list:
+        return form
+    elements = [_copied(value, f"{key}.{index}", stored) for index, value in enumerate(form)]
+    if key.endswith(".param_groups") or key in flatten({key: elements})[0]:
+        return elements  # that list, or one that is saved whole
+    while elements and not stored.has(f"{key}.{len(elements) - 1}", elements[-1]):
+        del elements[-1]
+    return elements
 
 
 def _with_own_settings(form: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +442,28 @@ def _has_usual_state(optimizer: Optimizer) -> bool:
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
     form = optimizer.state_dict()
-    return isinstance(form, Mapping) and "state" in form and "param_groups" in form
+    if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
+        return False
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    return all(number in range(count) for group in form["param_groups"] for number in group["params"])
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _has_optimizer(value: Any, form: Any) -> bool:
+    """Whether an object of another class is or holds optimizers: wrappers of them, and what other libraries call one.
+    Not if its keys are those of torch's functions with dots: these name all that this rank holds."""
+    if not isinstance(form, Mapping) or any(str(name).startswith(("state.", "param_groups.")) for name in form):
+        return False
+    return hasattr(value, "param_groups") or _nests_state(form)
+
+
+def _nests_state(form: Any) -> bool:
+    if isinstance(form, Mapping):
+        return {"state", "param_groups"} <= form.keys() or any(map(_nests_state, form.values()))
+    return type(form) is list and any(map(_nests_state, form))
 
 
 def _objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -76,7 +76,7 @@ class Containers:
                 continue
             parts = key.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            if below := self._below(key):
+            if (below := self._below(key)) and not any(is_name_part(name[len(key) + 1 :]) for name in below):
                 found[key] = Mismatch(key, _kind(asked[key]), _listed(below))
             elif (
                 name := next((name for name in above if name in self._stored and name not in asked), None)
@@ -153,6 +153,8 @@ class Containers:
         fits = fits and indices == set(range(held, held + len(indices)))  # else elements would have no values
         of_ranks = any(isinstance(part, str) and is_name_part(part) for at in lacking for part in at)
         of_objects = any(self._application.owns((*path, i)) for i in range(held)) and not self._application.owns(path)
+        if replaces and all(at and is_name_part(str(at[0])) for at in lacking):
+            return  # the key is missing, and the error proposes a PerRank
         if not fits or of_ranks or of_objects:
             found = _listed(list(paths)) if paths else "an empty mapping"
             self.mismatched.append(Mismatch(name, _kind(value), found + " of a PerRank" * of_ranks))

@@ -122,6 +122,14 @@ def rename_keys(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]
     return result
 
 
+def renamed_if_known(rename: Callable[[str], str], key: str) -> str:
+    """Returns the checkpoint's key for a key that the state may lack. Empty if `rename` raises for such a key."""
+    try:
+        return rename(key)
+    except Exception:
+        return ""
+
+
 def _by_prefix(mapping: Mapping[str, str]) -> Callable[[str], str]:
     def of(key: str) -> str:
         end = len(key)

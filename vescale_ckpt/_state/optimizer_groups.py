@@ -14,7 +14,7 @@ class StoredNames:
     """The names of an optimizer's parameters in a checkpoint with renamed keys.
 
     prefix: the prefix of the optimizer's keys in the state, with a dot at its end.
-    rename: returns the key of the checkpoint for a key of the state.
+    rename: returns the key of the checkpoint for a key of the state. Empty for a key that it cannot map.
     parameter_key: returns the key of a parameter of that name in its module; None if parameters are numbered.
     loaded: the keys of the state that were loaded.
     """
@@ -28,7 +28,7 @@ class StoredNames:
     ) -> None:
         self._prefix, self._rename, self._parameter_key, self._loaded = prefix, rename, parameter_key, loaded
         groups_key = "param_groups.0.params"
-        of_groups = self._renamed(prefix + groups_key)
+        of_groups = self._rename(prefix + groups_key)
         # The prefix of the checkpoint's keys of parameters' state; None if it cannot be known.
         self._state_prefix = f"{of_groups.removesuffix(groups_key)}state." if of_groups.endswith(groups_key) else None
 
@@ -41,7 +41,7 @@ class StoredNames:
 
     def _by_state(self, name: Any, values: Mapping[str, Any]) -> str:
         part = next(iter(flatten(values)[0]), "step")
-        key = self._renamed(f"{self._prefix}state.{name}.{part}")
+        key = self._rename(f"{self._prefix}state.{name}.{part}")
         if self._state_prefix is None or not (key.startswith(self._state_prefix) and key.endswith(f".{part}")):
             return ""
         return key.removeprefix(self._state_prefix).removesuffix(f".{part}")
@@ -49,23 +49,12 @@ class StoredNames:
     def _by_module(self, name: Any) -> list[str]:
         """Returns possible names by the parameter's key in its module: names within a module lack the first parts."""
         key = self._parameter_key(name)
-        parts = [] if key is None else self._renamed(key).split(".")
+        parts = [] if key is None else self._rename(key).split(".")
         return [".".join(parts[at:]) for at in range(len(parts))]
 
     def is_stored(self, name: Any, values: Mapping[str, Any]) -> bool:
         """Whether some state of the parameter was loaded."""
         return any(f"{self._prefix}state.{name}.{part}" in self._loaded for part in flatten(values)[0])
-
-    def _renamed(self, key: str) -> str:
-        return renamed_if_known(self._rename, key)
-
-
-def renamed_if_known(rename: Callable[[str], str], key: str) -> str:
-    """Returns the checkpoint's key for a key that the state may lack. Empty if `rename` raises for such a key."""
-    try:
-        return rename(key)
-    except Exception:
-        return ""
 
 
 def in_groups(

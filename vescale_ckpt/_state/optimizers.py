@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .optimizer_groups import StoredNames, in_groups
 
 #: Wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold the wrapped module as a child of such a name.
 _WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -73,71 +75,78 @@ class OptimizerState:
         self._module, self._prefixes = None, {}
 
     def form(self) -> dict[str, Any]:
-        """`{"state": {name: …}, "param_groups": [{"params": [name, …], …}, …]}`."""
+        """`{"state": {name: …}, "param_groups": [{"params": [name, …], …}, …]}`, and what else the optimizer saves.
+
+        State of no parameter, as under `optimizer.state["k"]`, keeps its key. Raises `CheckpointError` if such a key is
+        the name of a parameter.
+        """
         optimizer, module = self._optimizer, self._module
-        if module is not None and is_wrapped(module):
-            with _StateLeftAlone(optimizer):
-                return get_optimizer_state_dict(module, optimizer)
         form = optimizer.state_dict()
         if module is None:
             return form
-        names = self._names(module)
-        form["state"] = {names[number]: values for number, values in form["state"].items()}
-        for group in form["param_groups"]:
-            group["params"] = [names[number] for number in group["params"]]
-        return form
+        of_parameters = {number: values for number, values in form["state"].items() if type(number) is int}
+        if is_wrapped(module):
+            seen_by_torch = _SeenByTorch(optimizer, {**form, "state": of_parameters})
+            named: Any = get_optimizer_state_dict(module, [seen_by_torch])  # type: ignore[list-item]
+        else:
+            names = self._names(module)
+            groups = [{**group, "params": [names[i] for i in group["params"]]} for group in form["param_groups"]]
+            state = {names[number]: values for number, values in of_parameters.items()}
+            named = {"state": state, "param_groups": groups}
+        others = {name: values for name, values in form["state"].items() if type(name) is not int}
+        if twice := others.keys() & named["state"].keys():
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.state has a parameter and something else as {min(twice)!r}"
+            )
+        return {**form, **named, "state": {**named["state"], **others}}
 
-    def restore(
-        self,
-        form: dict[str, Any],
-        was_loaded: Callable[[Any, Mapping[str, Any]], bool],
-        key: str,
-        stored_names: StoredNames | None,
-    ) -> None:
-        """Gives the optimizer the state that was loaded into `form`. Older state that was not loaded stays.
+    def restore(self, form: dict[str, Any], names: AbstractSet[Any]) -> None:
+        """Gives the optimizer a form that a load has filled. `names`: the names of parameters in it.
 
-        `stored_names`: None if keys are not renamed. Raises `IncompatibleStateError` if the saved parameters were
-        grouped in another way, or if the renamed names do not show how.
+        The optimizer gets the whole of it by its own `load_state_dict`. Settings of its groups that are not in `form`,
+        and that `load_state_dict` does not set, stay.
         """
         optimizer, module = self._optimizer, self._module
-        of_parameters = form["state"]
-        if self._before is not None:  # leaves out state that `give_state` made and the load did not fill
-            had = self._named_before()
-            of_parameters = {
-                name: values for name, values in of_parameters.items() if name in had or was_loaded(name, values)
-            }
-        own = self.form()["param_groups"]
-        groups = in_groups(own, form["param_groups"], key, of_parameters, stored_names)
-        form = {"state": of_parameters, "param_groups": groups}
-        if module is not None and is_wrapped(module):
-            with _StateLeftAlone(optimizer):
-                options = StateDictOptions(strict=False)  # parameters without state are no error
-                set_optimizer_state_dict(module, optimizer, form, options=options)
+        own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        of_parameters = {name: values for name, values in form["state"].items() if name in names}
+        others = {name: values for name, values in form["state"].items() if name not in names}
+        if module is not None and FullyShardedDataParallel.fsdp_modules(module):
+            seen_by_torch = _SeenByTorch(optimizer, {})
+            named = {"state": of_parameters, "param_groups": form["param_groups"]}
+            options = StateDictOptions(strict=False)  # parameters without state are no error
+            set_optimizer_state_dict(module, [seen_by_torch], named, options=options)  # type: ignore[list-item]
+            form = {**form, **seen_by_torch.loaded}
         else:
-            numbers = {name: number for number, name in enumerate(chain(*(group["params"] for group in groups)))}
-            form["state"] = {numbers[name]: values for name, values in of_parameters.items()}
-            for group in groups:
-                group["params"] = [numbers[name] for name in group["params"]]
-            optimizer.load_state_dict(form)
+            in_order = chain(*(group["params"] for group in form["param_groups"]))
+            numbers = {name: number for number, name in enumerate(in_order)}
+            groups = form["param_groups"]
+            form = {
+                **form,
+                "state": {numbers[name]: values for name, values in of_parameters.items()},
+                "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+            }
         self._before = None
+        load_exactly(optimizer, {**form, "state": {**form["state"], **others}})
+        for group, settings in zip(optimizer.param_groups, own, strict=True):
+            for name, value in settings.items():
+                group.setdefault(name, value)
 
-    def give_state(self) -> None:
-        """Creates the state of parameters that have none, without changing the parameters. Takes a step with gradients,
-        learning rate and weight decay of zero, without hooks and schedulers."""
+    def give_state(self, lacking: AbstractSet[Any]) -> None:
+        """Creates the state of the parameters `lacking` that have none, without changing the parameters. Takes a step
+        with gradients, learning rate and weight decay of zero, without hooks and schedulers. An optimizer that cannot
+        take such a step is left as it was."""
         optimizer = self._optimizer
-        lacking = {p for p in self._parameters() if p.requires_grad and not optimizer.state.get(p)}
+        if None in lacking:  # names of parts of flat parameters
+            lacking = {parameter for parameter in self._parameters() if parameter.requires_grad}
+        lacking = {parameter for parameter in lacking if is_nothing(optimizer.state.get(parameter))}
         if not lacking:
             return
         self._before = dict(optimizer.state)
+        attributes = dict(vars(optimizer))
         gradients = {parameter: parameter.grad for parameter in self._parameters()}
         settings = [dict(group) for group in optimizer.param_groups]
-        # In a group without a learning rate a step may change parameters: their values are copied back afterwards.
-        values = {
-            parameter: parameter.detach().clone()
-            for group in optimizer.param_groups
-            if "lr" not in group
-            for parameter in group["params"]
-        }
+        # Some optimizers change parameters by other settings than these.
+        values = {parameter: parameter.detach().clone() for parameter in gradients}
         step = type(optimizer).step
         if getattr(step, "hooked", False):
             step = getattr(step, "__wrapped__", step)
@@ -150,14 +159,13 @@ class OptimizerState:
             # The step makes its counters on the default device. On "meta" it could not read them.
             with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
                 step(optimizer)
-        except Exception as error:
+        except Exception:
             self.take_back()
-            raise CheckpointError(
-                f"a {type(optimizer).__name__} without state cannot be loaded into, because a step with gradients of "
-                f"zero fails: take a step before ({type(error).__name__}: {error})"
-            ) from error
         finally:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)  # counters beside the state
             for group, before in zip(optimizer.param_groups, settings, strict=True):
+                group.clear()
                 group.update(before)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -172,6 +180,12 @@ class OptimizerState:
             self._optimizer.state.update(self._before)
             self._before = None
 
+    def by_name(self, form: Mapping[str, Any]) -> dict[Any, nn.Parameter | None]:
+        """Returns {name: parameter} of all names in `form`. None for a name that is a part of a flat parameter."""
+        names = list(chain(*(group["params"] for group in form["param_groups"])))
+        parameters = self._parameters()
+        return dict(zip(names, parameters, strict=True)) if len(names) == len(parameters) else dict.fromkeys(names)
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
@@ -180,27 +194,84 @@ class OptimizerState:
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [names[parameter] for parameter in self._parameters()]
 
-    def _named_before(self) -> set[Any]:
-        """Names of parameters that had a state before `give_state`."""
-        assert self._before is not None
-        had = [bool(self._before.get(parameter)) for parameter in self._parameters()]
-        names = chain(*(group["params"] for group in self.form()["param_groups"]))
-        return {name for name, it_had in zip(names, had, strict=True) if it_had}
+
+def is_nothing(state: Any) -> bool:
+    """Whether a parameter's state is absent or empty. It may be anything, a tensor as well."""
+    return state is None or (isinstance(state, Mapping) and not state)
 
 
-class _StateLeftAlone:
-    """A context in which torch's functions take no step with an optimizer without state. One parameter gets a gradient
-    meanwhile: if any parameter has one, torch takes no step."""
+class _SeenByTorch:
+    """What torch's functions see of an optimizer: they name its state, but neither step nor load it."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        needed = not optimizer.state and all(parameter.grad is None for parameter in parameters)
-        self._marked = min(parameters, key=torch.Tensor.numel) if needed and parameters else None
+    def __init__(self, optimizer: Optimizer, form: dict[str, Any]) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state = {None: None}  # torch takes a step if it is empty
+        self.loaded: dict[str, Any] = {}
+        self._form = form
 
-    def __enter__(self) -> None:
-        if self._marked is not None:
-            self._marked.grad = torch.zeros_like(self._marked)
+    def state_dict(self) -> dict[str, Any]:
+        return self._form
 
-    def __exit__(self, *error: object) -> None:
-        if self._marked is not None:
-            self._marked.grad = None
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+# --- What was saved is what is loaded
+
+
+def load_exactly(optimizer: Any, form: Mapping[str, Any]) -> None:
+    """Calls `optimizer.load_state_dict(form)`, without the casts of torch's own.
+
+    That casts state to the dtype of its parameter, which loses float32 copies beside bfloat16 parameters, and makes
+    text and queues anew from their elements. This is undone as soon as it is done, so that what a subclass does before
+    and after it counts.
+    """
+    given: dict[int, dict[str, Any]] = {}
+
+    def note(each: Optimizer, form: dict[str, Any]) -> None:
+        given[id(each)] = form
+
+    def put_back(each: Optimizer) -> None:
+        form = given.pop(id(each), None)
+        if form is None:  # done: a wrapper hands its hooks on
+            return
+        names, parameters = (
+            chain(*(group["params"] for group in groups)) for groups in (form["param_groups"], each.param_groups)
+        )
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in form["state"] and parameter in each.state:
+                each.state[parameter] = _as_given(form["state"][name], each.state[parameter])
+
+    with contextlib.ExitStack() as hooks:
+        for each in optimizers_in(optimizer):
+            with contextlib.suppress(AttributeError):  # it did not call the constructor of torch's class
+                hooks.callback(each.register_load_state_dict_pre_hook(note).remove)
+                hooks.callback(each.register_load_state_dict_post_hook(put_back, prepend=True).remove)
+        optimizer.load_state_dict(form)
+
+
+def _as_given(given: Any, cast: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.to(cast.device) if isinstance(cast, torch.Tensor) and cast.dtype != given.dtype else cast
+    if isinstance(given, dict) and isinstance(cast, dict):
+        cast.update({name: _as_given(value, cast[name]) for name, value in given.items() if name in cast})
+        return cast
+    if isinstance(given, (list, tuple, deque)) and type(given) is type(cast) and len(given) == len(cast):
+        elements = map(_as_given, given, cast)
+        return deque(elements, given.maxlen) if isinstance(given, deque) else type(given)(elements)
+    return given if isinstance(given, str) else cast
+
+
+def optimizers_in(value: Any) -> list[Any]:
+    """Returns `value` if it has parameter groups, and all such objects among its attributes and theirs."""
+    found: list[Any] = []
+    pending, seen = [value], set()
+    while pending:
+        each = pending.pop()
+        if id(each) not in seen and (each is value or hasattr(each, "param_groups")):
+            seen.add(id(each))
+            if hasattr(each, "param_groups"):
+                found.append(each)
+            for part in vars(each).values() if hasattr(each, "__dict__") else ():
+                pending += part if type(part) in (list, tuple) else part.values() if type(part) is dict else [part]
+    return found

@@ -1,0 +1,169 @@
+"""Asks a checkpoint for what it has of an object, beyond the state that the object shows before a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from .flatten import flatten, own_name
+from .key_selection import renamed_if_known
+from .structure import Path, Structure, is_number, structure_of
+
+
+class StoredEntries:
+    """The keys of a checkpoint. Reads its metadata only where an object's own state lacks a key: metadata of thousands
+    of ranks take seconds to build."""
+
+    def __init__(
+        self, keys: Sequence[str], metadata: Callable[[], Metadata], rename: Callable[[str], str], same_names: bool
+    ) -> None:
+        """`rename`: maps a key of the state to its key in the checkpoint. `same_names`: the caller renames no keys."""
+        self.keys = frozenset(keys)
+        self.same_names = same_names
+        self.made: set[str] = set()  #: keys of the state whose targets were made from the metadata
+        self._in_order = keys
+        self._read_metadata = metadata
+        self._rename = rename
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return self._read_metadata()
+
+    @cached_property
+    def _structure(self) -> Structure | None:
+        return structure_of(self._metadata)
+
+    def key(self, key: str) -> str:
+        """Returns the checkpoint's key for a key that the state may lack. Empty if `rename` raises for such a key."""
+        return renamed_if_known(self._rename, key)
+
+    def has(self, key: str, value: Any) -> bool:
+        """Whether any part of `value`, which the state has under `key`, is stored."""
+        return any(self.key(part) in self.keys for part in flatten({key: value})[0])
+
+    def shape(self, key: str) -> torch.Size | None:
+        """Returns the shape of a stored tensor; None if the checkpoint's `key` is an object."""
+        stored = self._metadata.state_dict_metadata[key]
+        return stored.size if isinstance(stored, TensorStorageMetadata) else None
+
+    def is_empty(self, key: str) -> bool:
+        """Whether an empty mapping was saved under the checkpoint's `key`."""
+        return key in self._empty
+
+    @cached_property
+    def _empty(self) -> dict[str, Path]:
+        return {} if self._structure is None else {".".join(map(str, path)): path for path in self._structure.empty}
+
+    def add_empty(self, form: Any, key: str) -> None:
+        """Adds to `form`, which the state has under `key`, the empty mappings in containers of which a part was made
+        from the metadata."""
+        for name in self._empty if self.made else ():
+            names, are_indices = self.names(name, name.removeprefix(f"{key}."))
+            container = form
+            for inner in names[:-1]:
+                container = _get(container, inner) if isinstance(container, (dict, list)) else None
+            of_parameter = len(names) == 2 and names[0] == "state"  # maybe of another rank's
+            if name.startswith(f"{key}.") and isinstance(container, dict) and not (are_indices[-1] or of_parameter):
+                container.setdefault(names[-1], {})
+
+    def under(self, prefix: str, probe: str) -> dict[str, str]:
+        """Returns {rest of the key: key of the checkpoint} of all that is stored of the object under `prefix`, a prefix
+        of the state's keys. `probe`: the rest of a key that the object is likely to have."""
+        stored = self.key(prefix + probe)
+        if not stored.endswith(probe):
+            return {}
+        start = stored.removesuffix(probe)
+        return {key[len(start) :]: key for key in self._in_order if key.startswith(start)}
+
+    def ask(
+        self, container: Any, prefix: str, rest: str, key: str, like: Iterable[torch.Tensor], first: Any = None
+    ) -> None:
+        """Adds a target for the checkpoint's `key` to `container`, under the name `first` if it is given, then under
+        the names that `rest` was made of. `prefix`: what the key in the state has before `rest`.
+
+        A tensor with the shape of a DTensor in `like` is sharded as this one. Tensors are on the meta device.
+        """
+        names, are_indices = self.names(key, rest.removeprefix(".")) if rest else ((), ())
+        if first is not None:
+            names, are_indices = (first, *names), (False, *are_indices)
+        for name, follows_index in zip(names[:-1], are_indices[1:], strict=True):
+            kind = list if follows_index else dict
+            inner = _get(container, name)
+            if not isinstance(inner, kind):
+                inner = kind()
+                _set(container, name, inner)
+            container = inner
+        _set(container, names[-1], self._target(key, like))
+        self.made.add(prefix + rest)
+
+    def replace(self, form: Any, path: Path, state_key: str, key: str, like: Iterable[torch.Tensor]) -> None:
+        """Puts a target for the checkpoint's `key` in the place of another. `state_key`: the key of both in the state.
+        `like`: as in `ask`."""
+        container = form
+        for name in path[:-1]:
+            container = _get(container, own_name(container, name))
+        _set(container, own_name(container, path[-1]), self._target(key, like))
+        self.made.add(state_key)
+
+    def without_unread(self, form: Any, key: str, loaded: set[str]) -> Any:
+        """Returns `form` without the targets that were made from the metadata and not loaded."""
+        if isinstance(form, dict):
+            kept = {name: self.without_unread(value, f"{key}.{name}", loaded) for name, value in form.items()}
+            return {name: value for name, value in kept.items() if value is not _UNREAD} if form else form
+        if isinstance(form, list):
+            elements = [self.without_unread(value, f"{key}.{index}", loaded) for index, value in enumerate(form)]
+            return [value for value in elements if value is not _UNREAD] if form else form
+        return _UNREAD if key in self.made and key not in loaded else form
+
+    def names(self, key: str, rest: str) -> tuple[Path, tuple[bool, ...]]:
+        """Returns the names that `rest`, the end of the checkpoint's `key`, was made of, and which of them are indices
+        of lists."""
+        paths, structure = self._metadata.planner_data, self._structure
+        path = paths.get(key) if isinstance(paths, Mapping) and key in paths else self._empty.get(key, ())
+        path = path if isinstance(path, tuple) else ()
+        start = next((at for at in range(len(path)) if ".".join(map(str, path[at:])) == rest), None)
+        if start is None:
+            parts = tuple(rest.split("."))
+            return parts, (False,) * len(parts)
+        are_indices = tuple(type(name) is int for name in path[start:])
+        names = []
+        for at in range(start, len(path)):
+            name = path[at]
+            if isinstance(name, str):
+                if structure is not None:
+                    name = structure.key(path[:at], name)
+                elif at and path[at - 1] == "state" and is_number(name):  # as an optimizer numbers its parameters
+                    name = int(name)
+            names.append(name)
+        return tuple(names), are_indices
+
+    def _target(self, key: str, like: Iterable[torch.Tensor]) -> Any:
+        stored = self._metadata.state_dict_metadata[key]
+        if not isinstance(stored, TensorStorageMetadata):
+            return None
+        size, dtype = stored.size, stored.properties.dtype
+        sharded = [each for each in like if isinstance(each, DTensor) and each.shape == size and size]
+        if sharded and len({(each.device_mesh, each.placements) for each in sharded}) == 1:
+            return torch.empty_like(sharded[0].detach(), dtype=dtype, device="meta")
+        return torch.empty(size, dtype=dtype, device="meta")
+
+
+_UNREAD = object()
+
+
+def _get(container: Any, name: Any) -> Any:
+    if isinstance(container, list):
+        return container[name] if name < len(container) else None
+    return container.get(name)
+
+
+def _set(container: Any, name: Any, value: Any) -> None:
+    if isinstance(container, list):
+        while name >= len(container):
+            container.append({})  # an element without a key of its own can only be an empty mapping
+    container[name] = value
