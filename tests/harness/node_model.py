@@ -102,9 +102,9 @@ class Life:
             self._restored(saved)
             self.save()
 
-    def restart(self, lost: Iterable[int] = (), foreign: int | None = None) -> None:
+    def restart(self, lost: Iterable[int] = (), foreign: int | None = None, come: bool = True) -> None:
         """The job is killed and started again. Machines of `lost` were replaced by empty ones, and `foreign` by one
-        that another run has left."""
+        that another run has left. `come`: whether copies are made from now on."""
         lost = {*lost} if foreign is None else {*lost, foreign}
         self._note("restart without %s%s", sorted(lost), "" if foreign is None else f", {foreign} is of another run")
         before = self.job
@@ -120,6 +120,8 @@ class Life:
         self._held = False
         self._lost += len(lost)
         self._attempt += 1
+        if not come:
+            self.no_copies()
         if foreign is not None and self._other is not None:
             shutil.copytree(self._other.folder(foreign), self.job.folder(foreign))
             options = {"copies": self.copies}
@@ -197,7 +199,7 @@ def live(life: Life, events: int) -> None:
         if what == "save":
             life.save()
         elif what == "restart":
-            life.restart()
+            life.restart(come=chance.random() < 0.7)
         elif what == "lose":
             life.restart(chance.sample(range(count), chance.choice((1, 1, life.copies))))
         elif what == "foreign" and life._lines:

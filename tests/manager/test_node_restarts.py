@@ -66,22 +66,22 @@ EVENTS = [(), (0,), (1,)]  # which machines are lost, when the job is killed
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "are_running"),
+    ("first", "second", "copies"),
     [
-        pytest.param(*case, marks=[] if case == ((0,), (1,), True) else SLOW)
-        for case in itertools.product(EVENTS, EVENTS, (False, True))
+        pytest.param(*case, marks=[] if case in (((0,), (1,), "running"), ((), (1,), "none")) else SLOW)
+        for case in itertools.product(EVENTS, EVENTS, ("come", "running", "none"))
     ],
 )
-def test_two_things_happen(first: tuple[int, ...], second: tuple[int, ...], are_running: bool, three: NodeJob) -> None:
-    """After each restart the job saves. `are_running`: the copies of the last step are on their way then."""
+def test_two_things_happen(first: tuple[int, ...], second: tuple[int, ...], copies: str, three: NodeJob) -> None:
+    """After each restart the job saves. `copies`: whether those of the last step are on their way at the next event; or
+    none are made from the first restart on."""
     life = Life(three, copies=1, max_to_keep=1)
-    life.save()
     for lost in (first, second, ()):
-        for come in (True, not are_running):
-            if not come:
-                life.hold_copies()
-            life.save()
-        life.restart(lost)
+        life.save()
+        if copies == "running":
+            life.hold_copies()
+        life.save()
+        life.restart(lost, come=copies != "none")
     life.end()
 
 
