@@ -146,6 +146,36 @@ def test_a_save_whose_metadata_is_written_is_cancelled(way: str, callers: list[i
     _check(run_ranks(2, _cancels, way, "when .metadata is written", callers, tmp_path), callers)
 
 
+def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
+    """The save is asynchronous on the rank that cancels it, and synchronous on the other, which writes longer."""
+    path, cancelled = directory / "c", directory / "cancelled"
+    vescale_ckpt.save(path, _state(1))
+    said = None
+    try:
+        if dist.get_rank() == canceller:
+            handle = vescale_ckpt.save(path, _state(2), async_checkpoint=True)
+            _wait_for_gather(handle)
+            said = handle.cancel()
+            cancelled.touch()
+            handle.result(BOUND)
+        else:
+            with steps.behind("finish files", lambda *_: _wait_for(cancelled)):
+                vescale_ckpt.save(path, _state(2))
+    except SaveCancelledError as error:
+        by = error.cancelled_by
+    dist.barrier()
+    before = float(vescale_ckpt.load(path)["w"][0])
+    dist.barrier()
+    vescale_ckpt.save(path, _state(3))
+    return said, by, before, float(vescale_ckpt.load(path)["w"][0])
+
+
+@pytest.mark.parametrize("canceller", [0, 1])
+def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
+    answers = run_ranks(2, _meets_a_synchronous_save, canceller, tmp_path)
+    assert answers == [(rank == canceller or None, canceller, 1.0, 3.0) for rank in range(2)]
+
+
 def _too_late(directory: Path, way: str) -> Any:
     path, cancelled = directory / "c", directory / "cancelled"
     with _held_at("commit", cancelled):

@@ -82,7 +82,6 @@ class BackgroundQueue:
     def finish_in_background(self, save: Save) -> SaveHandle:
         """Finishes a staged save on a thread of its own, or now if the process is ending."""
         result: Future[SaveStats] = Future()
-        save.may_be_cancelled()
         if (plan := save.staged_plan) is not None:
             plan.in_background = not self.hurried
             handle = SaveHandle(result, plan.staged, plan.progress, save.cancel)

@@ -45,7 +45,7 @@ class Save:
     """One save of this rank. All ranks take each step, or none.
 
     The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call. `release_state`
-    comes after the last of them on the training thread. `may_be_cancelled` comes before `finish`, if at all.
+    comes after the last of them on the training thread.
 
     Args:
         path: of the directory, absolute.
@@ -71,7 +71,7 @@ class Save:
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # whether this rank has committed
         self._given_up: CheckpointError | None = None  # why this rank writes no more
-        self._fate: FirstWord | None = None  # of the save; None: it cannot be cancelled
+        self._fate: FirstWord | None = None  # of the save, once it is planned
 
     @property
     def _by_node(self) -> bool:
@@ -101,6 +101,7 @@ class Save:
         except BaseException:
             self._layout.end()
             raise
+        self._fate = self.exchange.first_word()  # also of a synchronous save: that of another rank may be asynchronous
         return True
 
     def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, marker: MarkerFile) -> dict[str, Any]:
@@ -157,10 +158,6 @@ class Save:
 
     # --- Giving up
 
-    def may_be_cancelled(self) -> None:
-        """From now on `cancel` can be called. All ranks call this, or none."""
-        self._fate = self.exchange.first_word()
-
     def cancel(self) -> bool:
         """Makes `finish` raise `SaveCancelledError` soon on all ranks. Returns False if the commit has begun, or if the
         save is over. Any thread may call it. Raises StoreGoneError if the other ranks cannot be told."""
@@ -199,7 +196,7 @@ class Save:
         """A context in which this rank gives up soon after another has cancelled the save. Otherwise it would learn
         of that when it has written all."""
         fate, ended = self._fate, threading.Event()
-        if fate is None or self.exchange.size == 1:
+        if fate is None or self.staged_plan is None or self.exchange.size == 1:
             yield
             return
 
