@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager.clean_up import prune
 from vescale_ckpt.manager.retention import Retention
 
@@ -89,6 +90,29 @@ def _cancel(rank: int, own: str, durable: str) -> tuple[bool | None, str, list[i
         torch.distributed.barrier()
         manager.save(3, _state("shards", 3))
     return said, kind, manager.steps()
+
+
+def _goes_back(rank: int, own: str, durable: str) -> list[int]:
+    """To a step that retention would have removed, if it had not been in use."""
+    options = {"max_to_keep": 2, "durable_interval_steps": 100, "async_checkpoint": False}
+    manager = CheckpointManager(durable, local=own, **options)  # type: ignore[arg-type]
+    manager.save(1, _state("shards", 1))
+    reader = storage_at(f"{own}/step-1").share(".metadata")
+    for step in (2, 3):
+        manager.save(step, _state("shards", step))
+    torch.distributed.barrier()
+    assert manager.restore(_state("shards", 0), 1) == 1 and reader is not None
+    reader.release()
+    torch.distributed.barrier()
+    manager.save(4, _state("shards", 4))
+    torch.distributed.barrier()
+    return manager.steps()
+
+
+def _two_managers(rank: int, own: str, durable: str) -> None:
+    managers = [CheckpointManager(durable, local=own, async_checkpoint=False) for _ in range(2)]
+    for step in range(1, 4):
+        managers[step % 2].save(step, _state("shards", step))
 
 
 def _refused(rank: int, own: str, durable: str) -> str:
@@ -208,6 +232,17 @@ def a_cancelled_step_is_on_no_machine(job: Job) -> None:
     answers = job.call(_cancel, job.own, str(job.durable))
     assert answers == [(None, "SaveCancelledError", [1, 3])] * 3 + [(True, "SaveCancelledError", [1, 3])]
     assert not any(job.folder(machine, 2).exists() for machine in range(2)) and not (job.durable / "step-2").exists()
+    assert job.restore("shards") == (3, "")
+
+
+@scenario
+def the_step_that_training_goes_on_from_stays(job: Job) -> None:
+    assert job.call(_goes_back, job.own, str(job.durable)) == [[1, 4]] * 4
+
+
+@scenario
+def two_managers_of_a_job_are_one_run(job: Job) -> None:
+    job.call(_two_managers, job.own, str(job.durable))
     assert job.restore("shards") == (3, "")
 
 

@@ -104,10 +104,7 @@ class NodeTier:
                     return True
                 return any(step in self.table.durable and self._durable.has(step, of) for step, of in of_rank[rank])
 
-            new = Run.new(self._durable.url, self.root)
-            self._durable.run = run_id.choose(new, self._durable.found.run, folders, is_related)
-            self._durable.warn_of_no_id(folders.values())
-            return self._durable.run
+            return self._durable.choose_run(folders, is_related)
 
         self.run = Run(*exchange.from_coordinator(choose, phase))
 

@@ -148,7 +148,7 @@ class NodeWork:
         branch, abandoned = branches.branch_of(step)
         removal = table.removal(step, branch, metric, self._retention, self._copies, sent)
         if step in table.rows:
-            table.rows[step].survives = 0  # its files are superseded
+            table.rows[step].survives = min(table.rows[step].survives, 0)  # its files are superseded
         self._saving = running, branch, metric, removal
         left = removal.oldest_first if self._local_max_bytes is not None else []
         return branch, abandoned, {**removal.as_json(), "oldest_first": left}
@@ -187,7 +187,8 @@ class NodeWork:
     def restored(self, step: WholeStep) -> None:
         """Makes a step that was restored from the nodes durable, if it is due, and gives it its copies again: the job
         before may have been stopped, and a node may be new."""
-        self._saving = None  # the table was made anew
+        self._saving = None  # the table was made anew, and decides anew what goes
+        self._left.clear()
         if step.files is None:
             return
         if self.uploads is not None and self._is_due(step.number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -74,14 +74,14 @@ class RemoteTier:
         def is_related(*_: Any) -> bool:
             return any(self.has(step, metadata_fingerprint(path_of(self.local, step))) for step in here.keys() & steps)
 
-        folders = {0: mine} if steps else {}
-        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders, is_related)
-        self.warn_of_no_id(folders.values())
+        self.choose_run({0: mine} if steps else {}, is_related)
 
-    def warn_of_no_id(self, folders: Iterable[Run | None]) -> None:
-        """`folders`: what each local folder has."""
-        if self.found.answers and self.found.run is None and any(folders):
+    def choose_run(self, folders: Mapping[int, Run | None], is_related: Callable[[int, list[int]], bool]) -> Run:
+        """Notes which run goes on, as `run_id.choose` says."""
+        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders, is_related)
+        if self.found.answers and self.found.run is None and any(folders.values()):
             logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
+        return self.run
 
     def write_run(self) -> None:
         """Writes the id of the run into both places, at the first save. A store that is away gets none."""

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from .._checkpoint.native.step_order import checksum_of
@@ -28,7 +29,9 @@ class Run(NamedTuple):
     local: str
 
     @staticmethod
+    @cache
     def new(durable: str, local: str) -> Run:
+        """The same for all managers of a process that save to the same places: they are one run."""
         return Run(secrets.token_hex(8), durable, local)
 
     def __str__(self) -> str:
@@ -92,7 +95,11 @@ def choose(
     if strange := [rank for rank in unnamed if not is_related(rank, [*named])]:
         raise _mixed(new, strange, "a run without an id", str(durable or next(iter(named.values()))))
     if moved := next((run for run in named.values() if run.durable != new.durable), None):
-        logger.warning("%s counts as that of %s, which was moved", new.durable, moved)
+        logger.warning(
+            "%s counts as that of %s, which was moved. If it was copied, for another job, give that job another local=",
+            new.durable,
+            moved,
+        )
     return new._replace(id=of)
 
 
