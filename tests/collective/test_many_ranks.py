@@ -132,8 +132,9 @@ def test_a_rank_that_is_late_or_stopped_is_named_and_the_next_save_goes_on(
         ranks.run(_save, str(checkpoint), 1, timeout=PATIENCE)
         files = sorted(checkpoint.iterdir())
         told = ranks.run(_without, victim, trouble, str(checkpoint), timeout=PATIENCE)
-        what = "did not come within" if trouble == "late" else "went silent (stopped, or cut off from the network)"
-        _same_everywhere(told, victim, size, what)
+        # Notes are written with a delay: that a stopped rank has left the collective before may have come, or not.
+        silent = ["went silent (stopped, or cut off from the network)"] if trouble == "stopped" else []
+        _same_everywhere(told, victim, size, "did not come within", *silent)
         assert [*filter(Path.is_file, files)] == files, "a file of the old checkpoint is gone"
         assert set(ranks.run(_load, str(checkpoint), 1, timeout=PATIENCE)) == {True}
         ranks.run(_save, str(checkpoint), 3, timeout=PATIENCE)
@@ -158,11 +159,11 @@ def test_a_rank_that_is_killed_is_named_and_a_new_job_goes_on(size: int, victim:
     assert only_named_files(checkpoint)
 
 
-def _same_everywhere(told: list[Told | None], victim: int, size: int, what: str) -> None:
-    """All ranks have the same error in time, which names the one in trouble and says `what` about it."""
+def _same_everywhere(told: list[Told | None], victim: int, size: int, *what: str) -> None:
+    """All ranks have the same error in time, which names the one in trouble and says one of `what` about it."""
     for answer in told:
         assert answer is not None, "a save without this rank succeeded"
         seconds, text, late = answer
-        assert late == [victim] and f"rank {victim} of {size}" in text and what in text, text
+        assert late == [victim] and f"rank {victim} of {size}" in text and any(one in text for one in what), text
         assert seconds < _timeout(size) + SECONDS_OF_GRACE + LOAD_OF_THE_MACHINE
     assert len({answer[1] for answer in told if answer is not None}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager
+from vescale_ckpt._ranks.exchange import Exchange
 
 Call = Callable[[Path, CheckpointManager], object]
 
@@ -105,6 +107,27 @@ def _one_comes_late(path: Path, late: int, connected: bool) -> dict[str, list[st
                 time.sleep(0.05)
             call(path, of)
     return told
+
+
+def _copies_take_long(path: Path) -> list[str]:
+    """Another node gets a large file, in the background."""
+    os.environ["VESCALE_CKPT_REPORT_SECONDS"] = "1"
+
+    def copy() -> None:
+        for name in ("first", "second"):  # the ranks connect before
+            if dist.get_rank() == 1:
+                time.sleep(1.5)
+            Exchange.of(None, 20, "copies").agree([1], name)
+
+    with _lines(path / "reported") as told:
+        thread = threading.Thread(target=copy, name="vescale_ckpt copies")
+        thread.start()
+        thread.join()
+    return told
+
+
+def test_copies_in_the_background_make_no_lines(tmp_path: Path) -> None:
+    assert run_ranks(2, _copies_take_long, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("connected", [True, False])

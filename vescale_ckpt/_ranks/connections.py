@@ -43,7 +43,7 @@ from . import nccl
 from .diagnose import ElsewhereError, Failure, LostError, late_ranks, ranks_behind
 from .first_word import FirstWord
 from .nccl import Device, DeviceGroup
-from .rendezvous import FailureReport, Rendezvous
+from .rendezvous import FailureReport, Rendezvous, is_in_background
 from .store_thread import STORE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
@@ -137,7 +137,7 @@ class Connections:
             self._gloo, address, self._tell = in_time(made, timeout, "vescale_ckpt opens a port")
         except (RuntimeError, TimeoutError) as error:
             failed = error
-        with observed_phase(WAIT, connecting, self._whom, place=(self.rank, self.size)):
+        with observed_phase(WAIT, connecting, self._whom, place=self._watched):
             rendezvous.meet(connecting, timeout, address, self._deadline)
         self._addresses[self.rank] = address
         try:
@@ -146,6 +146,11 @@ class Connections:
             self._connect(self._neighbours)
         except (RuntimeError, TimeoutError, LostError) as error:
             raise self._end(connecting, connecting, timeout, error).error() from error
+
+    @property
+    def _watched(self) -> tuple[int, int] | None:
+        """None in the background, where copies of large files take long, and no call waits."""
+        return None if is_in_background() else (self.rank, self.size)
 
     @property
     def _neighbours(self) -> list[int]:
@@ -214,7 +219,7 @@ class Connections:
             self._progress = 0
             self._rendezvous.note(self.calls, step)
             try:
-                with observed_phase(WAIT, step, self._whom, meets=True, place=(self.rank, self.size)):
+                with observed_phase(WAIT, step, self._whom, meets=True, place=self._watched):
                     self._greet(step)
                     self._connect(peers)
                     yield
