@@ -84,8 +84,8 @@ class TorchCheckpoint(Checkpoint):
             for entry in found:
                 verify_entry(self._archive, entry, path, None)
             what = f"{type(error).__name__}: {error}"
-            if "PytorchStreamReader" in what:  # an entry is missing
-                raise CorruptCheckpointError(f"{path}: {what}", key=None, file=path) from error
+            if "PytorchStreamReader" in what:
+                raise CorruptCheckpointError(f"{path}: an entry is missing: {what}", key=None, file=path) from error
             raise CheckpointError(
                 f"{path} is whole, but torch.load(weights_only=True, mmap=True) refuses it: {what}",
                 path=path,

@@ -128,6 +128,9 @@ class Containers:
         key = name = ".".join(map(str, path))
         with suppress(Exception):  # of a function that knows keys of values only
             name = self._of(key, path)
+        of_tensors = value and isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value)
+        if of_tensors and not replaces and all(stored in asked for stored in self._below(name)):
+            return  # without the metadata, which takes seconds to build at thousands of ranks
         base, paths, empty = self._tree(name, isinstance(value, list))
         held, depth = len(value) if isinstance(value, list) and not replaces else 0, len(base)
 
