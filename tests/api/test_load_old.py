@@ -20,6 +20,7 @@ from harness.ranks import run_ranks
 from harness.states import assert_same, bits, blank, sharded, train
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -43,6 +44,8 @@ def _model(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if kind.startswith("FSDP1"):
         options = {"device_mesh": mesh if kind == "FSDP1 with a mesh" else None, "use_orig_params": True}
+        if kind == "FSDP1 with a mesh":
+            model[4] = checkpoint_wrapper(torch.compile(model[4], backend="eager"))
         for number, layer in enumerate(model):
             if isinstance(layer, nn.Linear) and number < 4:
                 model[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)

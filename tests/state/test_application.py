@@ -61,6 +61,13 @@ def trained(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> t
     return model, optimizer
 
 
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step with random gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
 def saved(checkpoint: Path, state: dict[str, Any]) -> Path:
     vescale_ckpt.save(checkpoint, saved_form(state))
     return checkpoint
@@ -89,20 +96,26 @@ def test_a_module_has_the_keys_that_dcp_gives_it_without_wrappers(wrapped: bool)
     [*list(product((torch.compile, checkpoint_wrapper), repeat=2))[1:], (torch.compile, *([checkpoint_wrapper] * 2))],
 )
 def test_wrappers_leave_no_names_in_any_order(checkpoint: Path, wraps: tuple[Any, ...], at_depth: bool) -> None:
-    def made() -> tuple[nn.Module, nn.Module]:
+    def made() -> tuple[dict[str, Any], dict[str, Any]]:
         net: Any = nn.Linear(2, 2)
         wrapped = net
         for wrap in wraps:
             wrapped = wrap(wrapped)
-        return (nn.Sequential(net), nn.Sequential(wrapped)) if at_depth else (net, wrapped)
+        modules = (nn.Sequential(net), nn.Sequential(wrapped)) if at_depth else (net, wrapped)
+        optimizer = torch.optim.AdamW(net.parameters())
+        plain, other = ({"m": module, "o": optimizer} for module in modules)
+        return plain, other
 
     plain, wrapped = made()
-    assert list(saved_form({"m": wrapped})["m"]) == list(plain.state_dict())
-    vescale_ckpt.save(checkpoint, {"m": wrapped})
-    for index in (0, 1):
-        fresh = made()
-        vescale_ckpt.load(checkpoint, {"m": fresh[index]})
-        assert_same(fresh[0].state_dict(), plain.state_dict())
+    train_alone(plain["m"], plain["o"])
+    expected = {"m": dict(plain["m"].state_dict()), "o": saved_form(plain)["o"]}
+    assert_same(saved_form(wrapped), expected)
+    for source in (plain, wrapped):
+        vescale_ckpt.save(checkpoint, source)
+        for index in (0, 1):
+            fresh = made()
+            vescale_ckpt.load(checkpoint, fresh[index])
+            assert_same({**saved_form(fresh[0]), "m": dict(fresh[0]["m"].state_dict())}, expected)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

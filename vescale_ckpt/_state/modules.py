@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._engine.wrapper_tensors import is_wrapper
 from ..errors import IncompatibleStateError
 from .load_targets import allocate_targets
-from .optimizers import is_wrapped
+from .optimizers import is_wrapped, plain
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def form_of(module: nn.Module) -> dict[str, Any]:
     """Returns the module's `state_dict()` under names without wrappers."""
     if not is_wrapped(module):
         return module.state_dict()
-    return {_plain(name): value for name, value in get_model_state_dict(module).items()}
+    return {plain(name): value for name, value in get_model_state_dict(module).items()}
 
 
 def give_form(module: nn.Module, form: Mapping[str, Any], loaded: Collection[str], key: str) -> None:
@@ -46,7 +46,7 @@ def give_form(module: nn.Module, form: Mapping[str, Any], loaded: Collection[str
     for _, tensor, _ in given:
         _bytes(tensor).fill_(_UNFILLED)
     if is_wrapped(module):
-        names = {_plain(name): name for name in get_model_state_dict(module)}
+        names = {plain(name): name for name in get_model_state_dict(module)}
         set_model_state_dict(module, {names.get(name, name): value for name, value in form.items()})
     else:
         module.load_state_dict(form)
@@ -69,7 +69,7 @@ def _give_own(
     with torch.no_grad():  # else entries that hooks made would refer to the tensors, which forbids to swap them
         own = module.state_dict(keep_vars=True)
     for stored, tensor in own.items():
-        value = form.get(name := _plain(stored))
+        value = form.get(name := plain(stored))
         if name not in loaded or not (isinstance(value, torch.Tensor) and getattr(tensor, "is_meta", False)):
             continue
         if id(tensor) in meta:
@@ -95,11 +95,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _is_unfilled(tensor: torch.Tensor) -> bool:
     memory = _bytes(tensor)
     return memory.numel() > 0 and bool((memory == _UNFILLED).all())
-
-
-def _plain(name: str) -> str:
-    """Removes what torch leaves of a compiled module inside another wrapper."""
-    return name.replace("_orig_mod.", "")
 
 
 def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

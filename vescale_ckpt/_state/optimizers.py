@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -29,6 +30,11 @@ def is_wrapped(module: nn.Module) -> bool:
     """Whether the module's names may differ from those of the same model without wrappers. Then torch's functions make
     the names, which takes ten times as long."""
     return any(not _WRAPPED.isdisjoint(part._modules) or hasattr(part, "_fqn_modifiers") for part in module.modules())
+
+
+def plain(name: str) -> str:
+    """Removes what torch leaves of a compiled module inside another wrapper."""
+    return name.replace("_orig_mod.", "")
 
 
 class OptimizerState:
@@ -88,6 +94,7 @@ class OptimizerState:
         if is_wrapped(module):
             seen_by_torch = _SeenByTorch(optimizer, {**form, "state": of_parameters})
             named: Any = get_optimizer_state_dict(module, [seen_by_torch])  # type: ignore[list-item]
+            named = _renamed(named, plain)
         else:
             names = self._names(module)
             groups = [{**group, "params": [names[i] for i in group["params"]]} for group in form["param_groups"]]
@@ -112,7 +119,9 @@ class OptimizerState:
         others = {name: values for name, values in form["state"].items() if name not in names}
         if module is not None and FullyShardedDataParallel.fsdp_modules(module):
             seen_by_torch = _SeenByTorch(optimizer, {})
+            names_of_torch = {plain(name): name for name in get_model_state_dict(module)}
             named = {"state": of_parameters, "param_groups": form["param_groups"]}
+            named = _renamed(named, lambda name: names_of_torch.get(name, name))
             options = StateDictOptions(strict=False)  # parameters without state are no error
             set_optimizer_state_dict(module, [seen_by_torch], named, options=options)  # type: ignore[list-item]
             form = {**form, **seen_by_torch.loaded}
@@ -193,6 +202,14 @@ class OptimizerState:
         """The names of all parameters, by number."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [names[parameter] for parameter in self._parameters()]
+
+
+def _renamed(form: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns a form with other names of parameters."""
+    return {
+        "state": {of(name): values for name, values in form["state"].items()},
+        "param_groups": [{**group, "params": [*map(of, group["params"])]} for group in form["param_groups"]],
+    }
 
 
 def is_nothing(state: Any) -> bool:
