@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, IncompatibleStateError, MissingKeysError
+from vescale_ckpt._state.optimizers import OptimizerState
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -195,6 +196,45 @@ def test_an_optimizer_that_gets_its_state_does_not_move_parameters_or_call_hooks
     assert torch.equal(fresh.first.bias.grad, torch.ones(10)) and fresh.first.weight.grad is None
     assert its_optimizer.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     assert not getattr(its_optimizer, "_opt_called", False) and scheduler.last_epoch == 0
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {}, {"maximize": True}, {"foreach": False}, {"foreach": True}, {"fused": True}, {"weight_decay": 0.1},
+    {"amsgrad": True, "maximize": True}, {"momentum": 0.9, "nesterov": True, "maximize": True}, {"centered": True},
+)  # fmt: skip
+
+
+class Moving(torch.optim.SGD):
+    """Moves parameters whatever its learning rate is."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(1)
+            self.state[parameter] = {"moved": torch.ones(1)}
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in vars(torch.optim).values() if isinstance(kind, type)), Moving])
+def test_making_state_changes_no_bit_of_a_parameter_and_common_optimizers_copy_none(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.tensor([[-0.0, torch.inf, torch.nan, 1e-45], [0.0, -torch.inf, -1e-45, 3e38]])
+    tried = 0
+    for settings in SETTINGS:
+        model = nn.Linear(4, 2, bias=False)
+        model.weight.data.copy_(values)
+        try:
+            optimizer = kind(model.parameters(), **settings)
+        except (TypeError, ValueError, RuntimeError):  # it has no such setting
+            continue
+        tried += 1
+        state = OptimizerState(optimizer, {"model": model})
+        with monkeypatch.context() as patched:
+            if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+                patched.setattr(nn.Parameter, "copy_", lambda *_: pytest.fail("a parameter was copied"))
+            state.give_state({model.weight})
+        assert torch.equal(model.weight.data.view(torch.int32), values.view(torch.int32)), settings
+        assert kind is not Moving or optimizer.state[model.weight]
+    assert tried or kind is torch.optim.Optimizer
 
 
 def test_an_optimizer_loads_what_was_saved_before_its_first_step(checkpoint: Path) -> None:

@@ -25,6 +25,9 @@ from ..errors import CheckpointError
 #: Wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold the wrapped module as a child of such a name.
 _WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
+#: A step with gradients, learning rate and weight decay of zero changes no bit of a parameter: no copy is needed.
+_KEEPS_PARAMETERS = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
+
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether the module's names may differ from those of the same model without wrappers. Then torch's functions make
@@ -154,14 +157,16 @@ class OptimizerState:
         attributes = dict(vars(optimizer))
         gradients = {parameter: parameter.grad for parameter in self._parameters()}
         settings = [dict(group) for group in optimizer.param_groups]
-        # Some optimizers change parameters by other settings than these.
-        values = {parameter: parameter.detach().clone() for parameter in gradients}
+        # Others may change parameters by other settings than these, or infinite ones.
+        may_change = () if type(optimizer) in _KEEPS_PARAMETERS else gradients
+        values = {parameter: parameter.detach().clone() for parameter in may_change}
         step = type(optimizer).step
         if getattr(step, "hooked", False):
             step = getattr(step, "__wrapped__", step)
         try:
             for group in optimizer.param_groups:
-                for name in {"lr", "weight_decay"} & group.keys():
+                # "maximize" would make gradients of -0.0, which change parameters of -0.0.
+                for name in {"lr", "weight_decay", "maximize"} & group.keys():
                     group[name] = torch.zeros_like(group[name]) if isinstance(group[name], torch.Tensor) else 0.0
             for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
