@@ -96,6 +96,7 @@ def test_keys_that_nobody_asks_for_are_an_error_only_within_a_module(checkpoint:
         vescale_ckpt.load(checkpoint, {"net": without_bias})
     assert vescale_ckpt.load(checkpoint, {"net": without_bias}, strict=False).unexpected == ["net.bias", "other.x"]
     assert vescale_ckpt.load(checkpoint, {"net": without_bias}, keys="net.weight").unexpected == []
+    assert vescale_ckpt.load(checkpoint, {"net": without_bias}, keys=["net.weight", "other"]).unexpected == ["other.x"]
 
 
 # --- Parts and names
