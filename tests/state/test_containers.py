@@ -110,3 +110,14 @@ def test_safetensors_fill_by_their_names(tmp_path: Path) -> None:
     state: dict[str, Any] = {"m": {}, "l": [torch.zeros(1)]}
     vescale_ckpt.load(tmp_path, state)
     assert_same(state, {"m": {"0.w": torch.ones(2), "1.w": torch.zeros(1)}, "l": [torch.ones(1), torch.ones(3)]})
+
+
+def test_keys_select_empty_mappings_by_their_names(tmp_path: Path) -> None:
+    saved = {"k": {}, "m": {"a": {}, "b": 1}}
+    vescale_ckpt.save(tmp_path, saved)
+    assert vescale_ckpt.load(tmp_path, keys=["k", "m.a"]) == {"k": {}, "m": {"a": {}}}
+    state: dict[str, Any] = {"k": {}, "m": {}}
+    assert not vescale_ckpt.load(tmp_path, state, keys=list(saved)).missing
+    assert state == saved
+    with pytest.raises(MissingKeysError, match="'q'"):
+        vescale_ckpt.load(tmp_path, keys=["k", "q"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
 from harness.states import assert_same
 from torch import nn
@@ -485,3 +486,31 @@ def test_sharded_state_of_each_kind(checkpoint: Path) -> None:
         model, optimizer = made(make)
         vescale_ckpt.load(checkpoint / kind, {"model": model, "optimizer": optimizer})
         assert optimizer.state_dict().keys() == expected[0][kind][0]["optimizer"].keys()
+
+
+@pytest.mark.parametrize("by", ["dcp", "ours"])
+def test_numbers_of_parameters_are_not_taken_for_names_that_look_like_them(checkpoint: Path, by: str) -> None:
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterList([torch.zeros(2), torch.zeros(2), torch.zeros(2)])
+        groups = [{"params": [model[2]], "lr": 0.5}, {"params": [model[1], model[0]]}]
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    model, optimizer = built()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    by_number = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if by == "dcp":
+        dcp.save(by_number, checkpoint_id=checkpoint)
+    else:
+        vescale_ckpt.save(checkpoint, by_number)
+    found, target = built()
+    vescale_ckpt.load(checkpoint, {"model": found, "optimizer": target})
+    assert_same(target.state_dict(), optimizer.state_dict())
+
+    named = checkpoint / "named"
+    vescale_ckpt.save(named, {"model": model, "optimizer": optimizer})
+    _, alone = built()
+    with pytest.raises(IncompatibleStateError, match=r"numbers of parameters.*'0', a name"):
+        vescale_ckpt.load(named, {"optimizer": alone})
+    assert not alone.state

@@ -462,7 +462,11 @@ class _TargetState:
         self._drops_prefix = below_empty and without_prefix
         application = self.application
         entries = StoredEntries(
-            stored, lambda: _built(metadata), lambda key: self._name(key, (key.partition(".")[0],)), self._same_names
+            stored,
+            lambda: _built(metadata),
+            lambda key: self._name(key, (key.partition(".")[0],)),
+            self._same_names,
+            lambda key: self._split[key] if key in self._split else checkpoint.load_objects([key])[key],
         )
         application.prepare(entries)
         if self._old_containers:
@@ -533,7 +537,7 @@ class _TargetState:
         ]
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = selection.without_match([*stored, *values_of])
+        nowhere = _nowhere(selection, [*stored, *values_of], metadata)
         fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
             shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -575,8 +579,16 @@ def _plan_all(
     planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()
     stored_keys = metadata.state_dict_metadata
-    nowhere = selection.without_match(stored_keys)
+    nowhere = _nowhere(selection, [*stored_keys], metadata)
     return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, stored_keys))
+
+
+def _nowhere(selection: Selection, keys: list[str], metadata: Metadata) -> list[str]:
+    """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
+    nowhere = selection.without_match(keys)
+    structure = structure_of(_built(metadata)) if nowhere else None
+    empty = () if structure is None else structure.empty
+    return selection.without_match([*keys, *(".".join(map(str, path)) for path in empty)]) if empty else nowhere
 
 
 def _built(metadata: Metadata) -> Metadata:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..errors import IncompatibleStateError
 from .flatten import flatten
 from .modules import form_of, give_form
 from .optimizer_groups import StoredNames, in_groups
@@ -268,6 +269,9 @@ class _OptimizerPart(_Part):
             return form
         self._renames = None if stored.same_names else stored.key
         found = stored.under(self.prefix, "param_groups.0.params")
+        if self.named and any(map(is_number, self.state.by_name(own))) and _is_by_number(found, stored):
+            self.state.number()  # else "1" would be taken for a name
+            own = self.form()
         of_parameters = self._stored_state(own, found, stored)
         if not of_parameters and self.state.named:
             by_number = self.value.state_dict()
@@ -385,6 +389,9 @@ class _OptimizerPart(_Part):
                 saved[index] = own
         saved = [group for group in saved if "params" in group]  # parts of groups may have been selected
         own_names = [{"params": group["params"]} for group in self._groups]
+        text = {name for group in saved for name in group["params"] if isinstance(name, str)}
+        if not self.named and (alike := text.intersection(map(str, self._names))):
+            raise IncompatibleStateError(f"{self.key}.param_groups", "numbers of parameters", f"{min(alike)!r}, a name")
         groups = in_groups(
             own_names, saved, self.key, {n: state[n] for n in names if isinstance(state[n], dict)}, renamed
         )
@@ -396,6 +403,13 @@ class _OptimizerPart(_Part):
 
     def abandon(self) -> None:
         self.state.take_back()
+
+
+def _is_by_number(found: Mapping[str, str], stored: StoredEntries) -> bool:
+    """Whether an optimizer's parameters are stored by numbers. `found`: {rest of the key: key} of its entries."""
+    of_groups = [key for rest, key in found.items() if rest.startswith("param_groups.") and rest.endswith(".params")]
+    lists = [value for value in map(stored.load, of_groups) if isinstance(value, list)]
+    return any(type(name) is int for name in chain(*lists))
 
 
 def _copied(form: Any, key: str, stored: StoredEntries) -> Any:

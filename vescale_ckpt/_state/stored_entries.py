@@ -20,11 +20,18 @@ class StoredEntries:
     of ranks take seconds to build."""
 
     def __init__(
-        self, keys: Sequence[str], metadata: Callable[[], Metadata], rename: Callable[[str], str], same_names: bool
+        self,
+        keys: Sequence[str],
+        metadata: Callable[[], Metadata],
+        rename: Callable[[str], str],
+        same_names: bool,
+        load: Callable[[str], Any],
     ) -> None:
-        """`rename`: maps a key of the state to its key in the checkpoint. `same_names`: the caller renames no keys."""
+        """`rename`: maps a key of the state to its key in the checkpoint. `same_names`: the caller renames no keys.
+        `load`: reads an object, by its key in the checkpoint."""
         self.keys = frozenset(keys)
         self.same_names = same_names
+        self.load = load
         self.made: set[str] = set()  #: keys of the state whose targets were made from the metadata
         self._in_order = keys
         self._read_metadata = metadata
