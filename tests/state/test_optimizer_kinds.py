@@ -514,3 +514,33 @@ def test_numbers_of_parameters_are_not_taken_for_names_that_look_like_them(check
     with pytest.raises(IncompatibleStateError, match=r"numbers of parameters.*'0', a name"):
         vescale_ckpt.load(named, {"optimizer": alone})
     assert not alone.state
+
+
+@pytest.mark.parametrize("keys", [None, "optimizer"])
+def test_the_state_of_a_parameter_of_another_shape_does_not_fit(checkpoint: Path, keys: str | None) -> None:
+    def built(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, width, bias=False)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = built(2)
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    vescale_ckpt.save(checkpoint, {"model": model, "optimizer": optimizer})
+    wide, target = built(3)
+    with pytest.raises(IncompatibleStateError, match=r"optimizer\.state\.weight\.exp_avg"):
+        vescale_ckpt.load(checkpoint, {"model": wide, "optimizer": target}, keys=keys)
+    report = vescale_ckpt.load(checkpoint, {"model": wide, "optimizer": target}, keys=keys, strict=False)
+    assert "optimizer.state.weight.exp_avg" in [entry.key for entry in report.mismatched]
+    assert target.state[wide.weight]["exp_avg"].shape == (3, 2)
+
+
+@pytest.mark.parametrize("rename", [None, {"target": "optimizer"}])
+def test_empty_mappings_among_settings_and_histories_come_back(checkpoint: Path, rename: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["tag"] = {"empty": {}, "history": [{"x": 1}, {}], "numbers": [1]}
+    vescale_ckpt.save(checkpoint, {"model": model, "optimizer": optimizer})
+    target = torch.optim.SGD(model.parameters(), lr=0.5)
+    name = "target" if rename else "optimizer"
+    vescale_ckpt.load(checkpoint, {"model": model, name: target}, rename=rename)
+    assert_same(target.state_dict(), optimizer.state_dict())

@@ -129,7 +129,7 @@ class Application:
             for key in keys:
                 own, shape = tensors.get(key), self._stored.shape(mismatched[key])
                 may_change = own is None or shape is None or own not in shapes or part.named or _parent(key) in certain
-                if own != shape and may_change:
+                if own != shape and may_change and not part.is_of_other_shape(key, tensors, self._stored):
                     self._stored.replace(self.form, paths[key], key, mismatched[key], part.parameters_of(key))
                     replaced = True
         return replaced
@@ -185,6 +185,11 @@ class _Part:
         """Whether its keys have the names of parameters."""
         return False
 
+    def is_of_other_shape(self, key: str, shapes: Mapping[str, torch.Size], stored: StoredEntries) -> bool:
+        """Whether the state under `key` is of a parameter that the checkpoint has with another shape than `shapes`,
+        those of the state's tensors: then it fits none here."""
+        return False
+
     def contains(self, path: Path) -> bool:
         return len(path) >= len(self.path) and all(
             mine == theirs or str(mine) == theirs for mine, theirs in zip(self.path, path, strict=False)
@@ -202,11 +207,11 @@ class _Part:
         form = _copied(form, self.key, stored)
         names = flatten(form)[0]
         parameters = self.parameters_of("")
-        for rest, key in stored.under(self.prefix, next(iter(names), "state")).items():
+        probe = next(iter(names), "state")
+        for rest, key in stored.under(self.prefix, probe).items():
             if rest not in names:
                 stored.ask(form, self.prefix, rest, key, parameters)
-        if stored.same_names:
-            stored.add_empty(form, self.key)
+        stored.add_empty(form, self.prefix, probe)
         return form
 
     def parameters_of(self, key: str) -> list[torch.Tensor]:
@@ -256,6 +261,11 @@ class _OptimizerPart(_Part):
     def named(self) -> bool:
         return self.state.named
 
+    def is_of_other_shape(self, key: str, shapes: Mapping[str, torch.Size], stored: StoredEntries) -> bool:
+        names = (name for name in self._names if key.startswith(f"{self.prefix}state.{name}."))
+        known = {own: stored.key(own) for own in map(self.state.key_of, names) if own is not None and own in shapes}
+        return any(name in stored.keys and stored.shape(name) != shapes[own] for own, name in known.items())
+
     def form(self) -> Any:
         return self.state.form()
 
@@ -303,8 +313,7 @@ class _OptimizerPart(_Part):
                     form["state"][name] = {}
                     self._without_state.add(name)
         self._ask_for_all(form, found, stored)
-        if stored.same_names:
-            stored.add_empty(form, self.key)
+        stored.add_empty(form, self.prefix, "param_groups.0.params")
         return form
 
     def _know(self, form: Mapping[str, Any]) -> None:

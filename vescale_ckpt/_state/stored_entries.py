@@ -66,17 +66,26 @@ class StoredEntries:
     def _empty(self) -> dict[str, Path]:
         return {} if self._structure is None else {".".join(map(str, path)): path for path in self._structure.empty}
 
-    def add_empty(self, form: Any, key: str) -> None:
-        """Adds to `form`, which the state has under `key`, the empty mappings in containers of which a part was made
-        from the metadata."""
-        for name in self._empty if self.made else ():
-            names, are_indices = self.names(name, name.removeprefix(f"{key}."))
+    def add_empty(self, form: Any, prefix: str, probe: str) -> None:
+        """Adds to `form`, which the state has under `prefix`, the empty mappings in containers of which a part was made
+        from the metadata. `probe`: as in `under`."""
+        start = self.key(prefix + probe)
+        if not self.made or not start.endswith(probe):
+            return
+        start = start.removesuffix(probe)
+        for key in sorted(self._empty, key=lambda key: [(type(name) is str, name) for name in self._empty[key]]):
+            names, are_indices = self.names(key, key.removeprefix(start))
             container = form
             for inner in names[:-1]:
                 container = _get(container, inner) if isinstance(container, (dict, list)) else None
-            of_parameter = len(names) == 2 and names[0] == "state"  # maybe of another rank's
-            if name.startswith(f"{key}.") and isinstance(container, dict) and not (are_indices[-1] or of_parameter):
+            # Of another rank's parameter, or of one that has another name.
+            of_parameter = names[0] == "state" and (len(names) == 2 or not self.same_names)
+            if not key.startswith(start) or of_parameter:
+                continue
+            if isinstance(container, dict) and not are_indices[-1]:
                 container.setdefault(names[-1], {})
+            elif isinstance(container, list) and names[-1] == len(container):
+                container.append({})
 
     def under(self, prefix: str, probe: str) -> dict[str, str]:
         """Returns {rest of the key: key of the checkpoint} of all that is stored of the object under `prefix`, a prefix
