@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "format/torch_record.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
 #include "metadata/index.h"
@@ -165,6 +166,46 @@ py::tuple row(const metadata::Index& index, uint64_t number) {
   return py::make_tuple(decoded(key.name), decoded(key.dtype), numbers(key.shape), chunks(index, key));
 }
 
+// What a tensor or an object of the index is as a whole, for loads into new tensors: (names, dtype codes or -1, shapes,
+// inventory, sources) of the keys with these numbers. Throws Error (invalid, with the row) for a tensor that is larger
+// than its records, or of an unknown dtype.
+py::tuple whole_items(const metadata::Index& index, const std::vector<uint64_t>& selected) {
+  index.check_counts();
+  state::InventoryBuilder inventory;
+  std::vector<int64_t> sources, zeros;
+  std::string codes;
+  py::list names(selected.size()), shapes(selected.size());
+  int64_t tensors = 0;
+  for (size_t row = 0; row < selected.size(); ++row) {
+    if (selected[row] >= index.size()) throw py::index_error("the index has no such key");
+    const metadata::Index::Key key = index.key(selected[row]);
+    names[row] = decoded(key.name);
+    shapes[row] = numbers(key.shape);
+    if (key.kind == state::ItemKind::object) {
+      state::Item object;
+      object.name = key.name;
+      inventory.add(object);
+      codes.push_back(-1);
+      sources.insert(sources.end(), {-1, 0});
+      continue;
+    }
+    const auto refuse = [&](const char* why) { throw Error::invalid(why, static_cast<int64_t>(row)); };
+    if (!key.dtype_code) refuse("a tensor of an unknown dtype");
+    uint64_t bytes = format::dtypes()[*key.dtype_code].item_bytes, stored = 0;
+    for (const int64_t size : key.shape) {
+      if (size < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes)) refuse("an impossible shape");
+    }
+    for (uint64_t chunk = 0; chunk < key.chunks && stored < bytes; ++chunk) stored += index.location(key, chunk).length;
+    if (stored < bytes) refuse("a tensor that is larger than its records");
+    zeros.assign(key.shape.size(), 0);
+    inventory.add({key.name, state::ItemKind::tensor, *key.dtype_code, 0, bytes, key.shape, zeros, key.shape});
+    codes.push_back(static_cast<char>(*key.dtype_code));
+    sources.insert(sources.end(), {tensors++, static_cast<int64_t>(zeros.size())});
+    sources.insert(sources.end(), zeros.begin(), zeros.end());
+  }
+  return py::make_tuple(names, py::bytes(codes), shapes, bytes_of(inventory.pack()), bytes_of(sources));
+}
+
 metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& targets, bool allow_cast) {
   const auto rows = view(targets);
   const py::gil_scoped_release release;
@@ -230,6 +271,9 @@ void bind_index(py::module_& module) {
       .def("__len__", &metadata::Index::size)
       .def("keys", &keys)
       .def("row", &row, py::arg("number"), "(name, dtype or empty for an object, shape, chunks) of a key")
+      .def("whole_items", &whole_items, py::arg("selected"),
+           "(names, dtype codes, 255: an object, shapes, inventory, sources) of the keys with these numbers, to load "
+           "each as a whole; raises for a tensor that is larger than its records")
       .def("check_counts", &metadata::Index::check_counts, py::call_guard<py::gil_scoped_release>(),
            "raises if it lists more chunks than its metadata has room for; call it before `row`")
       .def_property_readonly("files", &all_files)

@@ -6,10 +6,12 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "base/numbered_strings.h"
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
 #include "bindings/make_device_load.h"
@@ -20,6 +22,8 @@
 #include "hf/safetensors_layout.h"
 #include "hf/safetensors_load.h"
 #include "hf/safetensors_reads.h"
+#include "metadata/record_locations.h"
+#include "state/inventory.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -79,6 +83,60 @@ py::list tensors_of(const hf::SafetensorsFile& file) {
 const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, size_t index) {
   if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
   return file.header.tensors()[index];
+}
+
+// (names, dtype codes, inventory, record locations) of whole tensors, each in one file. `keys`: which names count in
+// each file, in this order. None if that is not all: a name is there twice or not at all, metadata maps another name to
+// it, or torch cannot hold it. The caller then goes through the headers name by name, for the reason.
+py::object header_rows(const std::vector<std::shared_ptr<hf::SafetensorsFile>>& files,
+                       const std::optional<std::vector<std::vector<std::string>>>& keys) {
+  state::InventoryBuilder inventory;
+  NumberedStrings seen;
+  std::vector<int64_t> locations, zeros;
+  std::string codes;
+  py::list names;
+  for (size_t number = 0; number < files.size(); ++number) {
+    const hf::SafetensorsHeader& header = files[number]->header;
+    std::vector<const hf::SafetensorsHeader::Tensor*> wanted;
+    if (keys) {
+      std::unordered_map<std::string_view, const hf::SafetensorsHeader::Tensor*> known;
+      for (const auto& tensor : header.tensors()) known.emplace(tensor.name, &tensor);
+      for (const std::string& key : keys->at(number)) wanted.push_back(known[key]);
+    } else {
+      for (const auto& tensor : header.tensors()) wanted.push_back(&tensor);
+    }
+    for (const hf::SafetensorsHeader::Tensor* const tensor : wanted) {
+      if (tensor == nullptr || !seen.add(tensor->name).second) return py::none();
+      const std::string_view torch_name = header.dtype(*tensor).torch;
+      const auto dtype = std::ranges::find(format::dtypes(), torch_name, &format::DType::name);
+      if (dtype == format::dtypes().end()) return py::none();
+      std::vector<int64_t> shape;
+      try {
+        shape = header.torch_shape(*tensor);
+      } catch (const Error&) {
+        return py::none();
+      }
+      uint64_t least = dtype->item_bytes;  // as if no dimension were empty
+      for (const int64_t size : shape) {
+        const auto length = static_cast<uint64_t>(std::max<int64_t>(size, 1));
+        if (__builtin_mul_overflow(least, length, &least) || least >= metadata::kFarthest) return py::none();
+      }
+      const auto code = static_cast<uint8_t>(dtype - format::dtypes().begin());
+      const uint64_t bytes = tensor->end - tensor->begin;
+      zeros.assign(shape.size(), 0);
+      inventory.add({tensor->name, state::ItemKind::tensor, code, 0, bytes, shape, zeros, shape});
+      locations.insert(locations.end(), {static_cast<int64_t>(number), static_cast<int64_t>(tensor->begin),
+                                         static_cast<int64_t>(bytes), int64_t{files[number]->head_crc}});
+      names.append(py::str(tensor->name));
+      codes.push_back(static_cast<char>(code));
+    }
+  }
+  for (const auto& file : files) {
+    for (const auto& [alias, name] : file->header.metadata().value_or(hf::SafetensorsHeader::Metadata())) {
+      if (seen.find(name)) return py::none();
+    }
+  }
+  return py::make_tuple(names, py::bytes(codes), bytes_of(inventory.pack()), bytes_of(locations));
 }
 
 dlpack::DataType data_type(std::string_view torch_name) {
@@ -272,6 +330,8 @@ void bind_safetensors(py::module_& module) {
           "offset in the file, and bytes")
       .def_property_readonly("count", [](const hf::SafetensorsFile& file) { return file.header.tensors().size(); })
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
+
+  module.def("header_rows", &header_rows, py::arg("files"), py::arg("keys") = std::nullopt);
 
   py::class_<Load>(module, "SafetensorsLoad")
       .def(py::init<std::shared_ptr<hf::SafetensorsFile>, const std::vector<size_t>&, bool, const io::EngineOptions&,

@@ -102,7 +102,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "fill what is packed": (load_packed, "fill_packed"),
     "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
-    "read a header": (headers._Reading, "_header"),
+    "read a header": (headers._Reading, "_open"),
     "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
     "open a store": (object_clients, "_open"),
     "wait for what others write": (usage, "sync_file_system"),

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from .._engine import _C
 from .._engine.torch_private import StorageInfo
 from .._state.stacking import Stack
+from .._state.structure import Structure, structure_of
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
 from .quantized_tensors import Quantized
@@ -60,6 +61,10 @@ class LoadableCheckpoint(Checkpoint):
     @cached_property
     def metadata(self) -> Metadata:
         return self.read_metadata()
+
+    def places(self) -> tuple[object, Structure | None]:
+        """The path of each key in the state that was saved, as the checkpoint has them, and the record of its kinds."""
+        return self.metadata.planner_data, structure_of(self.metadata)
 
     def keys(self) -> list[str]:
         if self.index is not None:

@@ -41,7 +41,7 @@ from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
 from .._state.stacking import Composite
 from .._state.stored_entries import StoredEntries
-from .._state.structure import Path, structure_of
+from .._state.structure import Path
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
 from ..errors import (
@@ -211,18 +211,23 @@ class CollectiveLoad:
     def _all(self) -> dict[str, Any]:
         metadata, checkpoint = self._metadata()
         extra = self._extra_keys(checkpoint)
-        planner, _ = self._plan(lambda: _plan_all(metadata, checkpoint, self._selection, extra))
+        places: list[Any] = []
+
+        def plan() -> tuple[FillPlanner, _Fit]:
+            places[:] = checkpoint.places()  # now, while a lock keeps the metadata
+            return _plan_all(metadata, checkpoint, self._selection, extra)
+
+        planner, _ = self._plan(plan)
         stats = self._read(planner)
 
         def result() -> dict[str, Any]:
-            assert planner.metadata is not None
-            values = {key: value for key, value in planner.state_dict.items() if not is_extra(key)}
-            values.update(planner.objects)
-            stored = _built(planner.metadata)
-            structure = structure_of(stored)
+            values = {**planner.state_dict, **planner.objects}
+            for key in extra:
+                values.pop(key, None)
+            paths, structure = places
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
-            return nest(values, stored.planner_data, structure)
+            return nest(values, paths, structure)
 
         loaded = self._together(lambda: self._hand_over(planner, result), "hand over")
         self._end(stats)
@@ -570,15 +575,16 @@ class _TargetState:
 def _plan_all(
     metadata: Metadata, checkpoint: LoadableCheckpoint, selection: Selection, extra: Iterable[str]
 ) -> tuple[FillPlanner, _Fit]:
-    wanted: dict[str, Any] = dict.fromkeys(extra)
-    skipped = frozenset() if selection.names is not None else checkpoint.aliases
-    for key in metadata.state_dict_metadata:
-        if key in selection and key not in skipped and not is_extra(key):
-            wanted[key] = _new_value(key, metadata, checkpoint.root)
+    stored_keys, extra = checkpoint.keys(), set(extra)
+    skipped = {key for key in stored_keys if is_extra(key)} - extra
+    if selection.names is None:
+        skipped |= checkpoint.aliases.keys()
+    selected = {*selection.of(stored_keys), *extra} - skipped
     planner = FillPlanner(allow_cast=False)
-    planner.set_up_planner(wanted, metadata)
+    if not planner.set_up_whole([row for row, key in enumerate(stored_keys) if key in selected], metadata):
+        wanted = {key: _new_value(key, metadata, checkpoint.root) for key in stored_keys if key in selected}
+        planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()
-    stored_keys = metadata.state_dict_metadata
     nowhere = _nowhere(selection, [*stored_keys], metadata)
     return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, stored_keys))
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._checkpoint.quantized_names import scales_of
 from .._engine import _C
+from .._engine.dtype_codes import CODE_DTYPES
 from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
 from .._state.describe import Description
 from ..errors import Mismatch
 from .load_planner import LoadPlanner
 
+_OBJECT = 255  # in place of a dtype's code
 _CASTS = "(allow_cast=True converts)"
 
 
@@ -39,6 +42,27 @@ class FillPlanner(LoadPlanner):
         self.original_state_dict = self.state_dict = state_dict
         self.mappings = {}
         self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def set_up_whole(self, selected: Sequence[int], metadata: Metadata) -> bool:
+        """Does the same with new tensors for these keys of the index, by number, without Python code for each. False if
+        there is no index, or the metadata has to be looked at: a tensor seems larger than its records, say."""
+        self._begin(metadata)
+        if self._index is None:
+            return False
+        try:
+            names, codes, shapes, inventory, sources = self._index.whole_items(selected)
+            plan = self._index.plan_load(inventory)
+        except _C.EngineError:
+            return False
+        values = [
+            None if code == _OBJECT else torch.empty(shape, dtype=CODE_DTYPES[code], device="cpu")
+            for code, shape in zip(codes, shapes, strict=True)
+        ]
+        tensors = [value for value in values if value is not None]
+        self.set_up_planner(dict(zip(names, values, strict=True)), metadata)
+        description = Description.of_new(inventory, names, sources, tensors)
+        self._found = self.state_dict, description, plan
+        return True
 
     def misfits(self) -> tuple[list[str], list[Mismatch]]:
         """Keys that the checkpoint does not have, and those whose stored value does not fit. Raises

@@ -21,7 +21,7 @@ from .._engine.torch_private import storage_identity
 from .._engine.wrapper_tensors import is_wrapper
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
-from .tensor_table import ON_HOST
+from .tensor_table import ON_HOST, tensor_table
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ class Description:
     storages: list[torch.UntypedStorage]  #: storages of `tensors`, kept alive if a tensor is given another one
     storage_bytes: array[int]
     versions: array[int]  #: the version counters of `tensors`, then of `wrappers`
+
+    @classmethod
+    def of_new(cls, inventory: bytes, names: list[str], sources: bytes, tensors: list[torch.Tensor]) -> Description:
+        """Describes new tensors in host memory for a load, all with one item each, which nothing else knows yet."""
+        table, ready = tensor_table(tensors), bytes([ON_HOST]) * len(tensors)
+        return cls(inventory, names, b"", sources, tensors, table, ready, {}, {}, {}, [], array("q"), array("q"))
 
     @property
     def all_ready(self) -> bool:

@@ -155,7 +155,11 @@ def nest(values: Mapping[str, Any], paths: object, structure: Structure | None =
     root = _Dict()
     known = paths if isinstance(paths, Mapping) else {}
     for key, value in values.items():
-        path = known.get(key, (key,))
+        top = (key,)
+        path = known.get(key, top)
+        if path == top and key not in root:  # the usual case, sooner
+            root[key] = value
+            continue
         if not is_path(path):
             raise UntrustedCheckpointError(f"{key}: metadata gives {path!r} as its place in the state", key=key)
         container: Any = root

@@ -30,19 +30,20 @@ def metadata_ranks(directory: str) -> list[int | None]:
     return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
 
 
-def read_metadata(directory: str, rank: int | None = None) -> Metadata:
-    """Reads and checks the metadata of the checkpoint in a directory.
+def read_metadata(directory: str, rank: int | None = None, *, of_places: bool = False) -> Metadata:
+    """Reads and checks the metadata of the checkpoint in a directory. `of_places`: that of `metadata_pickle.loads`.
 
     Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
     """
     from .metadata_pickle import loads
 
-    return loads(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
+    path = os.path.join(directory, metadata_name(rank))
+    return loads(metadata_bytes(directory, rank), path, of_places=of_places)
 
 
-def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
+def read_metadata_of(directory: str, rank: int | None, save_id: str, *, of_places: bool = False) -> Metadata:
     """Reads the metadata that one save committed. Raises `CheckpointError` if a later save has replaced it."""
-    metadata = read_metadata(directory, rank)
+    metadata = read_metadata(directory, rank, of_places=of_places)
     if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
         raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
     return metadata

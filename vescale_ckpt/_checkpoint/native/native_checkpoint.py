@@ -167,6 +167,12 @@ class NativeCheckpoint(LoadableCheckpoint):
     def _listing(self) -> _Listing:
         return _Listing(self.metadata, self.described_in)
 
+    def places(self) -> tuple[object, Structure | None]:
+        if self.index is None:
+            return super().places()
+        found = metadata_file.read_metadata_of(self.path, self.rank, self.index.save_id, of_places=True)
+        return found.planner_data, structure_of(found)
+
     @cached_property
     def paths(self) -> dict[str, Path]:
         paths = self.metadata.planner_data

@@ -45,6 +45,7 @@ _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
 ATTEMPTS = 5  #: a directory is read so often if exports into it commit meanwhile
+_MOST_OPEN = 64  # files whose headers are merged at once; more are read one after the other
 _OPENERS = 8  # threads that read headers: headers are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
@@ -166,6 +167,8 @@ class _Reading:
         self.files = files
         for key, name in (weight_map or {}).items():
             self.keys_of.setdefault(name, []).append(key)
+        if self.on_error is None and len(files) <= _MOST_OPEN and (tables := self._of_whole_tensors(weight_map)):
+            return tables
         aliases: dict[str, tuple[str, str]] = {}  # {other name: (stored name, file that says so)}
         with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
             headers = [pool.submit(self._header, name) for name in files]
@@ -184,16 +187,35 @@ class _Reading:
         kept = {alias: key for alias, (key, _) in aliases.items() if alias not in self.stored and key in self.stored}
         return self._packed(kept)
 
-    def _header(self, name: str) -> _Header:
+    def _of_whole_tensors(self, weight_map: Mapping[str, str] | None) -> HeaderTables | None:
+        """Returns the contents without Python code for each tensor, if each is whole under one name, as in most models.
+        None: the headers have to be read name by name, also to name what is wrong."""
+        with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
+            files = list(pool.map(self._open, self.files))
+        texts = [file.metadata() or {} for file in files]
+        if any(header_texts.SHARDING_INFO in of or of.get(header_texts.TIED_NAMES, "{}") != "{}" for of in texts):
+            return None
+        keys = None if weight_map is None else [self.keys_of[name] for name in self.files]
+        found = _C.header_rows(files, keys)
+        if found is None:
+            return None
+        names, codes, inventory, locations = found
+        quantization = self._quantization(dict(zip(names, codes, strict=True)))
+        return HeaderTables(self.root, inventory, locations, self.files, {}, quantization)
+
+    def _open(self, name: str) -> _C.SafetensorsFile:
         path = os.path.join(self.root, name)
         try:
-            file = read_twice(path, lambda: _C.SafetensorsFile.open(path, self.options, self.verify))
+            return read_twice(path, lambda: _C.SafetensorsFile.open(path, self.options, self.verify))
         except _C.EngineError as error:
             if error.errno == errno.ENOENT:
                 key = next(iter(self.keys_of.get(name, ())), None)
                 what = f"{path} is missing" if key is None else f"{key}: {path} is missing, where the index says it is"
                 raise CorruptCheckpointError(what, key=key, file=path) from None
             raise translate(error, str, path, 0) from None
+
+    def _header(self, name: str) -> _Header:
+        path, file = os.path.join(self.root, name), self._open(name)
         tensors = {}
         for number, (key, dtype, torch_name, _) in enumerate(file.tensors()):
             code = CODES.get(torch_name)
@@ -247,11 +269,14 @@ class _Reading:
                 rows.append(packed_row(kind, stored.code, False, item_bytes, ShardChunk(offset, size, ()), shape))
                 locations.extend(place)
         inventory = _C.pack_inventory(names, rows, 0)
-        return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases, self._quantization())
+        quantization = self._quantization({key: stored.code for key, stored in self.stored.items()})
+        return HeaderTables(self.root, inventory, locations.tobytes(), self.files, aliases, quantization)
 
-    def _quantization(self) -> str:
-        """Returns `quantization_config`, if a tensor seems quantised; one that cannot be read is of no known method."""
-        if not any(scales_of(key, DTYPE_NAMES[stored.code], self.stored) for key, stored in self.stored.items()):
+    def _quantization(self, codes: Mapping[str, int]) -> str:
+        """Returns `quantization_config`, if a tensor seems quantised; one that cannot be read is of no known method.
+        `codes`: the dtype code of each tensor."""
+        small = [(key, DTYPE_NAMES[code]) for key, code in codes.items() if ITEM_BYTES[code] == 1]
+        if not any(scales_of(key, dtype, codes) for key, dtype in small):
             return ""
         try:
             _, content = storage_at(self.root).read_range(_CONFIG, 0, _MOST_JSON_BYTES + 1)
