@@ -41,7 +41,7 @@ from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.shared_targets import replaced_in_state
 from .._state.stacking import Composite
 from .._state.stored_entries import StoredEntries
-from .._state.structure import Path
+from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative, data_path
 from ..errors import (
