@@ -29,8 +29,8 @@ namespace vescale_ckpt::write {
 // its own memory asks for another place.
 inline constexpr uint64_t kTorchOffset = 64;
 
-// What to write: a tensor (framing set) or bytes as they are. The memory must stay until write() returns; of what is
-// changed meanwhile, each byte is written, and checksummed, as it was once.
+// A record's source: a tensor (framing set) or raw bytes. The memory must stay valid until write() returns. Each byte
+// is read once, so data and checksum agree even if another thread changes the memory meanwhile.
 struct RecordSource {
   std::shared_ptr<const format::TensorRecord> framing;
   const std::byte* data = nullptr;

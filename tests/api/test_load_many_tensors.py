@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.cost import calls_of
 
 import vescale_ckpt
 from vescale_ckpt.safetensors import save_file
@@ -43,21 +43,6 @@ def _stock(path: Path, state: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def _calls(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns, and how many functions, of Python and of C, it called in this thread."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        return work(), count
-    finally:
-        sys.setprofile(None)
-
-
 @pytest.mark.parametrize(
     "save, most",
     [(_safetensors, 12), (_two_files, 40), (_native, 8), (_stock, 150)],
@@ -69,9 +54,9 @@ def test_calls_for_each_tensor(save: Callable[..., Path], most: float, tmp_path:
         state = _state(count)
         path = save(tmp_path / f"of {count}", state)
         vescale_ckpt.load(path)  # what is made once
-        loaded, calls = _calls(lambda path=path: vescale_ckpt.load(path))
+        loaded: dict[str, Any] = {}
+        counts.append(calls_of(lambda path=path, loaded=loaded: loaded.update(vescale_ckpt.load(path))))
         assert list(loaded) == list(state) if save is _native else loaded.keys() == state.keys()
         for key, value in state.items():
             assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
-        counts.append(calls)
     assert (counts[1] - counts[0]) / (_MANY - _FEW) <= most

@@ -12,7 +12,7 @@ import torch
 from harness.states import assert_same
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager, IncompatibleStateError, MissingKeysError, PerRank
+from vescale_ckpt import CheckpointError, CheckpointManager, IncompatibleStateError, MissingKeysError, PerRank
 
 
 class Holder:
@@ -121,3 +121,10 @@ def test_keys_select_empty_mappings_by_their_names(tmp_path: Path) -> None:
     assert state == saved
     with pytest.raises(MissingKeysError, match="'q'"):
         vescale_ckpt.load(tmp_path, keys=["k", "q"])
+
+
+def test_a_number_and_its_text_as_keys_of_containers_are_refused(checkpoint: Path) -> None:
+    saved: dict[str, Any] = {"h": {1: {"a": 1}, "1": {"b": 2}}}
+    vescale_ckpt.save(checkpoint, saved)
+    with pytest.raises(CheckpointError, match=r"the keys 1 and '1', whose values a load cannot tell apart"):
+        vescale_ckpt.load(checkpoint, {"h": {1: {"a": 0}, "1": {"b": 0}}})

@@ -194,11 +194,16 @@ def place(root: Any, path: Path, value: Any) -> None:
 
 
 def own_name(container: Any, name: str | int) -> Any:
-    """Returns the key of the container that `flatten` names so."""
-    if isinstance(container, list) or name in container:
+    """Returns the container's key that `flatten` turned into `name`. Raises `ValueError` if a number and its text are
+    keys."""
+    if isinstance(container, list):
         return name
     if isinstance(name, str) and is_number(name) and (number := int(name)) in container:
+        if name in container:
+            raise ValueError(f"a mapping has the keys {number} and {name!r}, whose values a load cannot tell apart")
         return number
+    if name in container:
+        return name
     return next((key for key in container if str(key) == name), name)
 
 
