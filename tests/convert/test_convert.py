@@ -700,3 +700,42 @@ def test_the_command_line(
     assert json.loads(capsys.readouterr().out)["tensors"] == 4
     assert np.load(tmp_path / "a.npz")["large"].dtype == np.float32
     assert "bw" in np.load(tmp_path / "a.npz").files
+
+
+@pytest.mark.parametrize("most", ["5GB", 4096])
+def test_tied_weights_are_stored_once(tmp_path: Path, most: int | str) -> None:
+    weight, memory = torch.randn(100, 20), torch.randn(300)
+    tied = {"embed.w": weight, "mid.w": torch.randn(50, 20), "head.w": weight, "format": weight}
+    others = {"a": memory[:100], "b": memory[100:200], "a.T": weight.T, "e": torch.empty(0), "f": torch.empty(0)}
+    torch.save({**tied, **others}, tmp_path / "in.pt")
+    names = {"head.w": "embed.w", "format": "embed.w"}
+
+    convert(tmp_path / "in.pt", tmp_path / "model", format="safetensors", max_shard_size=most)
+    assert vescale_ckpt.inspect(tmp_path / "model").aliases == names
+    assert vescale_ckpt.verify(tmp_path / "model").ok
+    expected = {**tied, **others}
+    assert_same(vescale_ckpt.load(tmp_path / "model"), {key: expected[key] for key in expected if key not in names})
+    target = {key: torch.zeros_like(value) for key, value in expected.items()}
+    assert not vescale_ckpt.load(tmp_path / "model", target).missing
+    assert_same(target, expected)
+
+    convert(tmp_path / "in.pt", tmp_path / "out.pt", format="torch")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert_same(loaded, expected)
+    assert list(loaded) == list(expected)
+    assert len({loaded[key].data_ptr() for key in tied}) == 2
+
+    convert(tmp_path / "in.pt", tmp_path / "dcp", format="dcp")  # stock DCP finds each name
+    target = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    assert_same(target, expected)
+
+    # What is selected, renamed or cast in another way is no tie.
+    dtypes = {"head.w": torch.float64}
+    convert(
+        tmp_path / "in.pt", tmp_path / "part", format="safetensors", keys=["head.w", "format", "mid.w"], dtype=dtypes
+    )
+    assert_same(
+        vescale_ckpt.load(tmp_path / "part"),
+        {"mid.w": tied["mid.w"], "head.w": weight.double(), "format": weight},
+    )

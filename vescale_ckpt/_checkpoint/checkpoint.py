@@ -118,6 +118,11 @@ class Checkpoint:
         return {}
 
     @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """{key: first key} of tensors in `tensors` whose records are the first key's, as of tied weights."""
+        return {}
+
+    @cached_property
     def paths(self) -> Mapping[str, Path]:
         """{name: path in the nested state}, without names of the top level."""
         return {}

@@ -59,6 +59,7 @@ class TorchCheckpoint(Checkpoint):
         self._tensors = {key: value for key, value in self._flat.items() if isinstance(value, torch.Tensor)}
         self._entry_of = {key: self._entry(key, tensor) for key, tensor in self._tensors.items()}
         self.tensors = {key: self._info(key, tensor) for key, tensor in self._tensors.items()}
+        self.ties = self._ties()
         name = os.path.basename(path)
         self.objects = {key: Chunk((), (), name, -1, -1) for key in self._flat if key not in self.tensors}
 
@@ -105,6 +106,16 @@ class TorchCheckpoint(Checkpoint):
         if value.untyped_storage().nbytes() > entry.bytes:
             raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {self.path}", key=key)
         return entry
+
+    def _ties(self) -> dict[str, str]:
+        first: dict[object, str] = {}
+        ties: dict[str, str] = {}
+        for key, tensor in self._tensors.items():
+            box = tensor.storage_offset(), tensor.shape, tensor.stride()
+            view = (self._entry_of[key], *box, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+            if tensor.numel() and (kept := first.setdefault(view, key)) != key:
+                ties[key] = kept
+        return ties
 
     def _info(self, key: str, tensor: torch.Tensor) -> TensorInfo:
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize

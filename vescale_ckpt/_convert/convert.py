@@ -142,7 +142,7 @@ def convert_by_plan(
         seconds=time.perf_counter() - started,
         tensors=len(made.outputs),
         objects=0 if conversion.left_out else len(made.objects),
-        bytes=sum(output.bytes for output in made.outputs),
+        bytes=conversion.bytes_of_outputs(),
         files=files,
         left_out=conversion.left_out,
     )
@@ -230,7 +230,7 @@ class _Conversion:
 
     def tell(self, progress: Progress) -> None:
         """Calls `progress` whenever bytes were written."""
-        done, total = 0, sum(output.bytes for output in self.made.outputs) // self._exchange.size
+        done, total = 0, self.bytes_of_outputs() // self._exchange.size
 
         def written(count: int) -> None:
             nonlocal done
@@ -238,6 +238,10 @@ class _Conversion:
             progress(min(done, total), total)
 
         self._buffers.written = written
+
+    def bytes_of_outputs(self) -> int:
+        once = () if self._format == "dcp" else self.made.ties
+        return sum(output.bytes for output in self.made.outputs if output.name not in once)
 
     def _check_objects(self, on_objects: Objects) -> None:
         if self._format in _KEEPS_OBJECTS or not self.made.objects:

@@ -14,11 +14,11 @@ from .._checkpoint.open_checkpoint import numpy_is_missing
 from .._checkpoint.recognize import Format
 from .._checkpoint.safetensors.model_names import holds_export
 from .._state.flatten import nest
-from .._state.structure import Path, Structure
+from .._state.structure import Structure
 from .._storage.open_storage import is_folder as is_directory
 from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
-from .plan import Output, Plan
+from .plan import Plan
 from .safetensors_files import safetensors_files
 from .streamed_file import Files, OutputFile, read_whole
 
@@ -92,9 +92,9 @@ def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, 
     if format == "dcp":
         return None
     if format == "safetensors":
-        return safetensors_files(plan.outputs, is_folder(path, format), most_bytes)
+        return safetensors_files(plan.outputs, plan.ties, is_folder(path, format), most_bytes)
     if format == "torch":
-        return torch_file(plan.outputs, objects, plan.paths, plan.structure)
+        return torch_file(plan, objects)
     try:
         from .numpy_files import npy_files, npz_file
     except ModuleNotFoundError as error:
@@ -115,15 +115,15 @@ def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:
     return of
 
 
-def torch_file(
-    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
-) -> Files:
-    """The file that torch.save writes for a dict of these tensors and objects, nested according to `paths`. All of them
-    are in memory while it is written."""
+def torch_file(plan: Plan, values: Mapping[str, Any]) -> Files:
+    """The file that torch.save writes for a dict of the plan's tensors and of objects, nested according to its paths.
+    All of them are in memory while it is written."""
+    outputs, structure = [output for output in plan.outputs if output.name not in plan.ties], plan.structure
 
     def save(stream: IO[bytes], source: Checkpoint) -> None:
-        tensors = {output.name: read_whole(output, source) for output in outputs}
-        state = nest({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
+        read = {output.name: read_whole(output, source) for output in outputs}
+        tensors = {output.name: read[plan.ties.get(output.name, output.name)] for output in plan.outputs}
+        state = nest({**tensors, **values}, plan.paths, None if structure is None else Structure.unpack(structure))
         try:
             torch.save(state, stream)
         except Exception as error:

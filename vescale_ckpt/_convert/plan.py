@@ -68,6 +68,7 @@ class Plan:
     outputs: list[Output]
     objects: dict[str, str]  #: the source's key, by new name
     paths: dict[str, Path]  #: path in the nested state, by name; nothing for names of the top level
+    ties: dict[str, str]  #: {name: name of an earlier output} of outputs with the same values, as of tied weights
     structure: str | None = None  #: structure that paths do not contain (`Structure.pack`); None: unknown
 
 
@@ -99,8 +100,20 @@ def plan(
         outputs,
         objects,
         {name: kept[name] for name in (*(output.name for output in outputs), *objects) if name in kept},
+        _ties(source, outputs),
         _structure(source, selection, rename is not None),
     )
+
+
+def _ties(source: Checkpoint, outputs: Iterable[Output]) -> dict[str, str]:
+    first: dict[tuple[str, torch.dtype], str] = {}
+    ties: dict[str, str] = {}
+    for output in outputs if source.ties else ():
+        if output.is_stored:
+            (key,) = output.keys
+            if (name := first.setdefault((source.ties.get(key, key), output.dtype), output.name)) != output.name:
+                ties[output.name] = name
+    return ties
 
 
 def _structure(source: Checkpoint, selection: Selection, with_other_names: bool) -> str | None:

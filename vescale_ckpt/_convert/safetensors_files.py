@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.safetensors.header_dtypes import STORABLE
@@ -24,8 +24,10 @@ class _Layout:
     """The file that `vescale_ckpt.safetensors.save_file` writes. Raises ValueError for tensors that the format cannot
     hold."""
 
-    def __init__(self, outputs: Sequence[Output]) -> None:
+    def __init__(self, outputs: Sequence[Output], ties: Mapping[str, str]) -> None:
         names = [output.name for output in outputs]
+        ties = {other: name for other, name in ties.items() if name in names}
+        texts = [pair for pair in ties.items() if pair[0] != "format"]  # for the library's load_model
         table = int_table()
         for output in outputs:
             if output.dtype not in STORABLE:
@@ -33,7 +35,7 @@ class _Layout:
             shape, ndim = output.shape, len(output.shape)
             table.extend((0, DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
         try:
-            self._layout = _C.SafetensorsLayout(names, table, with_ties([("format", "pt")], {}))
+            self._layout = _C.SafetensorsLayout(names, table, with_ties([("format", "pt"), *texts], ties))
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
         self.length = self._layout.file_bytes
@@ -65,18 +67,18 @@ class _Layout:
         return self._layout.head(self._blocks)
 
 
-def _written(outputs: Sequence[Output]) -> Write:
+def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
     """The content of one file, in bounded memory. An object is sent in order, and its head holds checksums of the
     tensors: these are read twice."""
 
     def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
         head = b""
         if not storage_at(directory).renames:
-            summed, written = _Layout(outputs), buffers.written
+            summed, written = _Layout(outputs, ties), buffers.written
             buffers.written = None
             transfer(summed.segments(buffers.most_bytes), source, _Pages(summed, None, b""), buffers)
             buffers.written, head = written, summed.head()
-        layout = _Layout(outputs)
+        layout = _Layout(outputs, ties)
         with named_errors(str, directory, layout.length):
             writer = begin(directory, create, layout.length)
             transfer(layout.segments(buffers.most_bytes), source, _Pages(layout, writer, head), buffers)
@@ -121,16 +123,17 @@ class _Pages:
             self._writer.write_bytes(batch.buffer.data_ptr(), whole, batch.file_offset)
 
 
-def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
-    """One file, or a folder of shards and their index."""
+def safetensors_files(outputs: Sequence[Output], ties: Mapping[str, str], in_folder: bool, most_bytes: int) -> Files:
+    """One file, or a folder of shards and their index. Tied weights are stored once, under the name in `ties`."""
+    outputs = [output for output in outputs if output.name not in ties]
     if not in_folder:
-        return Files.one(outputs, _written(outputs))
+        return Files.one(outputs, _written(outputs, ties))
     shards = _shards(outputs, most_bytes)
     for shard in shards:
-        _Layout(shard)  # raises before writing
+        _Layout(shard, ties)  # raises before writing
     names = file_names(len(shards))
     files = [
-        OutputFile(name, sum(output.bytes for output in shard), _written(shard))
+        OutputFile(name, sum(output.bytes for output in shard), _written(shard, ties))
         for name, shard in zip(names, shards, strict=True)
     ]
     if len(files) == 1:
