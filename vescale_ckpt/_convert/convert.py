@@ -240,7 +240,7 @@ class _Conversion:
         self._buffers.written = written
 
     def bytes_of_outputs(self) -> int:
-        once = () if self._format == "dcp" else self.made.ties
+        once = self.made.ties if self._format in ("safetensors", "torch") else {}
         return sum(output.bytes for output in self.made.outputs if output.name not in once)
 
     def _check_objects(self, on_objects: Objects) -> None:
