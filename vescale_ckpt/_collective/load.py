@@ -462,9 +462,8 @@ class _TargetState:
         """`extra`: keys of objects to load besides the state."""
         stored = list(filterfalse(is_extra, checkpoint.keys()))
         # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
-        below_empty = self._same_names and "" in self._state
-        without_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
-        self._drops_prefix = below_empty and without_prefix
+        if self._same_names and "" in self._state:
+            self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
         entries = StoredEntries(
             stored,
@@ -500,7 +499,8 @@ class _TargetState:
     ) -> tuple[FillPlanner, _Fit]:
         application, of, present = self.application, self._name, entries.keys
         flat, self._paths = flatten(application.form)
-        names = rename_keys(flat, lambda key: of(key, self._paths[key]))
+        by_path = self._drops_prefix  # else keys that keep their names are not mapped one by one
+        names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if by_path else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
