@@ -39,7 +39,7 @@ class TransferStats:
     tensors: int
     objects: int
     bytes: int  #: bytes of tensor data
-    in_place_bytes: int  #: bytes that were read straight into the tensors' own memory; saves copy all bytes
+    in_place_bytes: int  #: bytes that moved between the file and the tensors' own memory, or their snapshot
     slot_bytes: int  #: bytes that moved through the arena's slots, or came from an object store
     direct_bytes: int  #: bytes that bypassed the page cache
     uncached_bytes: int  #: bytes that went through the page cache and were dropped from it at once

@@ -29,8 +29,11 @@ class TableCursor {
     return static_cast<uint64_t>(value);
   }
   std::byte* address() { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(take(1)[0])); }
-  uint32_t dtype() {
-    const uint64_t code = size();
+  // The code of a dtype. `flag`: a bit that the table may add to it.
+  uint32_t dtype(uint64_t flag = 0, bool* flagged = nullptr) {
+    uint64_t code = size();
+    if (flagged != nullptr) *flagged = (code & flag) != 0;
+    code &= ~flag;
     if (code >= format::dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
     return static_cast<uint32_t>(code);
   }

@@ -39,7 +39,7 @@ struct Flight {
 
 // Counts bytes by the way they took. Thread-safe.
 struct TransferStats {
-  std::atomic<uint64_t> in_place{0};  // read from the file into the tensor's own memory, or into a remote file's part
+  std::atomic<uint64_t> in_place{0};  // between the file and the tensor's own memory, or a remote file's part
   std::atomic<uint64_t> slots{0};     // through a slot, or memory of a remote store's client
   std::atomic<uint64_t> by_access[3] = {0, 0, 0};
 

@@ -227,12 +227,23 @@ class Ranges {
     if (window != nullptr) window->wait_for_room(range.end, [this] { return queue_.closed(); });
   }
 
-  // Nothing is written from a tensor's own memory: its checksum and the system would each read what another thread may
-  // change in between.
   bool needs_slot(const Range& range) const {
+    if (range.way == Way::runs) return true;
     io::PartWindow* window = parts_[range.first_part].source->place.file->window();
-    return range.way == Way::runs || window == nullptr ||
-           window->place(range.begin, range.end - range.begin) == nullptr;
+    if (window != nullptr) return window->place(range.begin, range.end - range.begin) == nullptr;
+    return own_memory(range) == nullptr;
+  }
+
+  // Where a range is written from if it needs no copy: a piece of a tensor. Null for memory that another thread may
+  // change between the checksum's read and the system's.
+  const std::byte* own_memory(const Range& range) const {
+    const Part& part = parts_[range.first_part];
+    if (!part.source->unchanging || part.begin != range.begin || part.end != range.end) return nullptr;
+    const std::byte* data = contiguous(part);
+    const io::File& file = *part.source->place.file;
+    const bool fits =
+        file.access() != io::Access::direct || reinterpret_cast<uintptr_t>(data) % file.memory_alignment() == 0;
+    return fits ? data : nullptr;
   }
 
   // A part of a remote file with a hole would never be complete.
@@ -265,10 +276,13 @@ class Ranges {
     flight.transfer.part_of_block = range.way != Way::blocks;
     if (range.way == Way::runs) {
       send_runs(first, flight);
-    } else {
-      io::PartWindow* window = flight.transfer.file->window();
+    } else if (io::PartWindow* window = flight.transfer.file->window(); flight.slot || window != nullptr) {
       flight.transfer.data = flight.slot ? flight.slot->data() : window->place(range.begin, flight.transfer.size);
       fill(range, flight.transfer.data);
+    } else {
+      const std::byte* data = own_memory(range);
+      flight.transfer.data = const_cast<std::byte*>(data);
+      add_checksum(first.source->place, first.begin, data, first.bytes(), nullptr);
     }
     if (range.waiter == 0) return;
     const std::atomic_ref awaited(ranges_[range.waiter].awaited);

@@ -2,10 +2,10 @@
 // range may hold many small tensors, the end of one and the start of the next, a piece of a large one, or only a few
 // rows of a column shard.
 //
-// All bytes pass through a slot, or a part of a remote file: what is checksummed there is what the system gets, however
-// often it reads it, even if another thread changes the tensor meanwhile. A block that another writer may share is
-// written through the page cache, and only the bytes that are ours: nothing is read, so nothing that others write
-// meanwhile is undone.
+// Bytes pass through a slot, or a part of a remote file: what is checksummed there is what the system gets, however
+// often it reads it, even if another thread changes the tensor meanwhile. Only pieces of tensors that do not change are
+// written from their own memory. A block that another writer may share is written through the page cache, and only the
+// bytes that are ours: nothing is read, so nothing that others write meanwhile is undone.
 //
 // Checksums of blocks are put together from pieces in any order, by any thread or rank: what a piece contributes is its
 // CRC-32 moved to its place in its block (crc32_combine with what follows it), and a block's CRC-32 is the exclusive or
@@ -50,7 +50,8 @@ struct PlacedTensor {
   // What stands before the tensor and behind it, if anything. Epilogues are not cut, so a record that is not large is
   // set apart where a slot does not hold it with what is before it.
   const format::TensorRecord* framing = nullptr;
-  bool apart = false;  // begins a range, on a block of its own
+  bool apart = false;       // begins a range, on a block of its own
+  bool unchanging = false;  // no thread changes the memory
 
   uint64_t begin() const { return place.begin - (framing != nullptr ? framing->prologue().size() : 0); }
   uint64_t end() const { return place.end + (framing != nullptr ? framing->epilogue_bytes() : 0); }

@@ -15,11 +15,11 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   uint32_t last_dtype = 0;
   std::span<const int64_t> last_sizes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const uint32_t dtype = cursor.dtype();
+    RecordSource source;
+    const uint32_t dtype = cursor.dtype(kUnchanging, &source.unchanging);
     const std::byte* data = cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);
-    RecordSource source;
     if (!sources.empty() && dtype == last_dtype && std::ranges::equal(sizes, last_sizes)) {
       source.framing = sources.back().framing;
     } else {
@@ -41,7 +41,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
 std::vector<int64_t> body_bytes(std::span<const int64_t> table) {
   std::vector<int64_t> bytes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const uint32_t dtype = cursor.dtype();
+    const uint32_t dtype = cursor.dtype(kUnchanging);
     cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims);

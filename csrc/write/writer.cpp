@@ -88,7 +88,8 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
                        source.data,
                        source.strided ? &*source.strided : nullptr,
                        source.framing.get(),
-                       apart});
+                       apart,
+                       source.unchanging});
     cursor = begin + total;
     after_large = large;
   }

@@ -30,12 +30,14 @@ namespace vescale_ckpt::write {
 inline constexpr uint64_t kTorchOffset = 64;
 
 // A record's source: a tensor (framing set) or raw bytes. The memory must stay valid until write() returns. Each byte
-// is read once, so data and checksum agree even if another thread changes the memory meanwhile.
+// is read once, so data and checksum agree even if another thread changes the memory meanwhile. `unchanging`: no thread
+// does, so large tensors are written from their own memory where its address allows.
 struct RecordSource {
   std::shared_ptr<const format::TensorRecord> framing;
   const std::byte* data = nullptr;
   uint64_t bytes = 0;
   std::optional<io::Box> strided;  // how `data` is laid out, unless contiguous
+  bool unchanging = false;
 };
 
 struct PlacedRecord {

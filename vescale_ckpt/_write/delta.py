@@ -143,5 +143,5 @@ def table_of_new_checkpoint(
 
 def _id_of(entry: memoryview, blocks: bytes) -> bytes:
     sizes = entry[3 : 3 + entry[2]]
-    head = f"{CODE_DTYPES[entry[0]]}{list(sizes)}".encode()
+    head = f"{CODE_DTYPES[entry[0] & ~_C.UNCHANGING]}{list(sizes)}".encode()
     return hashlib.sha256(len(head).to_bytes(8, "little") + head + blocks).digest()[:ID_BYTES]

@@ -140,16 +140,21 @@ TEST_P(RoundTrip, ChecksumsBlocksAcrossCellBorders) {
   EXPECT_TRUE(met.contains({kBlock - kTorchPlace, 1}));
 }
 
-TEST_P(RoundTrip, ReadsInPlaceWhereItCan) {
-  for (const uint64_t place : {kTorchPlace, kOddPlace}) {
+TEST_P(RoundTrip, GoesInPlaceWhereItCan) {
+  for (const auto& [place, unchanging] :
+       {std::pair(kTorchPlace, false), {kOddPlace, false}, {kTorchPlace, true}, {kOddPlace, true}}) {
     const Tensor tensor = Tensor::of_bytes(5 << 20, place);
-    const WrittenFile file = write_data_file(path("file" + std::to_string(place)), {tensor.source()}, options());
-    const uint64_t body = file.records[0].offset + tensor.source().framing->prologue().size();
+    write::RecordSource source = tensor.source();
+    source.unchanging = unchanging;
+    const std::string name = "file" + std::to_string(place) + (unchanging ? "_unchanging" : "");
+    const WrittenFile file = write_data_file(path(name), {source}, options());
+    expect_true_table(file, {source});
+    const uint64_t body = file.records[0].offset + source.framing->prologue().size();
     const uint64_t interior = align_down(body + tensor.memory.size(), kBlock) - align_up(body, kBlock);
     const bool congruent = !direct() || place == kTorchPlace;
-    EXPECT_EQ(file.in_place, 0u);
+    EXPECT_EQ(file.in_place, unchanging && congruent ? interior : 0);
     if (access() != io::Access::uncached) {  // which not every kernel has
-      EXPECT_EQ(file.by_access[static_cast<size_t>(access())], file.slots);
+      EXPECT_EQ(file.by_access[static_cast<size_t>(access())], file.in_place + file.slots);
     }
 
     drop_cache(file.path);
