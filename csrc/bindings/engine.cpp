@@ -276,7 +276,7 @@ void bind_engine(py::module_& module) {
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
   module.def("hash_tensors", &hash_tensors, py::arg("table"), py::arg("key"), py::arg("options"),
              "of each tensor of a table to write: the hashes of its blocks, and its CRC-32");
-  module.attr("UNCHANGING") = write::kUnchanging;
+  module.attr("UNCHANGING") = io::kUnchanging;
   module.attr("HASH_KEY_BYTES") = write::kHashKeyWords * sizeof(uint64_t);
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },

@@ -9,6 +9,10 @@
 
 namespace vescale_ckpt::io {
 
+// A bit in the dtype of a row of a write table (write/write_table.h): no thread changes the row's memory before it is
+// written.
+inline constexpr uint64_t kUnchanging = 1 << 16;
+
 // Walks along a table; what does not fit throws Error(invalid, row).
 class TableCursor {
  public:

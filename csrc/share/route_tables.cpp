@@ -87,7 +87,7 @@ HeldRows::HeldRows(std::span<const int64_t> table, std::span<const int64_t> rows
   at_.assign(rows.empty() ? 0 : static_cast<size_t>(std::ranges::max(rows)) + 1, kNotHeld);
   io::TableCursor cursor(table);
   for (; !cursor.at_end(); cursor.next_row()) {
-    const int64_t dtype = cursor.dtype(), address = cursor.take(1)[0];
+    const int64_t dtype = cursor.dtype(io::kUnchanging), address = cursor.take(1)[0];
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);
     if (held_.size() == rows.size()) throw Error::invalid("expected as many rows as tensors");

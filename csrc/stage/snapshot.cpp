@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/system.h"
 #include "base/workers.h"
+#include "io/table_cursor.h"
 #include "stage/snapshot_layout.h"
 #include "stage/stream_copy.h"
 #include "write/write_table.h"
@@ -257,7 +258,7 @@ class Snapshot::Copy {
     const uint64_t offset = layout_.offsets[index - layout_.first];
     const std::byte* address = offset == SnapshotLayout::kNowhere ? nullptr : range_.data() + offset;
     rows.insert(rows.end(), row.begin(), row.end());
-    rows[rows.size() - row.size()] |= int64_t{write::kUnchanging};
+    rows[rows.size() - row.size()] |= int64_t{io::kUnchanging};
     rows[rows.size() - row.size() + 1] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
     const size_t dims = row.size() - 3;
     const auto sizes = row.last(dims);

@@ -52,7 +52,7 @@ class Snapshot {
   void cancel();
 
   // Returns the write table of the copies, for the rows from first() on: contiguous, with the same dtypes and shapes,
-  // and with write::kUnchanging, which holds until the snapshot is destroyed.
+  // and with io::kUnchanging, which holds until the snapshot is destroyed.
   // Throws Error(invalid) before all is copied.
   std::vector<int64_t> table() const;
   // Returns the same as offsets in memory(), 0 for rows without bytes.

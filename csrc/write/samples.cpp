@@ -7,7 +7,6 @@
 #include "base/error.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
-#include "write/write_table.h"
 
 namespace vescale_ckpt::write {
 namespace {
@@ -37,7 +36,7 @@ std::vector<uint64_t> sample_hashes(std::span<const int64_t> table, std::span<co
                                     uint32_t elements) {
   std::vector<uint64_t> hashes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const uint32_t dtype = cursor.dtype(kUnchanging);
+    const uint32_t dtype = cursor.dtype(io::kUnchanging);
     const std::byte* data = cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);

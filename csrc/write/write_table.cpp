@@ -16,7 +16,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::span<const int64_t> last_sizes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     RecordSource source;
-    const uint32_t dtype = cursor.dtype(kUnchanging, &source.unchanging);
+    const uint32_t dtype = cursor.dtype(io::kUnchanging, &source.unchanging);
     const std::byte* data = cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);
@@ -41,7 +41,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
 std::vector<int64_t> body_bytes(std::span<const int64_t> table) {
   std::vector<int64_t> bytes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const uint32_t dtype = cursor.dtype(kUnchanging);
+    const uint32_t dtype = cursor.dtype(io::kUnchanging);
     cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims);

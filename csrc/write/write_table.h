@@ -9,10 +9,8 @@
 
 namespace vescale_ckpt::write {
 
-// A bit in a row's dtype: no thread changes the row's memory before it is written. So the writer needs no copy.
-inline constexpr uint64_t kUnchanging = 1 << 16;
-
-// Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
+// Rows: dtype (and io::kUnchanging, so that the writer needs no copy), address, dimensions n, n sizes, n strides
+// (elements). Throws Error(invalid, row).
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
 
 // The bytes of each row's tensor. Throws as above.

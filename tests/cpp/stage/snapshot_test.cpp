@@ -79,7 +79,7 @@ class State {
       const std::string_view copied(reinterpret_cast<const char*>(sources[index].data), sources[index].bytes);
       EXPECT_TRUE(copied == bytes_[row]) << "row " << row;
       EXPECT_TRUE(sources[index].unchanging);
-      EXPECT_EQ(table[at], dtypes_[row] | int64_t{write::kUnchanging});
+      EXPECT_EQ(table[at], dtypes_[row] | int64_t{io::kUnchanging});
       ASSERT_EQ(table[at + 2], std::ssize(sizes_[row]));
       EXPECT_TRUE(std::equal(sizes_[row].begin(), sizes_[row].end(), table.begin() + static_cast<int64_t>(at) + 3));
       at += 3 + 2 * sizes_[row].size();
