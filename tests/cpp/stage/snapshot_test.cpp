@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/system.h"
+#include "io/table_cursor.h"
 #include "scratch.h"
 #include "tables.h"
 #include "write/write_table.h"
