@@ -6,8 +6,8 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
 from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
@@ -108,6 +108,68 @@ class _Fit:
         )
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What one load reads: a checkpoint, and which of its keys."""
+
+    metadata: Metadata  #: for planners
+    checkpoint: LoadableCheckpoint
+    selection: Selection
+    extra: list[str]  #: keys of the extra files, if they are wanted
+
+    @cached_property
+    def stored(self) -> list[str]:
+        """The keys without those of extra files."""
+        return list(filterfalse(is_extra, self.checkpoint.keys()))
+
+    @property
+    def built(self) -> Metadata:
+        return self.metadata.built() if isinstance(self.metadata, LazyMetadata) else self.metadata
+
+    def nowhere(self, keys: list[str]) -> list[str]:
+        """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
+        nowhere = self.selection.without_match(keys)
+        structure = structure_of(self.built) if nowhere else None
+        empty = () if structure is None else structure.empty
+        names = (".".join(map(str, path)) for path in empty)
+        return self.selection.without_match([*keys, *names]) if empty else nowhere
+
+    def new_value(self, key: str) -> torch.Tensor | None:
+        """Returns memory for a stored tensor; None for an object."""
+        stored = self.metadata.state_dict_metadata[key]
+        if isinstance(stored, BytesStorageMetadata):
+            return None
+        self.check_size(key, stored)
+        return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+
+    def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
+        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, before memory is allocated for
+        it."""
+        places = self.metadata.storage_data
+        infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
+        infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+        if any(getattr(info, "transform_descriptors", None) for info in infos):
+            return  # compressed: the tensor may be larger than its records
+        lengths = (getattr(info, "length", None) for info in infos)
+        room = sum(length for length in lengths if type(length) is int and length > 0)
+        needed = stored.size.numel() * stored.properties.dtype.itemsize
+        if needed > room and not self._is_packed(key, stored, infos, room):
+            raise UntrustedCheckpointError(
+                f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
+            )
+
+    def _is_packed(self, key: str, stored: TensorStorageMetadata, infos: Sequence[Any], room: int) -> bool:
+        """Whether its records hold wrapper subclasses, which may take less than their values do: at least a bit
+        each."""
+        return stored.size.numel() <= 8 * room and all(
+            stored_class(
+                data_path(self.checkpoint.root, check_relative(info.relative_path, key)), info.offset, info.length
+            )
+            for info in infos
+            if info is not None
+        )
+
+
 class CollectiveLoad:
     """One load of this rank. All ranks take each step, or none: a rank with an error keeps it until the next exchange,
     where all ranks raise."""
@@ -149,12 +211,9 @@ class CollectiveLoad:
         loading = _TargetState(state, rename_function(rename), rename is None)
         loading.proposes = self._strict and rename is None and not self._reader.stack
         try:
-            metadata, checkpoint = self._metadata()
-            extra = self._extra_keys(checkpoint)
+            source = self._source()
             with set_rank(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(
-                    lambda: self._plan_into(loading, metadata, checkpoint, allow_cast, extra), rename is not None
-                )
+                planner, fit = self._plan(lambda: self._plan_into(loading, source, allow_cast), rename is not None)
             stats = self._read(planner)
             self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
         except BaseException:
@@ -162,24 +221,19 @@ class CollectiveLoad:
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
 
-    def _plan_into(
-        self,
-        loading: _TargetState,
-        metadata: Metadata,
-        checkpoint: LoadableCheckpoint,
-        allow_cast: bool,
-        extra: Iterable[str],
-    ) -> tuple[FillPlanner, _Fit]:
-        if checkpoint.index is None and checkpoint.format == "dcp" and (objects := saved_as_objects(metadata)):
-            metadata = loading.split_old_containers(metadata, checkpoint, objects)
+    def _plan_into(self, loading: _TargetState, source: _Source, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
+        is_old = source.checkpoint.index is None and source.checkpoint.format == "dcp"
+        if is_old and (objects := saved_as_objects(source.metadata)):
+            metadata = loading.split_old_containers(source, objects)
             self._reader.set_up_storage_reader(metadata, self._exchange.is_coordinator)
             assert self._reader.checkpoint is not None
-            checkpoint = self._reader.checkpoint
-        return loading.plan(metadata, checkpoint, self._selection, allow_cast, extra)
+            source = replace(source, metadata=metadata, checkpoint=self._reader.checkpoint)
+        return loading.plan(source, allow_cast)
 
-    def _extra_keys(self, checkpoint: LoadableCheckpoint) -> list[str]:
-        """The keys of the extra files, if they are wanted."""
-        return [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
+    def _source(self) -> _Source:
+        metadata, checkpoint = self._metadata()
+        extra = [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
+        return _Source(metadata, checkpoint, self._selection, extra)
 
     def _hand_over(self, planner: FillPlanner, hand_over: Callable[[], _Result]) -> _Result:
         """Gives the caller its extra files, and calls `hand_over` for everything else."""
@@ -209,20 +263,19 @@ class CollectiveLoad:
         return load()
 
     def _all(self) -> dict[str, Any]:
-        metadata, checkpoint = self._metadata()
-        extra = self._extra_keys(checkpoint)
+        source = self._source()
         places: list[Any] = []
 
         def plan() -> tuple[FillPlanner, _Fit]:
-            places[:] = checkpoint.places()  # now, while a lock keeps the metadata
-            return _plan_all(metadata, checkpoint, self._selection, extra)
+            places[:] = source.checkpoint.places()  # now, while a lock keeps the metadata
+            return _plan_all(source)
 
         planner, _ = self._plan(plan)
         stats = self._read(planner)
 
         def result() -> dict[str, Any]:
             values = {**planner.state_dict, **planner.objects}
-            for key in extra:
+            for key in source.extra:
                 values.pop(key, None)
             paths, structure = places
             if structure is not None:
@@ -437,37 +490,28 @@ class _TargetState:
         self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
         self._containers: Containers
 
-    def split_old_containers(
-        self, metadata: Metadata, checkpoint: LoadableCheckpoint, objects: Iterable[str]
-    ) -> Metadata:
+    def split_old_containers(self, source: _Source, objects: Iterable[str]) -> Metadata:
         """Returns the metadata with keys for the values in containers of optimizers that are stored as one object each.
         Others will be loaded whole. `objects`: keys of all that may be such containers."""
         names = {renamed_if_known(self._checkpoint_key, key) for key in flatten(saved_form(self._state))[0]}
         self._old_containers = set(objects) - names
         optimizers = tuple(renamed_if_known(self._checkpoint_key, key) for key in optimizer_keys(self._state))
         split_up = [key for key in self._old_containers if f"{key}.".startswith(tuple(f"{key}." for key in optimizers))]
-        content = checkpoint.with_metadata(metadata, None).load_objects(split_up) if split_up else {}
+        whole = source.checkpoint.with_metadata(source.metadata, None)
+        content = whole.load_objects(split_up) if split_up else {}
         self._old_containers -= content.keys()
-        metadata, self._split = split(metadata, content)
+        metadata, self._split = split(source.metadata, content)
         return metadata
 
-    def plan(
-        self,
-        metadata: Metadata,
-        checkpoint: LoadableCheckpoint,
-        selection: Selection,
-        allow_cast: bool,
-        extra: Iterable[str],
-    ) -> tuple[FillPlanner, _Fit]:
-        """`extra`: keys of objects to load besides the state."""
-        stored = list(filterfalse(is_extra, checkpoint.keys()))
+    def plan(self, source: _Source, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
+        checkpoint, stored = source.checkpoint, source.stored
         # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
         if self._same_names and "" in self._state:
             self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
         entries = StoredEntries(
             stored,
-            lambda: _built(metadata),
+            lambda: source.built,
             lambda key: self._name(key, (key.partition(".")[0],)),
             self._same_names,
             lambda key: self._split[key] if key in self._split else checkpoint.load_objects([key])[key],
@@ -475,50 +519,40 @@ class _TargetState:
         application.prepare(entries)
         if self._old_containers:
             application.form = ask_for_whole(application.form, lambda key: entries.key(key) in self._old_containers)
-
-        def planned() -> tuple[FillPlanner, _Fit]:
-            return self._planned(metadata, checkpoint, selection, allow_cast, extra, stored, entries)
-
-        planner, fit = planned()
+        planner, fit = self._planned(source, entries, allow_cast)
         mismatched = {self._state_keys[each.key]: each.key for each in fit.mismatched if each.key in self._state_keys}
-        return planned() if application.replace_targets(mismatched) else (planner, fit)
+        if application.replace_targets(mismatched):
+            return self._planned(source, entries, allow_cast)
+        return planner, fit
 
     def _name(self, key: str, path: Path) -> str:
         """Returns the checkpoint's key for a key below a path of the state."""
         return key[1:] if self._drops_prefix and path[0] == "" else self._checkpoint_key(key)
 
-    def _planned(
-        self,
-        metadata: Metadata,
-        checkpoint: LoadableCheckpoint,
-        selection: Selection,
-        allow_cast: bool,
-        extra: Iterable[str],
-        stored: list[str],
-        entries: StoredEntries,
-    ) -> tuple[FillPlanner, _Fit]:
-        application, of, present = self.application, self._name, entries.keys
+    def _planned(self, source: _Source, entries: StoredEntries, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
+        metadata, checkpoint, selection = source.metadata, source.checkpoint, source.selection
+        application, of = self.application, self._name
         flat, self._paths = flatten(application.form)
         by_path = self._drops_prefix  # else keys that keep their names are not mapped one by one
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if by_path else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
-        self._containers = containers = Containers(application, lambda: _built(metadata), stored, selection, of)
-        every = {name: flat[key] for name, key in by_name.items()}
-        containers.find(values.keys(), every, lambda name: self._paths[by_name[name]])
+        containers = Containers(application, entries, selection, of, lambda name: self._paths[by_name[name]])
+        self._containers = containers
+        containers.find(values.keys(), {name: flat[key] for name, key in by_name.items()})
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         for name, key in self._state_keys.items():
-            described = metadata.state_dict_metadata[name] if key in entries.made else None
+            described = metadata.state_dict_metadata[name] if key in entries.added else None
             if isinstance(described, TensorStorageMetadata):
-                _check_size(name, described, metadata, checkpoint.root)
+                source.check_size(name, described)
         self._new = allocate_targets(values)
-        wanted = self._per_rank.unwrap({**values, **self._new}, lambda: present)
-        wanted.update({key: _new_value(key, _built(metadata), checkpoint.root) for key in containers.keys})
+        wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
+        wanted.update({key: source.new_value(key) for key in containers.keys})
         planner = FillPlanner(allow_cast, self._split)
         values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
         plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
-        planner.set_up_planner({**plain, **dict.fromkeys(extra)}, metadata)
+        planner.set_up_planner({**plain, **dict.fromkeys(source.extra)}, metadata)
         missing, mismatched = planner.misfits()
         mismatched += unfit.values()
         if values_of:  # they are filled after all others
@@ -530,7 +564,7 @@ class _TargetState:
         if self._shared:
             planner.leave_out(set(self._shared))
             missing = [name for name in missing if name not in self._shared]
-        conflicts = containers.conflicts(missing, values, lambda name: self._paths[self._state_keys[name]])
+        conflicts = containers.conflicts(missing, values)
         mismatched += dict.fromkeys([*containers.mismatched, *conflicts.values()])
         missing = [name for name in missing if name not in conflicts]
         planner.leave_out(set(conflicts))
@@ -538,17 +572,17 @@ class _TargetState:
         of_values = [checkpoint.quantized[key] for key in values_of]
         expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
         unexpected = [
-            key for key in stored if key not in expected and key in selection and not key.startswith(of_ranks)
+            key for key in source.stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = _nowhere(selection, [*stored, *values_of], metadata)
-        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, stored))
+        nowhere = source.nowhere([*source.stored, *values_of])
+        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, source.stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
             shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
             tensors = [
                 Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
-                for key, entry in _built(metadata).state_dict_metadata.items()
+                for key, entry in metadata.state_dict_metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             ]
             fit.form = propose(checkpoint.root, shapes, tensors)
@@ -572,67 +606,15 @@ class _TargetState:
             place(self._state, path, value)
 
 
-def _plan_all(
-    metadata: Metadata, checkpoint: LoadableCheckpoint, selection: Selection, extra: Iterable[str]
-) -> tuple[FillPlanner, _Fit]:
-    stored_keys, extra = checkpoint.keys(), set(extra)
-    skipped = {key for key in stored_keys if is_extra(key)} - extra
-    if selection.names is None:
-        skipped |= checkpoint.aliases.keys()
-    selected = {*selection.of(stored_keys), *extra} - skipped
+def _plan_all(source: _Source) -> tuple[FillPlanner, _Fit]:
+    keys, extra = source.checkpoint.keys(), set(source.extra)
+    skipped = {key for key in keys if is_extra(key)} - extra
+    if source.selection.names is None:
+        skipped |= source.checkpoint.aliases.keys()
+    selected = {*source.selection.of(keys), *extra} - skipped
     planner = FillPlanner(allow_cast=False)
-    if not planner.set_up_whole([row for row, key in enumerate(stored_keys) if key in selected], metadata):
-        wanted = {key: _new_value(key, metadata, checkpoint.root) for key in stored_keys if key in selected}
-        planner.set_up_planner(wanted, metadata)
+    if not planner.set_up_whole([row for row, key in enumerate(keys) if key in selected], source.metadata):
+        planner.set_up_planner({key: source.new_value(key) for key in keys if key in selected}, source.metadata)
     missing, mismatched = planner.misfits()
-    nowhere = _nowhere(selection, [*stored_keys], metadata)
-    return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, stored_keys))
-
-
-def _nowhere(selection: Selection, keys: list[str], metadata: Metadata) -> list[str]:
-    """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
-    nowhere = selection.without_match(keys)
-    structure = structure_of(_built(metadata)) if nowhere else None
-    empty = () if structure is None else structure.empty
-    return selection.without_match([*keys, *(".".join(map(str, path)) for path in empty)]) if empty else nowhere
-
-
-def _built(metadata: Metadata) -> Metadata:
-    return metadata.built() if isinstance(metadata, LazyMetadata) else metadata
-
-
-def _new_value(key: str, metadata: Metadata, root: str) -> torch.Tensor | None:
-    """Returns memory for a stored tensor; None for an object."""
-    stored = metadata.state_dict_metadata[key]
-    if isinstance(stored, BytesStorageMetadata):
-        return None
-    _check_size(key, stored, metadata, root)
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-
-
-def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata, root: str) -> None:
-    """Raises `UntrustedCheckpointError` if a tensor is larger than its records, before memory is allocated for it."""
-    infos_by_index: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
-    if any(getattr(info, "transform_descriptors", None) for info in infos):
-        return  # compressed: the tensor may be larger than its records
-    room = _sum_of_lengths(infos)
-    needed = stored.size.numel() * stored.properties.dtype.itemsize
-    if needed > room and not _is_packed(key, stored, infos, room, root):
-        raise UntrustedCheckpointError(
-            f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
-        )
-
-
-def _is_packed(key: str, stored: TensorStorageMetadata, infos: Sequence[Any], room: int, root: str) -> bool:
-    """Whether its records hold wrapper subclasses, which may take less than their values do: at least a bit each."""
-    return stored.size.numel() <= 8 * room and all(
-        stored_class(data_path(root, check_relative(info.relative_path, key)), info.offset, info.length)
-        for info in infos
-        if info is not None
-    )
-
-
-def _sum_of_lengths(infos: Iterable[Any]) -> int:
-    lengths = (getattr(info, "length", None) for info in infos)
-    return sum(length for length in lengths if type(length) is int and length > 0)
+    nowhere = source.nowhere(keys)
+    return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, keys))

@@ -8,22 +8,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from copy import copy
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import Mismatch
 from .application import Application
 from .flatten import is_path, nest, own_name, place, stays_whole
 from .key_selection import Selection
 from .per_rank import is_name_part
-from .structure import Path, Structure, is_number, structure_of
+from .stored_entries import StoredEntries
+from .structure import Path, Structure, is_number
 
 _ONE = "one value, stored whole"
 
@@ -42,44 +40,42 @@ class Containers:
     def __init__(
         self,
         application: Application,
-        metadata: Callable[[], Metadata],
-        stored: Collection[str],
+        stored: StoredEntries,
         selection: Selection,
         of: Callable[[str, Path], str],
+        path_of: Callable[[str], Path],
     ) -> None:
-        """`metadata`: called only if a container may lack something. `stored`: the keys of the checkpoint. `of`: maps a
-        key below a path of the state to its key in the checkpoint."""
-        self._application, self._metadata, self._selection, self._of = application, metadata, selection, of
-        self._stored = frozenset(stored)
+        """`of`: maps a key below a path of the state to its key in the checkpoint. `path_of`: maps the key in the
+        checkpoint of a value to its path in the state."""
+        self._application, self._stored, self._selection = application, stored, selection
+        self._of, self._path_of = of, path_of
         self._growths: list[_Growth] = []
         self.keys: dict[str, str] = {}  #: {key of the checkpoint that a container lacks: its key in the state}
         self.replaced: set[str] = set()  #: keys of the checkpoint for values that new containers replace
         self.mismatched: list[Mismatch] = []
 
-    def find(self, asked: Collection[str], flat: Mapping[str, Any], path_of: Callable[[str], Path]) -> None:
-        """`flat`: the values of the flat state, by their keys in the checkpoint; `asked`: those that are selected."""
+    def find(self, selected: Collection[str], flat: Mapping[str, Any]) -> None:
+        """`flat`: the values of the flat state, by their keys in the checkpoint; `selected`: the keys to load."""
         for path, value in self._open(self._application.form, ()):
-            self._look(path, value, asked, replaces=False)
+            self._decide(path, value, selected, replaces=False)
         for key, value in flat.items():
             is_placeholder = value is None or type(value) is list
-            if is_placeholder and key not in self._stored and not self._application.closes(path_of(key)):
-                self._look(path_of(key), value, asked, replaces=True)
+            if is_placeholder and key not in self._stored.keys and not self._application.closes(self._path_of(key)):
+                self._decide(self._path_of(key), value, selected, replaces=True)
 
-    def conflicts(
-        self, missing: Iterable[str], asked: Mapping[str, Any], path_of: Callable[[str], Path]
-    ) -> dict[str, Mismatch]:
+    def conflicts(self, missing: Iterable[str], selected: Mapping[str, Any]) -> dict[str, Mismatch]:
         """Returns the mismatches among missing keys: the checkpoint has a container and the state a value, or the
         reverse."""
         found: dict[str, Mismatch] = {}
         for key in missing:
-            if key not in asked or self._application.closes(path_of(key)):
+            if key not in selected or self._application.closes(self._path_of(key)):
                 continue
             parts = key.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
             if (below := self._below(key)) and not any(is_name_part(name[len(key) + 1 :]) for name in below):
-                found[key] = Mismatch(key, _kind(asked[key]), _listed(below))
+                found[key] = Mismatch(key, _kind(selected[key]), _listed(below))
             elif (
-                name := next((name for name in above if name in self._stored and name not in asked), None)
+                name := next((name for name in above if name in self._stored.keys and name not in selected), None)
             ) is not None:
                 known = next((entry for entry in self.mismatched if entry.key == name), None)
                 found[key] = known or Mismatch(name, f"a container with {key}", _ONE)
@@ -90,7 +86,7 @@ class Containers:
         state consists of, which they may still refer to."""
         for growth in self._growths:
             values = {key: loaded[key] for key in growth.paths if key in loaded}
-            known = self._structure
+            known = self._stored.structure
             kinds = None if known is None else Structure(known.numbered, known.keys, growth.empty)
             made: Any = nest(values, growth.paths, kinds)
             for name in growth.base:
@@ -123,13 +119,13 @@ class Containers:
                 yield at, value
             yield from self._open(value, at)
 
-    def _look(self, path: tuple[Any, ...], value: Any, asked: Collection[str], replaces: bool) -> None:
+    def _decide(self, path: tuple[Any, ...], value: Any, selected: Collection[str], replaces: bool) -> None:
         """Decides about one container."""
         key = name = ".".join(map(str, path))
         with suppress(Exception):  # of a function that knows keys of values only
             name = self._of(key, path)
         of_tensors = value and isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value)
-        if of_tensors and not replaces and all(stored in asked for stored in self._below(name)):
+        if of_tensors and not replaces and all(stored in selected for stored in self._below(name)):
             return  # without the metadata, which takes seconds to build at thousands of ranks
         base, paths, empty = self._tree(name, isinstance(value, list))
         held, depth = len(value) if isinstance(value, list) and not replaces else 0, len(base)
@@ -142,9 +138,9 @@ class Containers:
                 return self._of(_joined(key, at[depth:]), path) == stored
             return False
 
-        if not replaces and not paths and not empty and name in self._stored and name in self._selection:
+        if not replaces and not paths and not empty and name in self._stored.keys and name in self._selection:
             self.mismatched.append(Mismatch(name, _kind(value), _ONE))
-        paths = {k: at for k, at in paths.items() if k not in asked and lacks(at) and is_named(at, k)}
+        paths = {k: at for k, at in paths.items() if k not in selected and lacks(at) and is_named(at, k)}
         empty = set(filter(lacks, empty))
         if not paths and not empty:
             return
@@ -172,40 +168,25 @@ class Containers:
         of the empty mappings at it or below it."""
         base: Path = (name,) if name else ()
         paths: dict[str, Path] = {}
-        below, structure = self._below(name), self._structure
+        below, structure = self._below(name), self._stored.structure
         empty = () if structure is None else structure.empty
         found = {at for at in empty if _depth(at, name) is not None and ".".join(map(str, at)) in self._selection}
         for at in found:
             base = at[: _depth(at, name)]
         for key in below:
-            at = self._stored_paths.get(key, ())
+            at = self._stored.paths.get(key, ())
             if is_path(at) and (depth := _depth(at, name)) is not None:
                 base, paths[key] = at[:depth], at
-            else:  # of safetensors, which have no paths: the rest is one name
-                rest = key.removeprefix(f"{name}." if name else "")
-                first, _, inner = rest.partition(".")
-                relative: Path = (int(first), *filter(None, [inner])) if is_list and is_number(first) else (rest,)
+            else:  # of safetensors, which have no paths: what follows the name is one name
+                inside = key.removeprefix(f"{name}." if name else "")
+                first, _, inner = inside.partition(".")
+                relative: Path = (int(first), *filter(None, [inner])) if is_list and is_number(first) else (inside,)
                 paths[key] = (*base, *relative)
         return base, paths, found
 
     def _below(self, name: str) -> list[str]:
         """Returns the selected keys of the checkpoint under a name."""
-        keys = self._sorted
-        begin, end = (bisect_left(keys, name + sign) for sign in "./") if name else (0, len(keys))
-        return [key for key in keys[begin:end] if key in self._selection]
-
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self._stored)
-
-    @cached_property
-    def _stored_paths(self) -> Mapping[str, Any]:
-        paths = self._metadata().planner_data
-        return paths if isinstance(paths, Mapping) else {}
-
-    @cached_property
-    def _structure(self) -> Structure | None:
-        return structure_of(self._metadata())
+        return self._selection.of(self._stored.below(f"{name}." if name else ""))
 
 
 def _depth(path: Path, name: str) -> int | None:

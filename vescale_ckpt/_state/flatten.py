@@ -207,6 +207,21 @@ def own_name(container: Any, name: str | int) -> Any:
     return next((key for key in container if str(key) == name), name)
 
 
+def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Returns `state` with `forms` in place of the values at their paths. Copies the containers on these paths, and
+    shares the rest."""
+    result = dict(state)
+    copies: dict[tuple[Any, ...], Any] = {(): result}
+    for path, form in forms.items():
+        for depth in range(1, len(path)):
+            if path[:depth] not in copies:
+                parent, name = copies[path[: depth - 1]], path[depth - 1]
+                original = parent[name]
+                copies[path[:depth]] = parent[name] = list(original) if isinstance(original, list) else dict(original)
+        copies[path[:-1]][path[-1]] = form
+    return result
+
+
 def is_path(path: object) -> bool:
     """Whether it is a name followed by names and indices."""
     return (

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from .application import with_forms
-from .flatten import flatten
+from .flatten import flatten, with_forms
 
 
 def saved_as_objects(metadata: Metadata) -> list[str]:

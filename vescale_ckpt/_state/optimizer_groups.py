@@ -8,13 +8,15 @@ from typing import Any
 
 from ..errors import IncompatibleStateError
 from .flatten import flatten
+from .stored_entries import StoredEntries
+
+PARAMS_KEY = "param_groups.0.params"  #: a key that the state of each optimizer has
 
 
 class StoredNames:
     """The names of an optimizer's parameters in a checkpoint with renamed keys.
 
     prefix: the prefix of the optimizer's keys in the state, with a dot at its end.
-    rename: returns the key of the checkpoint for a key of the state. Empty for a key that it cannot map.
     parameter_key: returns the key of a parameter of that name in its module; None if parameters are numbered.
     loaded: the keys of the state that were loaded.
     """
@@ -22,15 +24,13 @@ class StoredNames:
     def __init__(
         self,
         prefix: str,
-        rename: Callable[[str], str],
+        stored: StoredEntries,
         parameter_key: Callable[[Any], str | None],
         loaded: AbstractSet[str],
     ) -> None:
-        self._prefix, self._rename, self._parameter_key, self._loaded = prefix, rename, parameter_key, loaded
-        groups_key = "param_groups.0.params"
-        of_groups = self._rename(prefix + groups_key)
-        # The prefix of the checkpoint's keys of parameters' state; None if it cannot be known.
-        self._state_prefix = f"{of_groups.removesuffix(groups_key)}state." if of_groups.endswith(groups_key) else None
+        self._prefix, self._stored, self._parameter_key, self._loaded = prefix, stored, parameter_key, loaded
+        start = stored.prefix(prefix, PARAMS_KEY)
+        self._state_prefix = None if start is None else f"{start}state."  # the checkpoint's, of parameters' state
 
     def names(self, name: Any, values: Mapping[str, Any], known: Container[str]) -> list[str]:
         """Returns the names in `known` that a parameter may be stored as. `values`: its loaded state."""
@@ -41,7 +41,7 @@ class StoredNames:
 
     def _by_state(self, name: Any, values: Mapping[str, Any]) -> str:
         part = next(iter(flatten(values)[0]), "step")
-        key = self._rename(f"{self._prefix}state.{name}.{part}")
+        key = self._stored.key(f"{self._prefix}state.{name}.{part}")
         if self._state_prefix is None or not (key.startswith(self._state_prefix) and key.endswith(f".{part}")):
             return ""
         return key.removeprefix(self._state_prefix).removesuffix(f".{part}")
@@ -49,7 +49,7 @@ class StoredNames:
     def _by_module(self, name: Any) -> list[str]:
         """Returns possible names by the parameter's key in its module: names within a module lack the first parts."""
         key = self._parameter_key(name)
-        parts = [] if key is None else self._rename(key).split(".")
+        parts = [] if key is None else self._stored.key(key).split(".")
         return [".".join(parts[at:]) for at in range(len(parts))]
 
     def is_stored(self, name: Any, values: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
-"""Asks a checkpoint for what it has of an object, beyond the state that the object shows before a load."""
+"""Looks up the stored keys below a name, and makes targets for those that an object's state lacks before a load."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -29,11 +30,11 @@ class StoredEntries:
     ) -> None:
         """`rename`: maps a key of the state to its key in the checkpoint. `same_names`: the caller renames no keys.
         `load`: reads an object, by its key in the checkpoint."""
-        self.keys = frozenset(keys)
+        self._rows = {key: row for row, key in enumerate(keys)}
+        self.keys = self._rows.keys()
         self.same_names = same_names
         self.load = load
-        self.made: set[str] = set()  #: keys of the state whose targets were made from the metadata
-        self._in_order = keys
+        self.added: set[str] = set()  #: keys of the state whose targets were made from the metadata
         self._read_metadata = metadata
         self._rename = rename
 
@@ -42,8 +43,24 @@ class StoredEntries:
         return self._read_metadata()
 
     @cached_property
-    def _structure(self) -> Structure | None:
+    def paths(self) -> Mapping[str, Any]:
+        """The path of each key, as the metadata has it: it may be anything."""
+        paths = self._metadata.planner_data
+        return paths if isinstance(paths, Mapping) else {}
+
+    @cached_property
+    def structure(self) -> Structure | None:
         return structure_of(self._metadata)
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.keys)
+
+    def below(self, prefix: str) -> list[str]:
+        """Returns the checkpoint's keys with a prefix, sorted."""
+        begin = bisect_left(self._sorted, prefix)
+        end = bisect_right(self._sorted, prefix, begin, key=lambda key: key[: len(prefix)])
+        return self._sorted[begin:end]
 
     def key(self, key: str) -> str:
         """Returns the checkpoint's key for a key that the state may lack. Empty if `rename` raises for such a key."""
@@ -64,47 +81,49 @@ class StoredEntries:
 
     @cached_property
     def _empty(self) -> dict[str, Path]:
-        return {} if self._structure is None else {".".join(map(str, path)): path for path in self._structure.empty}
+        return {} if self.structure is None else {".".join(map(str, path)): path for path in self.structure.empty}
 
     def add_empty(self, form: Any, prefix: str, probe: str) -> None:
         """Adds to `form`, which the state has under `prefix`, the empty mappings in containers of which a part was made
-        from the metadata. `probe`: as in `under`."""
-        start = self.key(prefix + probe)
-        if not self.made or not start.endswith(probe):
+        from the metadata. `probe`: as in `prefix`."""
+        start = self.prefix(prefix, probe)
+        if not self.added or start is None:
             return
-        start = start.removesuffix(probe)
-        for key in sorted(self._empty, key=lambda key: [(type(name) is str, name) for name in self._empty[key]]):
-            names, are_indices = self.names(key, key.removeprefix(start))
+        below = [key for key in self._empty if key.startswith(start)]
+        for key in sorted(below, key=lambda key: [(type(name) is str, name) for name in self._empty[key]]):
+            names, are_indices = self.names(key, key[len(start) :])
+            if names[0] == "state" and (len(names) == 2 or not self.same_names):
+                continue  # of another rank's parameter, or of one that has another name
             container = form
             for inner in names[:-1]:
                 container = _get(container, inner) if isinstance(container, (dict, list)) else None
-            # Of another rank's parameter, or of one that has another name.
-            of_parameter = names[0] == "state" and (len(names) == 2 or not self.same_names)
-            if not key.startswith(start) or of_parameter:
-                continue
             if isinstance(container, dict) and not are_indices[-1]:
                 container.setdefault(names[-1], {})
             elif isinstance(container, list) and names[-1] == len(container):
                 container.append({})
 
-    def under(self, prefix: str, probe: str) -> dict[str, str]:
-        """Returns {rest of the key: key of the checkpoint} of all that is stored of the object under `prefix`, a prefix
-        of the state's keys. `probe`: the rest of a key that the object is likely to have."""
+    def prefix(self, prefix: str, probe: str) -> str | None:
+        """Returns the checkpoint's prefix for a prefix of the state's keys; None if keys are renamed in another way.
+        `probe`: the suffix of a key that the object there is likely to have."""
         stored = self.key(prefix + probe)
-        if not stored.endswith(probe):
-            return {}
-        start = stored.removesuffix(probe)
-        return {key[len(start) :]: key for key in self._in_order if key.startswith(start)}
+        return stored.removesuffix(probe) if stored.endswith(probe) else None
 
-    def ask(
-        self, container: Any, prefix: str, rest: str, key: str, like: Iterable[torch.Tensor], first: Any = None
+    def under(self, prefix: str, probe: str) -> dict[str, str]:
+        """Returns {suffix: key of the checkpoint} of all that is stored of the object under `prefix`, in the
+        checkpoint's order. `probe`: as in `prefix`."""
+        start = self.prefix(prefix, probe)
+        below = [] if start is None else sorted(self.below(start), key=self._rows.__getitem__)
+        return {key.removeprefix(start or ""): key for key in below}
+
+    def add_target(
+        self, container: Any, prefix: str, suffix: str, key: str, like: Iterable[torch.Tensor], first: Any = None
     ) -> None:
         """Adds a target for the checkpoint's `key` to `container`, under the name `first` if it is given, then under
-        the names that `rest` was made of. `prefix`: what the key in the state has before `rest`.
+        the names that `suffix` was made of. `prefix`: of the key in the state, before `suffix`.
 
         A tensor with the shape of a DTensor in `like` is sharded as this one. Tensors are on the meta device.
         """
-        names, are_indices = self.names(key, rest.removeprefix(".")) if rest else ((), ())
+        names, are_indices = self.names(key, suffix.removeprefix(".")) if suffix else ((), ())
         if first is not None:
             names, are_indices = (first, *names), (False, *are_indices)
         for name, follows_index in zip(names[:-1], are_indices[1:], strict=True):
@@ -115,16 +134,16 @@ class StoredEntries:
                 _set(container, name, inner)
             container = inner
         _set(container, names[-1], self._target(key, like))
-        self.made.add(prefix + rest)
+        self.added.add(prefix + suffix)
 
-    def replace(self, form: Any, path: Path, state_key: str, key: str, like: Iterable[torch.Tensor]) -> None:
+    def replace_target(self, form: Any, path: Path, state_key: str, key: str, like: Iterable[torch.Tensor]) -> None:
         """Puts a target for the checkpoint's `key` in the place of another. `state_key`: the key of both in the state.
-        `like`: as in `ask`."""
+        `like`: as in `add_target`."""
         container = form
         for name in path[:-1]:
             container = _get(container, own_name(container, name))
         _set(container, own_name(container, path[-1]), self._target(key, like))
-        self.made.add(state_key)
+        self.added.add(state_key)
 
     def without_unread(self, form: Any, key: str, loaded: set[str]) -> Any:
         """Returns `form` without the targets that were made from the metadata and not loaded."""
@@ -134,25 +153,24 @@ class StoredEntries:
         if isinstance(form, list):
             elements = [self.without_unread(value, f"{key}.{index}", loaded) for index, value in enumerate(form)]
             return [value for value in elements if value is not _UNREAD] if form else form
-        return _UNREAD if key in self.made and key not in loaded else form
+        return _UNREAD if key in self.added and key not in loaded else form
 
-    def names(self, key: str, rest: str) -> tuple[Path, tuple[bool, ...]]:
-        """Returns the names that `rest`, the end of the checkpoint's `key`, was made of, and which of them are indices
-        of lists."""
-        paths, structure = self._metadata.planner_data, self._structure
-        path = paths.get(key) if isinstance(paths, Mapping) and key in paths else self._empty.get(key, ())
+    def names(self, key: str, suffix: str) -> tuple[Path, tuple[bool, ...]]:
+        """Returns the names that `suffix`, of the checkpoint's `key`, was made of, and which of them are indices of
+        lists."""
+        path = self.paths.get(key, self._empty.get(key))
         path = path if isinstance(path, tuple) else ()
-        start = next((at for at in range(len(path)) if ".".join(map(str, path[at:])) == rest), None)
+        start = next((at for at in range(len(path)) if ".".join(map(str, path[at:])) == suffix), None)
         if start is None:
-            parts = tuple(rest.split("."))
+            parts = tuple(suffix.split("."))
             return parts, (False,) * len(parts)
         are_indices = tuple(type(name) is int for name in path[start:])
         names = []
         for at in range(start, len(path)):
             name = path[at]
             if isinstance(name, str):
-                if structure is not None:
-                    name = structure.key(path[:at], name)
+                if self.structure is not None:
+                    name = self.structure.key(path[:at], name)
                 elif at and path[at - 1] == "state" and is_number(name):  # as an optimizer numbers its parameters
                     name = int(name)
             names.append(name)
