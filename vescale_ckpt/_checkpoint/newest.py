@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Sequence
 
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
+from ..reports import VerifyReport
 from .native.step_order import SavedOrder, path_of
 from .verify import verify
 
@@ -50,12 +51,8 @@ def newest_sound(
             report = verify(path, quick=quick)
             if report.ok:
                 return step, path
-            if report.unreadable and not report.damaged and storage_at(root).can_be_away:
-                unknown = CheckpointError(
-                    f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. "
-                    "Try again when the store answers, or name a step",
-                    path=path,
-                )
+            if (doubt := in_doubt(path, report)) is not None:
+                unknown = doubt
                 if root == roots[0]:
                     raise unknown
                 logger.warning("checkpoints in %s do not count now: %s", root, unknown)
@@ -65,3 +62,14 @@ def newest_sound(
     if unknown is not None:
         raise unknown
     return None
+
+
+def in_doubt(path: str, report: VerifyReport) -> CheckpointError | None:
+    """The error for a checkpoint that cannot be read now and may be sound, by its report. None if it is no such one."""
+    if report.damaged or not report.unreadable or not storage_at(path).can_be_away:
+        return None
+    return CheckpointError(
+        f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. Try again "
+        "when the store answers, or name a step",
+        path=path,
+    )

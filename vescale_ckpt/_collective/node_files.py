@@ -66,11 +66,6 @@ class NodeFiles:
         """The files that `rank` has, and no rank below it."""
         return {name for name, ranks in self.places.items() if min(ranks, default=None) == rank}
 
-    @property
-    def needs_durable(self) -> bool:
-        """Whether the nodes lack a file."""
-        return any(ranks.keys() <= {DURABLE} for ranks in self.places.values())
-
     def bring_lost(self, exchange: Exchange, phase: str, path: str) -> bool:
         """Brings what no node has to the coordinator's. All ranks call it together. Returns whether all was there."""
         checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)

@@ -93,16 +93,12 @@ class OptimizerState:
         form = optimizer.state_dict()
         if module is None:
             return form
-        of_parameters = {number: values for number, values in form["state"].items() if type(number) is int}
+        named = {**form, "state": {number: of for number, of in form["state"].items() if type(number) is int}}
         if is_wrapped(module):
-            seen_by_torch = _SeenByTorch(optimizer, {**form, "state": of_parameters})
-            named: Any = get_optimizer_state_dict(module, [seen_by_torch])  # type: ignore[list-item]
-            named = _renamed(named, plain)
+            by_torch: Any = get_optimizer_state_dict(module, [_SeenByTorch(optimizer, named)])  # type: ignore[list-item]
+            named = _renamed(by_torch, plain)
         else:
-            names = self._names(module)
-            groups = [{**group, "params": [names[i] for i in group["params"]]} for group in form["param_groups"]]
-            state = {names[number]: values for number, values in of_parameters.items()}
-            named = {"state": state, "param_groups": groups}
+            named = _renamed(named, self._names(module).__getitem__)
         others = {name: values for name, values in form["state"].items() if type(name) is not int}
         if twice := others.keys() & named["state"].keys():
             raise CheckpointError(
@@ -118,12 +114,11 @@ class OptimizerState:
         """
         optimizer, module = self._optimizer, self._module
         own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        of_parameters = {name: values for name, values in form["state"].items() if name in names}
+        named = {**form, "state": {name: values for name, values in form["state"].items() if name in names}}
         others = {name: values for name, values in form["state"].items() if name not in names}
         if module is not None and FullyShardedDataParallel.fsdp_modules(module):
             seen_by_torch = _SeenByTorch(optimizer, {})
             names_of_torch = {plain(name): name for name in get_model_state_dict(module)}
-            named = {"state": of_parameters, "param_groups": form["param_groups"]}
             named = _renamed(named, lambda name: names_of_torch.get(name, name))
             options = StateDictOptions(strict=False)  # parameters without state are no error
             set_optimizer_state_dict(module, [seen_by_torch], named, options=options)  # type: ignore[list-item]
@@ -131,12 +126,7 @@ class OptimizerState:
         else:
             in_order = chain(*(group["params"] for group in form["param_groups"]))
             numbers = {name: number for number, name in enumerate(in_order)}
-            groups = form["param_groups"]
-            form = {
-                **form,
-                "state": {numbers[name]: values for name, values in of_parameters.items()},
-                "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-            }
+            form = {**form, **_renamed(named, numbers.__getitem__)}
         self._before = None
         load_exactly(optimizer, {**form, "state": {**form["state"], **others}})
         for group, settings in zip(optimizer.param_groups, own, strict=True):

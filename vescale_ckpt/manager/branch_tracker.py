@@ -24,7 +24,7 @@ class BranchTracker:
     """
 
     def __init__(self, root: str, order: Callable[[dict[int, Branch]], SavedOrder]) -> None:
-        """`order`: gets {step: branch} that need not be read again, and returns all that is saved now."""
+        """`order`: lists all steps that are saved now, given {step: branch} of those that need not be read again."""
         self.root = root
         self._order = order
         self._branch: Branch | None = None  # the branch of the next saves; None: not decided yet

@@ -188,7 +188,7 @@ class CheckpointManager:
         self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # local first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
-        # what `should_save` has said of a step, until `save` or a failed call of any rank
+        # the decision of `should_save` for a step, until `save` or a failed call of any rank
         self._decided: tuple[int, Decision, int] | None = None
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
@@ -328,7 +328,7 @@ class CheckpointManager:
         return _checked_step(step)
 
     def _generation(self) -> int:
-        """That of the exchange, where other ranks are asked whether to save."""
+        """The generation of the exchange by which ranks agree whether to save; 0 if each decides alone."""
         return 0 if self.schedule.decides_alone(self._open_signal) else self._exchange().generation
 
     @property
@@ -478,7 +478,7 @@ class CheckpointManager:
                 if is_coordinator:
                     branch, abandoned[:] = self._branches.branch_of(running.step)
                     if self._tier is not None:
-                        self._tier.write_run()
+                        self._tier.write_run(shares_local=True)
                     running.prepare(numbers, branch)
                 return self._base(running)
 
@@ -737,7 +737,7 @@ class CheckpointManager:
 
         phase = "looking for the best checkpoint"
         if self._nodes is not None:
-            self._nodes.look(self._exchange(), phase, needs_ends=True)
+            self._nodes.look(self._exchange(), phase, finds_whole=True)
         return next(iter(self._from_coordinator(best_first, phase)), None)
 
     def metrics(self, step: int) -> dict[str, float]:

@@ -53,7 +53,7 @@ class NodeCopies(EndsWithProcess):
         self._is_reserved = False  # for a step that is being saved
         self.last: int | None = None  #: the step that was sent last, or is sent now; equal on all ranks
         self.complete: int | None = None  #: the last step that has its copies; the coordinator asks for it
-        self._sending: object = None  # stands for the step that is sent, until it is saved again
+        self._sending: object = None  # identifies the step that is sent, until it is saved again
         self._thread: threading.Thread | None = None
         super().__init__()
 
@@ -78,7 +78,7 @@ class NodeCopies(EndsWithProcess):
         self._is_reserved = False
 
     def forget(self, step: int) -> None:
-        """The step is saved again: copies of what it was do not count."""
+        """The step is saved again: copies of its former content do not count."""
         if self.last == step:
             self._sending = None
         if self.complete == step:
@@ -128,14 +128,14 @@ class NodeCopies(EndsWithProcess):
         storage = storage_at(path)
         checkpoint = exchange.together(lambda: NativeCheckpoint.by_metadata(path, None), phase)
 
-        def tell() -> bytes:
-            # Other files are of an older attempt, with which a node came back.
+        def own_files() -> bytes:
+            # Other files are of an older attempt, left on a node that returned.
             ends = file_ends_of(path, read_small_files(path)) if is_leader else {}
             sizes = {name: storage.stat(name).size for name in ends.keys() & {*storage.names()}}
             mine = {name: size for name, size in sizes.items() if size >= ends[name]}
             return json.dumps([settings.value("domain"), mine]).encode()
 
-        of_all = [*map(json.loads, exchange.share(exchange.together(tell, phase), phase))]
+        of_all = [*map(json.loads, exchange.share(exchange.together(own_files, phase), phase))]
         domains = [domain for domain, _ in of_all]
         places: Places = {}
         for rank, (_, files) in enumerate(of_all):

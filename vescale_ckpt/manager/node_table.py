@@ -1,7 +1,7 @@
-"""`NodeTable` is what the coordinator knows of the steps in the folders of all nodes, from one gather of these folders.
+"""`NodeTable` is the coordinator's record of the steps in the folders of all nodes, from one gather of these folders.
 
-It alone says which steps are whole, which have copies, which line of the training was abandoned, and what retention
-removes. Saves, copies and removals that come after the gather are noted in it.
+It alone decides which steps are whole, which have copies, which branch of the training was abandoned, and what
+retention removes. Later saves, copies and removals are noted in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._checkpoint.native import metadata_file, step_order
 from .._checkpoint.native.file_names import is_data_file
@@ -23,14 +23,13 @@ from .retention import Candidate, Retention
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a node has of a step."""
 
     fingerprint: str  #: of its `.metadata`; empty: it has none
     branch: Branch
     files: dict[str, int]  #: {data file: bytes}
-    metric: float | None = None  #: that which retention asks for
+    metric: float | None = None  #: the one that retention compares
 
     @staticmethod
     def read(path: str, metric: str | None) -> Part:
@@ -65,12 +64,12 @@ def parts_in(root: str, metric: str | None) -> dict[int, Part]:
 
 @dataclass
 class Row:
-    """A step of which some node has metadata."""
+    """A step whose metadata some node has."""
 
     branch: Branch
     metric: float | None
-    survives: int  #: how many nodes may be lost until it is no longer whole; -1: it is not whole, or nobody knows
-    is_uneven: bool = False  #: whether a node has data of it, and no metadata
+    survives: int  #: how many nodes can be lost while it stays whole; -1: it is not whole, or unknown
+    is_uneven: bool = False  #: whether a node has its data without its metadata
 
 
 @dataclass(frozen=True)
@@ -79,18 +78,18 @@ class Removal:
 
     steps: list[int] = field(default_factory=list)
     oldest_first: list[int] = field(default_factory=list)  #: others that go, too, where a folder has too many bytes
-    uneven: list[int] = field(default_factory=list)  #: no orphans, also on nodes that lack their metadata
+    uneven: list[int] = field(default_factory=list)  #: their data are no orphans, even without metadata
 
     as_json = asdict
 
 
 class NodeTable:
-    """The coordinator's; that of other ranks is empty."""
+    """Kept on the coordinator; empty on other ranks."""
 
     def __init__(
         self, parts: Mapping[int, Mapping[int, Part]] | None = None, durable: Mapping[int, Branch] | None = None
     ) -> None:
-        """`parts`: {step: {leader: its part}}. `durable`: {step: branch} of the durable place, as far as it answers."""
+        """`parts`: {step: {leader: its part}}. `durable`: {step: branch} of the durable place, if it can be read."""
         self.parts = parts or {}
         self.durable = durable or {}
         self.rows: dict[int, Row] = {}
@@ -101,7 +100,7 @@ class NodeTable:
                 self.rows[step] = Row(newest.branch, newest.metric, -1, is_uneven)
 
     def fingerprints(self, rank: int) -> set[tuple[int, str]]:
-        """The steps of which a rank's node has metadata."""
+        """The steps whose metadata a rank's node has."""
         of_rank = ((step, parts[rank]) for step, parts in self.parts.items() if rank in parts)
         return {(step, part.fingerprint) for step, part in of_rank if part.fingerprint}
 
@@ -115,9 +114,9 @@ class NodeTable:
         return found
 
     def groups(self, step: int) -> list[list[int]]:
-        """The ranks that have equal metadata of a step. A step that was saved again may have several, if nodes were
-        stopped in its commit, or if a node comes back with an older one: that of the newest branch comes first, then
-        that which most nodes have."""
+        """Ranks grouped by equal metadata of a step: the newest branch first, then the largest group. A step that was
+        saved again has several groups if nodes were stopped during its commit, or if a node returns with an older
+        one."""
         ranks: dict[str, list[int]] = {}
         parts = self.parts.get(step, {})
         for rank, part in parts.items():
@@ -127,11 +126,11 @@ class NodeTable:
         return sorted(ranks.values(), key=lambda same: (self._number(step, same), len(same)), reverse=True)
 
     def _number(self, step: int, same: list[int]) -> int:
-        """Of the branch; one rank's note of it may be damaged."""
+        """The number of the branch. One rank's record of it may be damaged."""
         return max(self.parts[step][rank].branch.number for rank in same)
 
     def candidates(self, step: int) -> list[list[int]]:
-        """The same, and [] for the durable copy, behind those of the nodes unless it is newer."""
+        """`groups`, and [] for the durable copy, which is last unless it is newer."""
         found = self.groups(step)
         if step in self.durable:
             number = self.durable[step].number
@@ -140,8 +139,8 @@ class NodeTable:
         return found
 
     def places(self, step: int, ends: Mapping[str, int]) -> Places:
-        """Where each file lies that the metadata of a step names. A name has a random part: what has it, and is long
-        enough, was written for this save."""
+        """Where each file lies that a step's metadata names. Names have a random part, so a file of that name that is
+        long enough was written by this save."""
         return {
             name: {rank: part.files[name] for rank, part in self.parts[step].items() if part.files.get(name, -1) >= end}
             for name, end in ends.items()

@@ -22,6 +22,7 @@ from .._checkpoint.native import metadata_check, metadata_file, metadata_pickle
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
+from .._checkpoint.newest import in_doubt
 from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
 from .._collective.node_files import DURABLE, NodeFiles
@@ -76,23 +77,20 @@ class NodeTier:
         self.root = root
         self.leaders = leaders
         self.table = NodeTable()  #: on the coordinator
-        self.run: Run | None = None  #: that which the nodes go on with
+        self.run: Run | None = None  #: the run that the nodes continue
         self._durable = durable
-        self._metric: str | None = None  # the name of one that the table has
-        self._needs_ends = False  # whether the table says which steps are whole
+        self._metric: str | None = None  # name of the metric in the table
+        self._finds_whole = False  # whether `look` always finds out which steps are whole
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank handles the folder of its node. Asks no other rank."""
+        """Whether a rank handles the folder of its node. Needs no exchange."""
         return self.leaders[rank] == rank
 
-    def ranks_of(self, leader: int) -> list[int]:
-        return [rank for rank, its in enumerate(self.leaders) if its == leader]
-
-    def begin(self, exchange: Exchange, retention: Retention, needs_ends: bool) -> None:
-        """Gathers what all nodes have. Raises on all ranks if a folder is of another run. `needs_ends`: whether the
-        table says which steps are whole."""
+    def begin(self, exchange: Exchange, retention: Retention, finds_whole: bool) -> None:
+        """Gathers what all nodes have. Raises on all ranks if a folder is of another run. `finds_whole`: whether
+        each `look` finds out which steps are whole."""
         phase = f"looking for the steps in {self.root} of all nodes"
-        self._metric, self._needs_ends = retention.best, needs_ends
+        self._metric, self._finds_whole = retention.best, finds_whole
         runs = self.look(exchange, phase)
 
         def choose() -> Run:
@@ -108,45 +106,41 @@ class NodeTier:
 
         self.run = Run(*exchange.from_coordinator(choose, phase))
 
-    def note_run(self) -> None:
-        """Writes the id of the run into this node's folder, before steps come there."""
+    def write_run(self) -> None:
+        """Writes the id of the run into this node's folder, before a step is saved or installed there."""
         if self.run is not None:
             with named_system_errors(self.root):
                 run_id.write(self.root, self.run)
 
-    def look(self, exchange: Exchange, phase: str, needs_ends: bool = False) -> list[Run | None]:
+    def look(self, exchange: Exchange, phase: str, finds_whole: bool = False) -> list[Run | None]:
         """Makes the table anew, from one gather. Returns on the coordinator the id that each rank's folder has.
-        `needs_ends`: whether nodes read metadata, so that the table says what is whole."""
-        parts: dict[int, dict[int, Part]] = {}
-        runs: list[Run | None] = []
-        for rank, told in enumerate(map(json.loads, self._parts(exchange, phase) or ())):
-            runs.append(None if told["run"] is None else Run(*told["run"]))
-            for step, fingerprint, branch, files, value in told["parts"]:
-                parts.setdefault(step, {})[rank] = Part(fingerprint, branch_of(branch), files, value)
+        `finds_whole`: whether nodes read metadata, to find out which steps are whole."""
 
-        def ask() -> bool:
-            durable = self._durable
-            durable.nodes_have_steps = bool(NodeTable(parts).rows)
-            self.table = NodeTable(parts, durable.look().branches)
-            return durable.nodes_have_steps
-
-        self._durable.nodes_have_steps = exchange.from_coordinator(ask, phase)
-        if needs_ends or self._needs_ends:
-            self._note_ends(exchange, phase)
-        return runs
-
-    def _parts(self, exchange: Exchange, phase: str) -> list[bytes] | None:
-        """What the folder of each rank's node has, as JSON, on the coordinator."""
-
-        def tell() -> bytes:
+        def own() -> bytes:
             leads, run = self.leads(exchange.rank), None
             with suppress(CheckpointError, OSError):  # `parts_in` warns
                 run = run_id.read(self.root) if leads else None
             found = parts_in(self.root, self._metric) if leads else {}
-            parts = [(step, part.fingerprint, part.branch, part.files, part.metric) for step, part in found.items()]
-            return json.dumps({"run": run, "parts": parts}).encode()
+            return json.dumps({"run": run, "parts": [(step, *part) for step, part in found.items()]}).encode()
 
-        return exchange.gather(exchange.together(tell, phase), phase)
+        parts: dict[int, dict[int, Part]] = {}
+        runs: list[Run | None] = []
+        gathered = exchange.gather(exchange.together(own, phase), phase)
+        for rank, of_node in enumerate(map(json.loads, gathered or ())):
+            runs.append(None if of_node["run"] is None else Run(*of_node["run"]))
+            for step, fingerprint, branch, *others in of_node["parts"]:
+                parts.setdefault(step, {})[rank] = Part(fingerprint, branch_of(branch), *others)
+
+        def ask() -> bool:
+            self.table = NodeTable(parts)
+            self._durable.nodes_have_steps = bool(self.table.rows)
+            self.table.durable = self._durable.look().branches
+            return self._durable.nodes_have_steps
+
+        self._durable.nodes_have_steps = exchange.from_coordinator(ask, phase)
+        if finds_whole or self._finds_whole:
+            self._note_ends(exchange, phase)
+        return runs
 
     def _note_ends(self, exchange: Exchange, phase: str) -> None:
         """Notes which steps are whole. One node reads the metadata of each."""
@@ -159,8 +153,8 @@ class NodeTier:
                 found[step] = file_ends_of(path, read_small_files(path))
             except (CheckpointError, _C.EngineError, OSError) as error:
                 logger.warning("the metadata of step %d cannot be read here: %s", step, error)
-        for told in exchange.gather(json.dumps([*found.items()]).encode(), phase) or ():
-            for step, ends in json.loads(told):
+        for of_node in exchange.gather(json.dumps([*found.items()]).encode(), phase) or ():
+            for step, ends in json.loads(of_node):
                 table.note_ends(step, ends)
 
     def steps(self, exchange: Exchange, phase: str, only: int | None = None) -> Iterator[WholeStep]:
@@ -181,7 +175,7 @@ class NodeTier:
 
     def losses_survived(self, exchange: Exchange, phase: str) -> dict[int, int]:
         """Returns {step: how many nodes may be lost} of the steps that are whole on the nodes."""
-        self.look(exchange, phase, needs_ends=True)
+        self.look(exchange, phase, finds_whole=True)
         rows = sorted(self.table.rows.items())
         whole = exchange.from_coordinator(lambda: [(of, row.survives) for of, row in rows if row.survives >= 0], phase)
         return dict(whole)
@@ -216,12 +210,8 @@ class NodeTier:
             report = verify(path, quick=True)
         if report.ok:
             return True
-        if report.unreadable and not report.damaged and storage_at(path).can_be_away and not self.table.rows:
-            raise CheckpointError(
-                f"{path} cannot be read, and may be sound: {report.reason}. No older checkpoint is taken instead. Try "
-                "again when the store answers, or name a step",
-                path=path,
-            )
+        if not self.table.rows and (doubt := in_doubt(path, report)) is not None:
+            raise doubt
         logger.warning("the durable checkpoint of step %d is passed over: %s", step, report.reason)
         return False
 
@@ -272,7 +262,7 @@ class NodeTier:
             storage.make()
             if storage.has(METADATA_NAME) and storage.read(METADATA_NAME) == metadata:
                 return
-            self.note_run()
+            self.write_run()
             storage.write(NODE_MARKER, b"")
             for name in _SMALL_FILES:
                 if name in step.contents:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def find_nodes(exchange: Exchange, durable: RemoteTier) -> NodeTier | None:
     """Returns the tier on the nodes if each node has a folder `durable.local` of its own, and None if all ranks see
     one. All ranks call it together. Raises on all ranks if only some of them see one."""
-    root, phase = durable.local, f"looking who shares {durable.local}"
+    root, phase = durable.local, f"finding the nodes that share {durable.local}"
     node = node_of_this_process()
     least, not_most = exchange.agree((node, ~node), phase)
     if least == ~not_most:
@@ -50,7 +50,11 @@ def find_nodes(exchange: Exchange, durable: RemoteTier) -> NodeTier | None:
             try:
                 storage_at(root).make()
                 marker.make()
-            except (CheckpointError, _C.EngineError, OSError) as error:  # saves tell of it, if the node is alone
+            except (
+                CheckpointError,
+                _C.EngineError,
+                OSError,
+            ) as error:  # if other nodes have made theirs, saves raise it
                 failure = error
         made = leads and failure is None
         (first,) = exchange.agree((exchange.rank if made else exchange.size,), phase)
@@ -126,7 +130,7 @@ class NodeWork:
             )
 
     def votes(self) -> list[int]:
-        """What this rank says before a save. `decide` takes the least of what all ranks say."""
+        """Whether uploads and copies of this rank are idle before a save. `decide` takes the minima over all ranks."""
         return [int(worker is None or worker.is_idle()) for worker in (self.uploads, self.copies)]
 
     def decide(self, votes: Sequence[int]) -> None:
@@ -161,8 +165,8 @@ class NodeWork:
         if self.copies is not None:
             self.copies.forget(running.step)
         if self._nodes.leads(self._rank):
-            self._nodes.note_run()  # each time: the folder may be another one
-        self._durable.write_run()
+            self._nodes.write_run()  # each time: the folder may be another one
+        self._durable.write_run(shares_local=False)
 
     def begin(self, running: RunningSave) -> None:
         """Reserves copies and uploads for a save of all nodes. They begin when it has ended."""

@@ -1,4 +1,4 @@
-"""`RemoteTier` asks the durable place of a manager with `local`, without long waits for one that does not answer."""
+"""`RemoteTier` reads the durable place of a manager with `local`, without long waits for a store that is away."""
 
 from __future__ import annotations
 
@@ -77,19 +77,21 @@ class RemoteTier:
         self.choose_run({0: mine} if steps else {}, is_related)
 
     def choose_run(self, folders: Mapping[int, Run | None], is_related: Callable[[int, list[int]], bool]) -> Run:
-        """Notes which run goes on, as `run_id.choose` says."""
+        """Notes which run goes on, by `run_id.choose`."""
         self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders, is_related)
         if self.found.answers and self.found.run is None and any(folders.values()):
             logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
         return self.run
 
-    def write_run(self) -> None:
-        """Writes the id of the run into both places, at the first save. A store that is away gets none."""
+    def write_run(self, *, shares_local: bool) -> None:
+        """Writes the id of the run at the first save: into the durable place, unless that is away, and with
+        `shares_local` into the local folder, which otherwise `NodeTier` does on each node."""
         run, self.run = self.run, None
         if run is None:
             return
         try:
-            run_id.write(self.local, run)
+            if shares_local:
+                run_id.write(self.local, run)
             if self.found.answers:
                 with storage_at(self.url).limit_wait(self._patience):
                     run_id.write(self.url, run)
@@ -100,16 +102,17 @@ class RemoteTier:
         """Whether the durable place has the step with this metadata, as far as it answers."""
         return self.ask(lambda: metadata_fingerprint(path_of(self.url, step)) == fingerprint, False)
 
-    def ask(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns what `ask` returns. If the store cannot be read now or could not a minute ago, and there are local
-        checkpoints, warns and returns `otherwise`. Without local checkpoints, errors of `ask` pass through."""
+    def ask(self, request: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Returns the result of `request`. If the store cannot be read now or could not a minute ago, and there are
+        local checkpoints, warns and returns `otherwise`. Without local checkpoints, errors of `request` pass
+        through."""
         if not self._has_local():
-            return ask()
+            return request()
         if time.monotonic() < self._away_until:
             return otherwise
         try:
             with storage_at(self.url).limit_wait(self._patience):
-                return ask()
+                return request()
         except (OSError, CheckpointError) as error:
             self._away_until = time.monotonic() + _AWAY_SECONDS
             logger.warning("checkpoints in %s do not count now, and those in %s do: %s", self.url, self.local, error)

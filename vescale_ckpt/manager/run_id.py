@@ -1,7 +1,7 @@
-"""The id of a training run, in its local folder and its durable place: no run resumes from a folder of another one.
+"""The id of a training run, in its local folder and its durable place: no run resumes from the folder of another.
 
-Both have a small file `.run` from the first save on. It holds the id, and where the two places were when it was
-written. Folders of older versions of this package have none.
+The first save writes a small file `.run` into both. It holds the id, and the paths of both at that time. Folders of
+older versions of this package have none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Run(NamedTuple):
     @staticmethod
     @cache
     def new(durable: str, local: str) -> Run:
-        """The same for all managers of a process that save to the same places: they are one run."""
+        """Returns one id for all managers of a process with the same places: they are one run."""
         return Run(secrets.token_hex(8), durable, local)
 
     def __str__(self) -> str:
@@ -66,8 +66,8 @@ def choose(
     """Returns the run that a manager continues, or `new`. Raises `CheckpointError` if a folder is of another run.
 
     Args:
-        durable: what the durable place has. None: none, or it does not answer.
-        folders: {rank: what its folder has}, of folders with steps.
+        durable: the run in the durable place. None: none, or it cannot be read.
+        folders: {rank: the run in its folder}, of folders with steps.
         is_related: whether the folder of a rank and one of these ranks, or the durable place, have a step in common.
     """
     named = {rank: run for rank, run in folders.items() if run is not None}
