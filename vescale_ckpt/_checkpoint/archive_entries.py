@@ -82,7 +82,7 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
 
 
 def entry_checksum(info: zipfile.ZipInfo) -> int:
-    """The CRC-32 of an entry; -1 if torch.save was asked for none."""
+    """The CRC-32 of an entry; -1 if torch.save wrote none."""
     return info.CRC if info.CRC or not info.file_size else -1
 
 

@@ -8,7 +8,7 @@ from ..reports import Damage, VerifyReport
 
 
 def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
-    """Adds an error to a report: as refused, as unreadable if the error says nothing about the file, else as damage."""
+    """Adds an error to a report: as unreadable if it proves nothing about the file, else as refused or damaged."""
     unreadable = is_inconclusive(getattr(error, "errno", None), getattr(error, "path", file))
     refused = report.refused if isinstance(error, UntrustedCheckpointError) else report.damaged
     (report.unreadable if unreadable else refused).append(as_damage(error, file))

@@ -97,7 +97,7 @@ class DcpRankFiles:
 
 
 def _as_saved_today(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Splits containers that torch before 2.4 saved as one object, unless their form would get lost."""
+    """Splits containers that torch before 2.4 saved as one object, unless paths alone would lose their form."""
     split, known = dict[str, Any](), dict(paths)
     for name, value in values.items():
         inside, inner_paths, structure = flatten_with_structure({name: value})

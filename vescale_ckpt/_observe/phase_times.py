@@ -26,7 +26,7 @@ class OpenPhase:
 
     name: str
     detail: str  #: what is done in it: the step of an exchange, a file
-    #: names the ranks that it waits for; "": a lower rank waits, too, and names them. Called on another thread
+    #: names the ranks that it waits for; empty if a lower rank logs them. Called on another thread
     who: Callable[[], str] | None
     began: int  #: nanoseconds
     thread: str
@@ -49,7 +49,7 @@ class PhaseTimes:
         self.began = time.perf_counter_ns()
         self._mark = self.began
         self._open: list[OpenPhase] = []
-        self.have_met = False  #: whether all ranks have come to this call
+        self.have_met = False  #: whether all ranks have entered this call
         self._first_wait = 0.0  # seconds until they had; the last rank waits least
         self._before = ("", 0.0)  # the phase that took this rank longest until then, and its seconds
 

@@ -1,6 +1,6 @@
 """`Timeline` is one save or load on one rank: measured, logged, watched and traced from the call to its end.
 
-`Call` is another call of all ranks, of which only long waits are logged.
+`Call` is any other collective call: only its long waits are logged.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def phase(
         detail: what is done in it.
         who: names the ranks that it waits for. Called on another thread if it takes long.
         meets: all ranks take part, so that the one that waits least has come last.
-        place: this rank and how many there are: without a call the phase is then watched as a call of its own.
+        place: this rank and the number of ranks: if no call goes on, the phase is watched like a call by itself.
     """
     call = _current.get() or (None if place is None else Call(detail, *place))
     if call is None:

@@ -137,7 +137,7 @@ class Connections:
             self._gloo, address, self._tell = in_time(made, timeout, "vescale_ckpt opens a port")
         except (RuntimeError, TimeoutError) as error:
             failed = error
-        with observed_phase(WAIT, connecting, self._whom, place=self._watched):
+        with observed_phase(WAIT, connecting, self._awaited, place=self._watched):
             rendezvous.meet(connecting, timeout, address, self._deadline)
         self._addresses[self.rank] = address
         try:
@@ -149,7 +149,7 @@ class Connections:
 
     @property
     def _watched(self) -> tuple[int, int] | None:
-        """None in the background, where copies of large files take long, and no call waits."""
+        """None in the background, where copies of large files take long and delay no call."""
         return None if is_in_background() else (self.rank, self.size)
 
     @property
@@ -219,7 +219,7 @@ class Connections:
             self._progress = 0
             self._rendezvous.note(self.calls, step)
             try:
-                with observed_phase(WAIT, step, self._whom, meets=True, place=self._watched):
+                with observed_phase(WAIT, step, self._awaited, meets=True, place=self._watched):
                     self._greet(step)
                     self._connect(peers)
                     yield
@@ -231,8 +231,8 @@ class Connections:
                 self._end(phase, step, timeout, error)
                 raise
 
-    def _whom(self) -> str:
-        """Names the ranks that this one waits for, as far as it is known; "" if a lower rank has come, which names
+    def _awaited(self) -> str:
+        """Names the ranks that this one waits for, as far as known; empty if a lower rank has arrived, which logs
         them. Any thread may call it."""
         rendezvous = self._rendezvous
         if not all(late_ranks(rendezvous.notes([lower]), self.calls) for lower in range(self.rank)):

@@ -229,7 +229,7 @@ class Rendezvous:
         return notes
 
     def last_seen(self, ranks: list[int]) -> str:
-        """Says where the first of these ranks wrote their last notes, for whatever purpose."""
+        """Returns a text with the last step that each of the first three ranks noted, for any purpose."""
 
         def read(store: Store) -> str:
             text = ""

@@ -31,10 +31,8 @@ class Selection:
         self._given = self.names
         left_out = [name[1:] for name in self.names or () if name.startswith("!")]
         self._left_out = Selection(left_out) if left_out else None
-        if self.names is not None:
-            self.names = [name for name in self.names if not name.startswith("!")]
-            if left_out and not self.names:
-                self.names = None
+        if left_out:
+            self.names = [name for name in self.names or () if not name.startswith("!")] or None
         self._exact = frozenset(self.names or ())
         patterns = [name for name in self._exact if any(sign in name for sign in "*?[")]
         under = [re.escape(name) + r"\..*" for name in self._exact if name]
@@ -58,8 +56,10 @@ class Selection:
         """Returns the names and patterns that none of `keys` has, except those with `!`. Raises `MissingKeysError` if
         all have some, and none of `keys` is selected: all are excluded, or there are no names."""
         named = {key for key in keys if self._is_named(key)} if self.names else ()
-        found = [name for name in self.names or () if name not in named and not _selects_any(Selection(name), named)]
-        if keys and not found and not _selects_any(self, keys):
+        found = [
+            name for name in self.names or () if name not in named and not any(map(Selection(name).__contains__, named))
+        ]
+        if keys and not found and not any(map(self.__contains__, keys)):
             raise MissingKeysError(
                 [], hint=f"keys={self._given!r} selects nothing: names with ! exclude what others select"
             )
@@ -80,10 +80,6 @@ def close_names(names: Iterable[str], keys: Iterable[str]) -> str:
         alike = dict.fromkeys(".".join(key.split(".")[:depth]) for key in keys)
         found += [f"{close!r} for {name!r}" for close in get_close_matches(name, islice(alike, _MOST_COMPARED), 1)]
     return f"was it {', '.join(found[:3])}?" if found else ""
-
-
-def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:
-    return any(key in selection for key in keys)
 
 
 def rename_function(rename: Rename | None) -> Callable[[str], str]:

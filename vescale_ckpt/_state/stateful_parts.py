@@ -170,17 +170,7 @@ class OptimizerPart(Part):
             return form
         self._stored = stored
         found = stored.under(self.prefix, PARAMS_KEY)
-        if self.named and any(map(is_number, self.state.by_name(own))) and _is_by_number(found, stored):
-            self.state.number()  # else "1" would be taken for a name
-            own = self.form()
-        of_parameters = self._stored_state(own, found, stored)
-        if not of_parameters and self.state.named:
-            by_number = self.value.state_dict()
-            if numbered := self._stored_state(by_number, found, stored):
-                self.state.number()
-                own, of_parameters = by_number, numbered
-        self._know(own)
-        self._of_parameters = of_parameters
+        of_parameters = self._of_parameters = self._find_stored_state(own, found, stored)
         is_unmatched = bool(
             not of_parameters and not self.state.named and any(suffix.startswith("state.") for suffix in found)
         )
@@ -208,6 +198,23 @@ class OptimizerPart(Part):
         self._add_targets(form, found, stored)
         stored.add_empty(form, self.prefix, PARAMS_KEY)
         return form
+
+    def _find_stored_state(
+        self, own: Mapping[str, Any], found: Mapping[str, str], stored: StoredEntries
+    ) -> dict[Any, dict[str, str]]:
+        """Returns `_stored_state` by the names of parameters, or by their numbers if it is stored so: then parameters
+        have numbers from now on."""
+        if self.named and any(map(is_number, self.state.by_name(own))) and _is_by_number(found, stored):
+            self.state.number()  # else "1" would be taken for a name
+            own = self.form()
+        of_parameters = self._stored_state(own, found, stored)
+        if not of_parameters and self.named:
+            by_number = self.value.state_dict()
+            if numbered := self._stored_state(by_number, found, stored):
+                self.state.number()
+                own, of_parameters = by_number, numbered
+        self._know(own)
+        return of_parameters
 
     def _know(self, form: Mapping[str, Any]) -> None:
         self._names = self.state.by_name(form)
@@ -365,8 +372,8 @@ def _parent(key: str) -> str:
 
 
 def _has_optimizer(value: Any, form: Any) -> bool:
-    """Whether an object of another class is or holds optimizers: wrappers of them, and what other libraries call one.
-    Not if its keys are those of torch's functions with dots: these name all that this rank holds."""
+    """Whether an object of another class is or holds optimizers: a wrapper, or an optimizer of another library. Not if
+    its keys are the dotted ones of torch's functions: these name all that this rank holds."""
     if not isinstance(form, Mapping) or any(str(name).startswith(("state.", "param_groups.")) for name in form):
         return False
     return hasattr(value, "param_groups") or _nests_state(form)

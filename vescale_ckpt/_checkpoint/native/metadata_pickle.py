@@ -15,6 +15,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from itertools import product
 from operator import ne
 from typing import Any
 
@@ -49,7 +50,7 @@ _METADATA_CLASSES = {
         "StorageMeta",
     )
 }
-#: Classes of which metadata has an object for each tensor or record.
+#: Classes with an object for each tensor or record.
 _OF_RECORDS = (MetadataIndex, ChunkStorageMetadata, TensorStorageMetadata, BytesStorageMetadata, StorageInfo)
 _PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata")  # torch < 2.3
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -59,7 +60,7 @@ _FIELDS = {*(field.name for field in dataclasses.fields(Metadata)), structure.AT
 
 
 class _StandIn:
-    """Stands for an object of a plan. Takes any arguments and any state, and keeps none."""
+    """Replaces an object of a plan: accepts any arguments and any state, and drops them."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -67,7 +68,7 @@ class _StandIn:
 
 
 class _Unused(Exception):
-    """Stands for what a reader does not need. Exceptions take any arguments without Python code for each."""
+    """Replaces objects that a reader does not need. Exceptions accept any arguments without running Python code."""
 
 
 class _LenientProperties(TensorProperties):
@@ -156,11 +157,7 @@ def _one_byte_away(name: str) -> str | None:
     """The name of metadata that a flipped byte turned into `name`. None if there is none."""
     known = [
         *(f"{dcp_metadata.__name__}.{each}" for each in _METADATA_CLASSES),
-        *(
-            f"{module}.{each}"
-            for module in _PROPERTIES_MODULES
-            for each in ("TensorProperties", "_MEM_FORMAT_ENCODING")
-        ),
+        *map(".".join, product(_PROPERTIES_MODULES, ("TensorProperties", "_MEM_FORMAT_ENCODING"))),
         *(f"torch.{each}" for each in ("Size", "serialization._get_layout", *_DTYPES)),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.checkpoint.planner.SavePlan",
