@@ -162,14 +162,11 @@ def nest(values: Mapping[str, Any], paths: object, structure: Structure | None =
             continue
         if not is_path(path):
             raise UntrustedCheckpointError(f"{key}: metadata gives {path!r} as its place in the state", key=key)
-        container: Any = root
-        for name, following in pairwise(path):
-            kind = _Dict if isinstance(following, str) else _List
-            container = container.setdefault(name, kind())
-            if type(container) is not kind:
-                raise _conflict(key)
-        if path[-1] in container:
-            raise _conflict(key)
+        container = _container_of(root, path)
+        if container is None or path[-1] in container:
+            raise UntrustedCheckpointError(
+                f"{key}: metadata gives its place in the state to something else, too", key=key
+            )
         container[path[-1]] = value
     for path in () if structure is None else structure.empty:
         _add_empty(root, path)
@@ -232,21 +229,24 @@ def is_path(path: object) -> bool:
     )
 
 
-def _conflict(key: str) -> UntrustedCheckpointError:
-    return UntrustedCheckpointError(f"{key}: metadata gives its place in the state to something else, too", key=key)
+def _container_of(root: _Dict, path: Path) -> Any:
+    """Returns the container of the value at a path, and makes those that are not there. None if a container of another
+    kind, or a value, is in the way."""
+    container: Any = root
+    for name, following in pairwise(path):
+        kind = _Dict if isinstance(following, str) else _List
+        container = container.setdefault(name, kind())
+        if type(container) is not kind:
+            return None
+    return container
 
 
 def _add_empty(root: _Dict, path: Path) -> None:
     """Adds a mapping without elements, unless there is a value at its path."""
     if not is_path(path):
         raise UntrustedCheckpointError(f"metadata gives {path!r} as a place in the state")
-    container: Any = root
-    for name, following in pairwise(path):
-        kind = _Dict if isinstance(following, str) else _List
-        container = container.setdefault(name, kind())
-        if type(container) is not kind:
-            return
-    container.setdefault(path[-1], _Dict())
+    if (container := _container_of(root, path)) is not None:
+        container.setdefault(path[-1], _Dict())
 
 
 class _Finishing:

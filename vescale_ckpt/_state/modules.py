@@ -36,7 +36,8 @@ def give_form(module: nn.Module, form: Mapping[str, Any], loaded: Collection[str
     refer to them. If all was loaded, a warning names those that stay on the meta device. Raises
     `IncompatibleStateError` if a part was loaded and hooks of the module hide which tensor it belongs to.
     """
-    meta = {id(tensor): (name, tensor) for name, tensor in _tensors(module) if tensor.is_meta}
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    meta = {id(tensor): (name, tensor) for name, tensor in tensors if tensor.is_meta}
     if meta:
         _give_own(module, form, loaded, meta, key)
     # `load_state_dict` copies nothing into tensors on the meta device: what its hooks may fill gets memory.
@@ -65,7 +66,7 @@ def _give_own(
     meta: dict[int, tuple[str, torch.Tensor]],
     key: str,
 ) -> None:
-    """Gives tensors the memory of what was loaded as their own entries, and removes them from `meta`."""
+    """Gives tensors the memory of the entries that were loaded for them, and removes them from `meta`."""
     with torch.no_grad():  # else entries that hooks made would refer to the tensors, which forbids to swap them
         own = module.state_dict(keep_vars=True)
     for stored, tensor in own.items():
@@ -79,10 +80,6 @@ def _give_own(
         elif any(isinstance(other, torch.Tensor) and other.is_meta for other in form.values()):
             hidden = "a tensor on the meta device that its hooks make from others"
             raise IncompatibleStateError(f"{key}.{name}", hidden, "a tensor (load the whole module)")
-
-
-def _tensors(module: nn.Module) -> chain[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

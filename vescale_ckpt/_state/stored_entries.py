@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .flatten import flatten, own_name
+from .flatten import flatten, place
 from .key_selection import renamed_if_known
 from .structure import Path, Structure, is_number, structure_of
 
@@ -139,10 +139,7 @@ class StoredEntries:
     def replace_target(self, form: Any, path: Path, state_key: str, key: str, like: Iterable[torch.Tensor]) -> None:
         """Puts a target for the checkpoint's `key` in the place of another. `state_key`: the key of both in the state.
         `like`: as in `add_target`."""
-        container = form
-        for name in path[:-1]:
-            container = _get(container, own_name(container, name))
-        _set(container, own_name(container, path[-1]), self._target(key, like))
+        place(form, path, self._target(key, like))
         self.added.add(state_key)
 
     def without_unread(self, form: Any, key: str, loaded: set[str]) -> Any:
