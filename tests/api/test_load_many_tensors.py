@@ -45,7 +45,7 @@ def _stock(path: Path, state: dict[str, torch.Tensor]) -> Path:
 
 @pytest.mark.parametrize(
     "save, most",
-    [(_safetensors, 12), (_two_files, 40), (_native, 8), (_stock, 150)],
+    [(_safetensors, 8), (_two_files, 36), (_native, 6), (_stock, 140)],
     ids=["file", "index", "native", "stock"],
 )
 def test_calls_for_each_tensor(save: Callable[..., Path], most: float, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from .._ranks.exchange import Exchange, digest
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application, optimizer_keys, saved_form
 from .._state.containers import Containers
-from .._state.extra_files import contents_in, is_extra
+from .._state.extra_files import contents_in, is_extra, key_of, names_in
 from .._state.flatten import flatten, nest, place
 from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, renamed_if_known
 from .._state.load_targets import allocate_targets, find_shared
@@ -273,6 +273,7 @@ class CollectiveLoad:
         planner, _ = self._plan(plan)
         stats = self._read(planner)
 
+        @gc_paused()
         def result() -> dict[str, Any]:
             values = {**planner.state_dict, **planner.objects}
             for key in source.extra:
@@ -608,7 +609,7 @@ class _TargetState:
 
 def _plan_all(source: _Source) -> tuple[FillPlanner, _Fit]:
     keys, extra = source.checkpoint.keys(), set(source.extra)
-    skipped = {key for key in keys if is_extra(key)} - extra
+    skipped = {*map(key_of, names_in(keys))} - extra
     if source.selection.names is None:
         skipped |= source.checkpoint.aliases.keys()
     selected = {*source.selection.of(keys), *extra} - skipped

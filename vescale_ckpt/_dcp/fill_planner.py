@@ -54,10 +54,15 @@ class FillPlanner(LoadPlanner):
             plan = self._index.plan_load(inventory)
         except _C.EngineError:
             return False
-        values = [
-            None if code == _OBJECT else torch.empty(shape, dtype=CODE_DTYPES[code], device="cpu")
-            for code, shape in zip(codes, shapes, strict=True)
-        ]
+        first: dict[tuple[int, tuple[int, ...]], torch.Tensor | None] = {}
+        values: list[torch.Tensor | None] = []
+        for form in zip(codes, shapes, strict=True):
+            if (like := first.get(form)) is not None:  # takes half the time of `empty`
+                values.append(torch.empty_like(like))
+            else:
+                code, shape = form
+                new = None if code == _OBJECT else torch.empty(shape, dtype=CODE_DTYPES[code], device="cpu")
+                values.append(first.setdefault(form, new))
         tensors = [value for value in values if value is not None]
         self.set_up_planner(dict(zip(names, values, strict=True)), metadata)
         description = Description.of_new(inventory, names, sources, tensors)

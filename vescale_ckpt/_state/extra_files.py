@@ -23,7 +23,7 @@ def is_extra(key: str) -> bool:
 
 def names_in(keys: Iterable[str]) -> list[str]:
     """Returns the names of the files whose keys are among `keys`."""
-    return [key[len(EXTRA_FILES) :] for key in keys if is_extra(key)]
+    return [key[len(EXTRA_FILES) :] for key in keys if key.startswith(EXTRA_FILES)]
 
 
 def with_files(state: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

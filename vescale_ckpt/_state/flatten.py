@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._engine import _C, torch_private
 from ..errors import UntrustedCheckpointError
 from .per_rank import PerRank
-from .structure import Path, Structure, is_number
+from .structure import Path, Structure, any_number, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -266,12 +266,16 @@ class _Finishing:
             return [self.finished(value.get(index), (*path, index)) for index in range(length)]
         if type(value) is not _Dict:
             return value
-        elements = {name: self.finished(element, (*path, name)) for name, element in value.items()}
-        if self._structure is not None:
-            structure = self._structure
+        elements = dict(value)
+        for name, element in value.items():
+            if type(element) is _Dict or type(element) is _List:
+                elements[name] = self.finished(element, (*path, name))
+        if (structure := self._structure) is not None:
+            if structure.has_only_text(path):
+                return elements
             result = {structure.key(path, name): element for name, element in elements.items()}
             return result if len(result) == len(elements) else elements
-        if any(map(is_number, elements)):
+        if any_number(elements):
             self.doubtful.append(path)
         elif (state := (*path, "state")) in self.doubtful and _numbers_parameters(elements):
             self.doubtful.remove(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ Path = tuple[str | int, ...]
 
 ATTRIBUTE = "vescale_ckpt_structure"  #: name of the attribute of DCP's `Metadata`
 
+_NUMBER = re.compile("0|-?[1-9][0-9]{0,3998}")  # longer ones are text: Python converts only so many digits
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -63,6 +65,10 @@ class Structure:
         if path in self.numbered and is_number(text):
             return int(text)
         return self.keys.get((*path, text), text) if self.keys else text
+
+    def has_only_text(self, path: Path) -> bool:
+        """Whether `key` certainly returns the text of every key of the mapping at `path`."""
+        return not self.keys and path not in self.numbered
 
     def pack(self) -> str:
         """Returns the record as text; empty if it has no content."""
@@ -109,8 +115,12 @@ def structure_of(metadata: Metadata) -> Structure | None:
 
 def is_number(text: str) -> bool:
     """Whether `text` is `str` of a whole number."""
-    digits = text.removeprefix("-")
-    return digits.isdecimal() and digits.isascii() and len(digits) < 4000 and str(int(text)) == text
+    return _NUMBER.fullmatch(text) is not None
+
+
+def any_number(texts: Iterable[str]) -> bool:
+    """Whether `is_number` is true of one of them, without Python code for each."""
+    return any(map(_NUMBER.fullmatch, texts))
 
 
 def _path(elements: list[Any]) -> Path:
