@@ -7,6 +7,7 @@ Run it again after a kill, on any number of ranks. `DDP` in place of `ModelParal
 
 import os
 import sys
+import time
 
 import lightning.pytorch as pl
 import torch
@@ -58,3 +59,4 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],  # keeps the newest
     )  # fmt: skip
     trainer.fit(Reverser(), data, ckpt_path=newest(folder))
+    time.sleep(0.3)  # else gloo may abort when the process ends

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -65,4 +66,5 @@ if __name__ == "__main__":  # these writers spawn processes
     else:
         save_by(which, state, directory)
     dist.barrier()
+    time.sleep(0.3)  # else gloo may abort when the process ends
     dist.destroy_process_group()

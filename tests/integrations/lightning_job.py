@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import lightning.pytorch as pl
 import torch
@@ -69,3 +70,4 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(rows, batch_size=8 // ranks), ckpt_path=ours.newest(folder))
+    time.sleep(0.3)  # else gloo may abort when the process ends
