@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.files import drop_from_cache, flip
 from harness.ranks import run_ranks
 from harness.states import assert_same, blank, numbers, sharded
@@ -84,6 +85,31 @@ def test_dcp_load_reads_each_byte_once(checkpoint: Path, by: str) -> None:
         read, shared = (sum(result[number][column] for result in results) for column in (0, 1))
         assert read <= 1.05 * stored, number
         assert shared == (4 * stored if stored == replicated else stored), number
+
+
+def _in_parts(directory: Path) -> tuple[int, int]:
+    """The parts in which a load of replicas and of shards is planned, and the bytes that this rank reads."""
+    full = {f"w{number}": numbers(384, 1024) + number for number in range(16)}
+    vescale_ckpt.save(directory, full)
+    state = {
+        name: sharded(torch.zeros_like(full[name]), Shard(1)) if name == "w3" else blank(full[name]) for name in full
+    }
+    with (
+        steps.limit("bytes gathered to plan one part of a load", 1000),
+        mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned,
+    ):
+        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state.pop("w3").to_local(), sharded(full.pop("w3"), Shard(1)).to_local())
+    assert_same(state, full)
+    return planned.call_count, stats.read_bytes
+
+
+def test_a_load_is_planned_in_parts_that_are_even_together(checkpoint: Path) -> None:
+    """Each part alone is too small to be cut evenly over the ranks."""
+    calls, read = zip(*run_ranks(4, _in_parts, checkpoint), strict=True)
+    assert sum(calls) > 3
+    assert sum(read) <= 1.1 * 16 * 384 * 1024 * 4
+    assert max(read) <= sum(read) / 4 + (2 << 20), read
 
 
 def _without_others(directory: Path) -> list[str]:
