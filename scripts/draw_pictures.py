@@ -206,10 +206,9 @@ def who_writes() -> Picture:
     """The bytes that each rank writes of a replicated model, as the planner decides."""
     import torch
 
+    from benchmarks.planning.models import MODELS
+    from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, planned
     from vescale_ckpt._engine.rows import PLAN_ROW, words
-    from vescale_ckpt.simulate.models import MODELS
-    from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-    from vescale_ckpt.simulate.simulation import gather, planned
 
     ranks = 8
     entries = MODELS["llama-1b"].entries(torch.bfloat16)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.planning import stock
+from benchmarks.planning.models import MODELS, Entry, with_adam
+from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, planned
 from vescale_ckpt._bench.by_turns import aligned
-from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import gather, planned
 
 _TABLE = (128256, 8192)
 

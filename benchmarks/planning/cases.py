@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks import command
 from benchmarks.command import Alternate, listed, one_of, positive
 from benchmarks.planning import balance, coordinator, local, reading, steady
+from benchmarks.planning.simulated_job import Parallelism
 from benchmarks.planning.simulated_rank import in_new_process
 from vescale_ckpt._bench.by_turns import Sample
-from vescale_ckpt.simulate.parallelism import Parallelism
 
 DESCRIPTION = """\
 Time planning, ours and stock DCP's on the same items, alternated in random order. The processes of one machine
@@ -27,6 +27,7 @@ CASES = {
     "local": "one rank, until its first byte is written; local plans of a big job",
     "steady": "saves and loads on --world ranks once plans are kept",
     "metadata": "the metadata of a big job: made, committed, looked up",
+    "shared": "loads of llama-8b whose ranks read for each other, in replicas of 8 shards and as one shard each",
     "load": "load plans after a change of the number of ranks, and what one rank of many reads of the metadata",
 }
 
@@ -86,6 +87,8 @@ def _runs(
         return [partial(steady.run, alternate, options.world, tensors, directory)]
     if case == "metadata":
         return [alone(reading.metadata_of_model, *BIG_JOB, directory / "big")]
+    if case == "shared":
+        return [alone(reading.shared_load, Parallelism(ranks, fsdp=fsdp)) for fsdp in (8, ranks)]
     if case == "load":
         return [
             alone(reading.changed_world, tensors, 8, 6, directory / "changed"),

@@ -9,13 +9,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.command import Alternate
+from benchmarks.planning.models import Entry
+from benchmarks.planning.simulated_job import (
+    Parallelism,
+    SimulatedState,
+    Written,
+    gather,
+    metadata_files,
+    planned,
+    written,
+)
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._engine.rows import Inventory
-from vescale_ckpt.simulate.models import Entry
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import Written, gather, metadata_files, planned, written
 
 _EVERY_SO_MANY_REPLICATED = 50
 

@@ -14,15 +14,23 @@ import vescale_ckpt
 from benchmarks.command import Alternate
 from benchmarks.planning.coordinator import entries
 from benchmarks.planning.local import State
+from benchmarks.planning.models import MODELS, Entry, with_adam
+from benchmarks.planning.simulated_job import (
+    Parallelism,
+    SimulatedState,
+    gather,
+    metadata_files,
+    planned,
+    shared_reads,
+    with_peak_memory,
+    written,
+)
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, with_peak_memory, written
 
 
 def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:
@@ -71,7 +79,7 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
     results = written(state, parts)
     (metadata, index), peak = with_peak_memory(lambda: metadata_files(plan, results))
     sizes = f".metadata {len(metadata) / 2**20:,.1f} MiB, index {len(index) / 2**20:,.1f} MiB"
-    memory = "unknown" if peak is None else f"{peak / 2**20:,.0f} MiB"
+    memory = f"{peak / 2**20:,.0f} MiB"
     wanted = state.inventory(parallelism.ranks // 2)
     directory.mkdir()
 
@@ -93,6 +101,25 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
         return watch.seconds
 
     case = f"metadata of {model} + Adam, {parallelism.ranks:,} ranks: {sizes}, memory {memory}"
+    return list(alternate(case, {"vescale": turn}))
+
+
+def shared_load(alternate: Alternate, parallelism: Parallelism) -> list[Sample]:
+    """The coordinator's plan of a load in which ranks read for each other, and each rank's rounds of it."""
+    state = SimulatedState(MODELS["llama-8b"].entries(torch.bfloat16), parallelism)
+    plan, parts = planned(gather(state).inventories)
+    index = _C.Index.from_bytes(metadata_files(plan, written(state, parts))[1])
+    _, peak = with_peak_memory(lambda: shared_reads(index, state))
+
+    def turn() -> Steps:
+        watch = Stopwatch()
+        shared_reads(index, state)
+        watch.lap("plan, with the rounds of all ranks")
+        return watch.seconds
+
+    case = (
+        f"shared load of llama-8b, {parallelism.ranks:,} ranks, fsdp {parallelism.fsdp}: memory {peak / 2**20:,.0f} MiB"
+    )
     return list(alternate(case, {"vescale": turn}))
 
 

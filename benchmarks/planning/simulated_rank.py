@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.planning.models import Entry
+from benchmarks.planning.simulated_job import Parallelism, coordinate
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state.shard_chunks import chunks_at, local_shape
-from vescale_ckpt.simulate.models import Entry
-from vescale_ckpt.simulate.parallelism import Parallelism, coordinate
 
 _Result = TypeVar("_Result")
 

@@ -18,7 +18,7 @@ from harness.steps import CEILING, STOCK
 from benchmarks import __main__ as command
 from benchmarks import background, export, gpu, gpu_step_time, loading
 from benchmarks.planning import cases as planning
-from vescale_ckpt.simulate.parallelism import Parallelism
+from benchmarks.planning.simulated_job import Parallelism
 
 pytestmark = pytest.mark.slow
 

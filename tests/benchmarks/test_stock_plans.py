@@ -11,10 +11,9 @@ from harness.ranks import in_fork
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import balance, stock
+from benchmarks.planning.models import Entry, with_adam
+from benchmarks.planning.simulated_job import Parallelism, SimulatedState, planned
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
-from vescale_ckpt.simulate.models import Entry, with_adam
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import planned
 
 ENTRIES = with_adam(
     [

@@ -30,7 +30,6 @@ from vescale_ckpt._checkpoint.native.save_facts import unstamped
 from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt.cli import output
 from vescale_ckpt.cli.commands import COMMANDS
-from vescale_ckpt.simulate.models import MODELS
 
 FACTS = ("time", "ranks", "torch", "vescale_ckpt")
 STATE = {
@@ -91,7 +90,7 @@ def test_the_help_of_a_command_has_its_options_and_examples(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["inspect"], ["inspect", "x", "--nonsense"], ["convert", "x"], ["plan", "llama-1b", "--tp", "x"],
+    [[], ["nonsense"], ["inspect"], ["inspect", "x", "--nonsense"], ["convert", "x"],
      ["convert", "a", "b", "--format", "zip"]],
 )  # fmt: skip
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,11 +156,6 @@ def test_torch_does_not_say_that_there_is_no_numpy(checkpoint: Path) -> None:
 def test_the_page_of_commands_is_up_to_date() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "write_commands_page.py"
     subprocess.run([sys.executable, str(script), "--check"], check=True)
-
-
-def test_the_models_that_help_names_are_those_that_there_are() -> None:
-    (plan,) = (command for command in COMMANDS if command.name == "plan")
-    assert plan.description.endswith(f"Models: {', '.join(MODELS)}.")
 
 
 def test_type_checkers_are_told_the_names_that_there_are() -> None:
@@ -626,9 +620,8 @@ def test_help_fits_the_terminal(columns: int, capsys: Any, monkeypatch: Any) -> 
         assert "\033" not in "".join(lines)
 
 
-def test_convert_and_plan_print_documented_json(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_convert_prints_documented_json(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     assert run_json(capsys, "convert", checkpoint, tmp_path / "a.pt")[1]["tensors"] == 2
-    assert run_json(capsys, "plan", checkpoint, "--ranks", 2)[1]["ranks"] == 2
 
 
 def test_settings_tell_where_they_come_from(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

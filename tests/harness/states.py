@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
+from benchmarks.planning.models import Entry
+from benchmarks.planning.simulated_job import Parallelism
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.torch_private import StridedShard
-from vescale_ckpt.simulate.models import Entry
-from vescale_ckpt.simulate.parallelism import Parallelism
 
 __all__ = ["StridedShard"]  # of this torch, whatever its name
 State = dict[str, Any]

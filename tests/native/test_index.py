@@ -31,12 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
+from benchmarks.planning.models import MODELS, with_adam
+from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, metadata_files, planned, written
 from vescale_ckpt import SavePlanner, StorageWriter
 from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
 from vescale_ckpt._engine import _C
-from vescale_ckpt.simulate.models import MODELS, with_adam
-from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, written
 
 
 class SecondReader:

@@ -1,1 +1,0 @@
-"""Simulates planning a save without its job: how many bytes each rank would write, and what planning costs."""
