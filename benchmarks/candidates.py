@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
-from vescale_ckpt._bench import saves_and_loads
-from vescale_ckpt._bench.by_turns import CEILING
-from vescale_ckpt._bench.page_cache import address_of
-from vescale_ckpt._bench.random_states import State
-from vescale_ckpt._bench.raw_file import FILE_NAME, PIECE_BYTES, THREADS, preallocate, whole_blocks
-from vescale_ckpt._bench.saves_and_loads import Candidate, bytes_of, sync
+from benchmarks.harness import saves_and_loads
+from benchmarks.harness.by_turns import CEILING
+from benchmarks.harness.page_cache import address_of
+from benchmarks.harness.random_states import State
+from benchmarks.harness.raw_file import FILE_NAME, PIECE_BYTES, THREADS, preallocate, whole_blocks
+from benchmarks.harness.saves_and_loads import Candidate, bytes_of, sync
 from vescale_ckpt._engine import _C
 
 

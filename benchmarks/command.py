@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Turn, alternate, summarize, table
-from vescale_ckpt._bench.page_cache import MEMORY_FILE_SYSTEMS, file_system_of
-from vescale_ckpt._bench.room import working_folder
+from benchmarks.harness.by_turns import STOCK, Sample, Turn, alternate, summarize, table
+from benchmarks.harness.page_cache import MEMORY_FILE_SYSTEMS, file_system_of
+from benchmarks.harness.room import working_folder
 from vescale_ckpt.errors import CheckpointError
 
 

@@ -21,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from benchmarks import command, states
 from benchmarks.command import Alternate
-from vescale_ckpt._bench import page_cache
-from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
-from vescale_ckpt._bench.raw_file import RawFile
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError, sync
-from vescale_ckpt._bench.usage import measure, settle
+from benchmarks.harness import page_cache
+from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
+from benchmarks.harness.raw_file import RawFile
+from benchmarks.harness.saves_and_loads import WrongContentsError, sync
+from benchmarks.harness.usage import measure, settle
 
 
 class Case:

@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from benchmarks import command
 from benchmarks.command import Alternate
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
-from vescale_ckpt._bench.room import check_room
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError
-from vescale_ckpt._bench.usage import Usage, measure, settle
+from benchmarks.harness.by_turns import STOCK, Sample, Steps
+from benchmarks.harness.room import check_room
+from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.usage import Usage, measure, settle
 
 State = dict[str, Any]
 MIB = 2**20

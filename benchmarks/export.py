@@ -25,11 +25,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import vescale_ckpt
 from benchmarks import command, states
 from benchmarks.command import Alternate
+from benchmarks.harness import random_states
+from benchmarks.harness.by_turns import STOCK, Sample, Steps
+from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.usage import measure, settle
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
-from vescale_ckpt._bench import random_states
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError
-from vescale_ckpt._bench.usage import measure, settle
 
 Save = Callable[[dict[str, Any], str], object]
 

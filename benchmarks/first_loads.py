@@ -26,11 +26,11 @@ import torch
 
 from benchmarks import command
 from benchmarks.command import Alternate
+from benchmarks.harness import page_cache
+from benchmarks.harness.by_turns import STOCK, Sample, Steps
+from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.usage import Usage, settle
 from vescale_ckpt import safetensors
-from vescale_ckpt._bench import page_cache
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError
-from vescale_ckpt._bench.usage import Usage, settle
 
 Tensors = dict[str, torch.Tensor]
 _BOUND = 300.0  # seconds for one process

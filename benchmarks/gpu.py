@@ -23,12 +23,12 @@ from benchmarks.background import Saves
 from benchmarks.candidates import REGISTRY
 from benchmarks.figures import record
 from benchmarks.gpu_rounds import GiB, measured, peak, timed
+from benchmarks.harness import page_cache
+from benchmarks.harness.by_turns import STOCK, Row, Steps, Turn
+from benchmarks.harness.raw_file import RawFile
+from benchmarks.harness.room import working_folder
+from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 from vescale_ckpt import settings
-from vescale_ckpt._bench import page_cache
-from vescale_ckpt._bench.by_turns import STOCK, Row, Steps, Turn
-from vescale_ckpt._bench.raw_file import RawFile
-from vescale_ckpt._bench.room import working_folder
-from vescale_ckpt._bench.saves_and_loads import Disk, SavesAndLoads
 
 
 def taken(action: Callable[[], object]) -> Steps:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from benchmarks.figures import record
-from vescale_ckpt._bench.by_turns import STOCK, Row, Sample, Turn, alternate, summarize, table
+from benchmarks.harness.by_turns import STOCK, Row, Sample, Turn, alternate, summarize, table
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 

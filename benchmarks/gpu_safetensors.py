@@ -11,8 +11,8 @@ import safetensors.torch as stock
 import torch
 
 from benchmarks.gpu_rounds import GiB, KiB, MiB, measured, peak, timed
+from benchmarks.harness.by_turns import Row, Steps
 from vescale_ckpt import safetensors
-from vescale_ckpt._bench.by_turns import Row, Steps
 
 
 def loads(device: str, directory: str, rounds: int, size: int) -> None:

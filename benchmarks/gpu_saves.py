@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import vescale_ckpt
-from vescale_ckpt._bench.by_turns import Row, Steps
+from benchmarks.harness.by_turns import Row, Steps
 
 from .figures import record
 from .gpu_rounds import MiB, measured, synchronize, timed

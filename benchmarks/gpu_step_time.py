@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import vescale_ckpt
-from vescale_ckpt._bench.by_turns import Row, Steps
+from benchmarks.harness.by_turns import Row, Steps
 
 from .background import stock_stager
 from .figures import record

@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
 from benchmarks import command
+from benchmarks.harness.by_turns import STOCK, Sample, Steps
 from benchmarks.ranks import ONE_NODE, Rank, Timed, ranks_on, timed, together
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
 from vescale_ckpt._ranks import store_thread
 from vescale_ckpt._ranks.exchange import Exchange
 

@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import command
 from benchmarks.command import Alternate
+from benchmarks.harness.by_turns import CEILING, Sample, Steps
+from benchmarks.harness.room import BenchmarkError, check_room
+from benchmarks.harness.usage import measure
 from benchmarks.ranks import Timed, together
 from vescale_ckpt import CheckpointManager
-from vescale_ckpt._bench.by_turns import CEILING, Sample, Steps
-from vescale_ckpt._bench.room import BenchmarkError, check_room
-from vescale_ckpt._bench.usage import measure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -24,13 +24,13 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks import command, states
 from benchmarks.command import Alternate
+from benchmarks.harness import saves_and_loads
+from benchmarks.harness.by_turns import CEILING, GiB, Sample
+from benchmarks.harness.random_states import State
+from benchmarks.harness.room import BenchmarkError
+from benchmarks.harness.saves_and_loads import Candidate, SavesAndLoads
+from benchmarks.harness.usage import tidy
 from vescale_ckpt import settings
-from vescale_ckpt._bench import saves_and_loads
-from vescale_ckpt._bench.by_turns import CEILING, GiB, Sample
-from vescale_ckpt._bench.random_states import State
-from vescale_ckpt._bench.room import BenchmarkError
-from vescale_ckpt._bench.saves_and_loads import Candidate, SavesAndLoads
-from vescale_ckpt._bench.usage import tidy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

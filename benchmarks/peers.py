@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from benchmarks import command
+from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps
 from benchmarks.ranks import LOOPBACK, Rank, Ranks, Timed, ranks_on, timed, together
-from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps
 from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
 from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._ranks.exchange import Exchange

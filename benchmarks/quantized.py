@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 import vescale_ckpt
 from benchmarks import command
 from benchmarks.command import Alternate
-from vescale_ckpt._bench import page_cache
-from vescale_ckpt._bench.by_turns import CEILING, STOCK, Sample, Steps, Turn
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError
-from vescale_ckpt._bench.usage import measure, settle
+from benchmarks.harness import page_cache
+from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
+from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.usage import measure, settle
 
 State = dict[str, torch.Tensor]
 _ROWS, _COLUMNS = 4096, 2048  # of a weight

@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.multiprocessing  # so that tensors travel between processes by their shared memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.harness.room import BenchmarkError
+from benchmarks.harness.usage import Usage, measure
 from benchmarks.network import leave_network, network, start_card
-from vescale_ckpt._bench.room import BenchmarkError
-from vescale_ckpt._bench.usage import Usage, measure
 
 ONE_NODE, LOOPBACK = "one node", "loopback"
 _PATIENCE = timedelta(minutes=10)

@@ -9,11 +9,11 @@ from pathlib import Path
 from benchmarks import command, states
 from benchmarks.candidates import REGISTRY
 from benchmarks.command import Alternate
-from vescale_ckpt._bench import page_cache
-from vescale_ckpt._bench.by_turns import CEILING, GiB, Sample
-from vescale_ckpt._bench.random_states import bytes_in
-from vescale_ckpt._bench.room import check_room
-from vescale_ckpt._bench.saves_and_loads import Disk, SavesAndLoads
+from benchmarks.harness import page_cache
+from benchmarks.harness.by_turns import CEILING, GiB, Sample
+from benchmarks.harness.random_states import bytes_in
+from benchmarks.harness.room import check_room
+from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 
 DESCRIPTION = """\
 Run checkpointing candidates against each other, alternated in random order in every round. Saves are timed

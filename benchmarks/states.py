@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vescale_ckpt._bench.by_turns import GiB
-from vescale_ckpt._bench.random_states import ITEM_BYTES, Shapes
+from benchmarks.harness.by_turns import GiB
+from benchmarks.harness.random_states import ITEM_BYTES, Shapes
 
 LAYERS = 18  # with nine tensors a layer, an embedding and a norm: 164 tensors
 

@@ -1,6 +1,6 @@
 """Train, get killed, resume, compare with stock DCP: what `make demo` runs.
 
-    python examples/demo.py [--dir DISK] [--rounds N]
+    PYTHONPATH=. python examples/demo.py [--dir DISK] [--rounds N]
 
 Real weights (MiniLM, 22.7 M parameters) are trained with FSDP2 on two ranks and saved; the job is killed with
 SIGKILL and resumed on two ranks and on one; the same directory goes through stock `dcp.load`, and a stock one

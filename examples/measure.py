@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from whole_state import first_difference, load_whole
 
 import vescale_ckpt
-from vescale_ckpt._bench.page_cache import drop_file, files_under
-from vescale_ckpt._bench.usage import Usage, measure, settle
+from benchmarks.harness.page_cache import drop_file, files_under
+from benchmarks.harness.usage import Usage, measure, settle
 
 
 @dataclass(frozen=True)

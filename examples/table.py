@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import select
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from vescale_ckpt._bench.by_turns import Steps, alternate, summarize, table
-from vescale_ckpt._bench.usage import Usage
+from benchmarks.harness.by_turns import Steps, alternate, summarize, table
+from benchmarks.harness.usage import Usage
 
 MEASURE = Path(__file__).resolve().parent / "measure.py"
 CANDIDATES = {"vescale_ckpt": "ours", "stock DCP, 1 thread": "stock-1", "stock DCP, 4 threads": "stock-4"}
@@ -28,7 +29,8 @@ class Measurer:
         self.name = name
         self.rounds = itertools.count()
         command = [sys.executable, str(MEASURE), name, str(checkpoint)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # finds the benchmarks' harness, too
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=path)
 
     def measure(self, directory: Path) -> Steps:
         if self.process.stdin is None or self.process.stdout is None:

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vescale_ckpt
-from vescale_ckpt._bench.by_turns import Steps, alternate, summarize, table
-from vescale_ckpt._bench.usage import measure
+from benchmarks.harness.by_turns import Steps, alternate, summarize, table
+from benchmarks.harness.usage import measure
 from vescale_ckpt.integrations.peft import Adapter
 
 ROUNDS = 7

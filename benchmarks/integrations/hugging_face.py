@@ -21,7 +21,7 @@ from rank_turns import print_turns, seconds
 from torch import nn
 
 import vescale_ckpt
-from vescale_ckpt._bench.by_turns import Steps
+from benchmarks.harness.by_turns import Steps
 from vescale_ckpt.integrations import dcp_defaults
 from vescale_ckpt.integrations.accelerate import state_of
 

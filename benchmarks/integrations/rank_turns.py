@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from vescale_ckpt._bench.by_turns import Turn, alternate, summarize, table
+from benchmarks.harness.by_turns import Turn, alternate, summarize, table
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from rank_turns import print_turns, seconds
 from torch.distributed.fsdp import fully_shard
 
-from vescale_ckpt._bench.by_turns import Steps
+from benchmarks.harness.by_turns import Steps
 from vescale_ckpt.integrations.lightning import ModelParallel
 
 

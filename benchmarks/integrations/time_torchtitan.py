@@ -22,7 +22,7 @@ from rank_turns import print_turns, seconds
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.config import ConfigManager
 
-from vescale_ckpt._bench.by_turns import Steps
+from benchmarks.harness.by_turns import Steps
 
 
 def main() -> None:

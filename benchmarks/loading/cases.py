@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks import states
+from benchmarks.harness.random_states import Shapes, State, bytes_in
 from benchmarks.states import LAYERS
-from vescale_ckpt._bench.random_states import Shapes, State, bytes_in
 
 
 @dataclass(frozen=True)

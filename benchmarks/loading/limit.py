@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.random_states import ITEM_BYTES, Shapes, State
 from benchmarks.loading.cases import Held
-from vescale_ckpt._bench.random_states import ITEM_BYTES, Shapes, State
 
 _FILE = "limit.bin"
 _PIECE = 8 << 20  # bytes of a read; rank after rank reads one

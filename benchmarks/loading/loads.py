@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import vescale_ckpt
+from benchmarks.harness import page_cache, random_states
+from benchmarks.harness.by_turns import STOCK, Steps
+from benchmarks.harness.random_states import Shapes, State
+from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.usage import settle
 from benchmarks.loading import limit
 from benchmarks.loading.cases import Case, Held
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, timed, together
 from benchmarks.storage import MB, StorageLimit
-from vescale_ckpt._bench import page_cache, random_states
-from vescale_ckpt._bench.by_turns import STOCK, Steps
-from vescale_ckpt._bench.random_states import Shapes, State
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError
-from vescale_ckpt._bench.usage import settle
 
 CHECKPOINT = "checkpoint"
 

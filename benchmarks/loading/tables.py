@@ -11,13 +11,13 @@ from pathlib import Path
 
 from benchmarks import command
 from benchmarks.command import Alternate, listed, one_of, positive
+from benchmarks.harness.by_turns import STOCK, Sample
+from benchmarks.harness.room import check_room
 from benchmarks.loading import cases, loads
 from benchmarks.loading.cases import Case
 from benchmarks.loading.loads import LIMIT, MODES
 from benchmarks.ranks import LOOPBACK, ONE_NODE, ranks_on
 from benchmarks.storage import UnavailableError, storage_limit
-from vescale_ckpt._bench.by_turns import STOCK, Sample
-from vescale_ckpt._bench.room import check_room
 
 DESCRIPTION = """\
 Loads by several ranks, the ways to do it alternated in random order in every round: seconds of the slowest rank,

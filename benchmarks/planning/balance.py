@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.harness.by_turns import aligned
 from benchmarks.planning import stock
 from benchmarks.planning.models import MODELS, Entry, with_adam
 from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, planned
-from vescale_ckpt._bench.by_turns import aligned
 
 _TABLE = (128256, 8192)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from benchmarks import command
 from benchmarks.command import Alternate, listed, one_of, positive
+from benchmarks.harness.by_turns import Sample
 from benchmarks.planning import balance, coordinator, local, reading, steady
 from benchmarks.planning.simulated_job import Parallelism
 from benchmarks.planning.simulated_rank import in_new_process
-from vescale_ckpt._bench.by_turns import Sample
 
 DESCRIPTION = """\
 Time planning, ours and stock DCP's on the same items, alternated in random order. The processes of one machine

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.command import Alternate
+from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
 from benchmarks.planning.models import Entry
 from benchmarks.planning.simulated_job import (
     Parallelism,
@@ -21,7 +22,6 @@ from benchmarks.planning.simulated_job import (
 )
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._engine.rows import Inventory
 
 _EVERY_SO_MANY_REPLICATED = 50

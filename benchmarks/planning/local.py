@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from benchmarks.command import Alternate
+from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
+from benchmarks.harness.saves_and_loads import stock_save_planner
 from benchmarks.planning.models import MODELS, with_adam
 from benchmarks.planning.simulated_job import Parallelism
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
-from vescale_ckpt._bench.saves_and_loads import stock_save_planner
 from vescale_ckpt._engine import _C
 
 _SHAPES = ((256,), (16, 16), (4, 64), (2, 8, 16))  # 1 KiB each

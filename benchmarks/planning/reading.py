@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 import vescale_ckpt
 from benchmarks.command import Alternate
+from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
 from benchmarks.planning.coordinator import entries
 from benchmarks.planning.local import State
 from benchmarks.planning.models import MODELS, Entry, with_adam
@@ -28,7 +29,6 @@ from benchmarks.planning.simulated_job import (
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps, Turn
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt._engine import _C
 

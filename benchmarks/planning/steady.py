@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
 from benchmarks.command import Alternate
+from benchmarks.harness.by_turns import STOCK, Sample, Steps
+from benchmarks.harness.saves_and_loads import WrongContentsError, stock_save_planner
 from benchmarks.planning.local import State, dtensors
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
-from vescale_ckpt._bench.by_turns import STOCK, Sample, Steps
-from vescale_ckpt._bench.saves_and_loads import WrongContentsError, stock_save_planner
 
 Candidate = tuple[Callable[[State, Path], object], Callable[[State, Path], object] | None]  # a save, a load
 

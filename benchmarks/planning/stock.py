@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from benchmarks.harness.by_turns import STOCK, Steps, Turn
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._bench.by_turns import STOCK, Steps, Turn
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory

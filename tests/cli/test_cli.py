@@ -127,7 +127,7 @@ def test_mistakes_need_no_torch(tmp_path: Path) -> None:
         prune run --keep 0; repair nix; copy nix x; convert nix x --format dcp; convert a x.nix
         convert a x --format dcp --keys modle; convert a x --format dcp --rename model; export nix x
         convert a x --format dcp --rename a=b --rename-pattern b=c; convert a x --format dcp --stack a
-        export a x --key modle; bench nix; trace nix; inspect a --nix; nix; convert a x --format nix
+        export a x --key modle; trace nix; inspect a --nix; nix; convert a x --format nix
     """
     code = (
         "import sys; sys.modules['torch'] = None; from vescale_ckpt import cli\n"
@@ -666,11 +666,8 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: 
         "restorable": ["--like", path],
         **{name: [tmp_path / "out.safetensors"] for name in ("convert", "export", "copy")},
         "prune": ["--keep", 1],
-        "bench": ["--bytes", "1MiB", "--repeats", 1, "--no-trials"],
     }.get(command, [])
     before = content_of(tmp_path)
-    if path.is_dir() and command == "bench":  # takes any directory: test_bench.py
-        return
     status, out, err = run(capsys, command, path, *more)
     if path.is_dir() and command == "repair":
         assert status == 0 and content_of(tmp_path) == before

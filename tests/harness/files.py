@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from vescale_ckpt._bench.page_cache import drop_file
+from benchmarks.harness.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
 from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
 from vescale_ckpt._storage import locks

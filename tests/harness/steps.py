@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+from benchmarks.harness import by_turns, usage
 from vescale_ckpt import SavePlanner, StorageReader, api
-from vescale_ckpt._bench import by_turns, usage
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt._collective import at_exit, background, start_save

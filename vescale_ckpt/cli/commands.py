@@ -348,29 +348,6 @@ COMMANDS = (
         ),
     ),
     Command(
-        "bench",
-        "measure a disk, and saves and loads on it beside stock DCP's",
-        "show_bench:run",
-        (
-            value("directory", "where checkpoints will be; a new folder in it is used and removed", metavar="DIR"),
-            value("--bytes", "of the state (default: 1GiB, or less if there is little room)", metavar="SIZE"),
-            value("--repeats", "rounds that are counted", type=int, default=5, metavar="N"),
-            flag("--no-trials", "do not try other settings"),
-            _PLOT,
-            _JSON,
-        ),
-        "Takes turns: the disk alone by direct I/O, this package, stock DCP with as many threads, and this package "
-        "with other numbers of threads and sizes of slots. All is durable, and loads are cold. Says which settings are "
-        "worth changing, and which rule for broadcast loads fits.",
-        ("vescale-ckpt bench /checkpoints", "vescale-ckpt bench /checkpoints --bytes 8GiB --plot bench.png"),
-        json=(
-            "`directory`, `file_system`, `bytes`, `rounds`, `cold`, `results` (each with `step`, `candidate`, "
-            "`seconds` of each round, `median`, `bytes_per_second`, `of_disk`, `of_stock`), `trials` and "
-            "`recommended` (each with `variable`, `value`, how many times faster `save`, `load` and both `together` "
-            "were, and `steady`: in which part of the rounds), `broadcast` (by where the ranks are: what fits)"
-        ),
-    ),
-    Command(
         "settings",
         "list all settings, and where the value of each comes from",
         "show_settings:run",

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .page_cache import StillResidentError
-from .usage import Usage, measure, tidy
+from benchmarks.harness.page_cache import StillResidentError
+from benchmarks.harness.usage import Usage, measure, tidy
 
 CEILING, STOCK = "ceiling", "stock"
 GiB = 2**30

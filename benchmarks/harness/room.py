@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, StorageFullError
-from .page_cache import MEMORY_FILE_SYSTEMS, file_system_of
-from .usage import available_memory
+from benchmarks.harness.page_cache import MEMORY_FILE_SYSTEMS, file_system_of
+from benchmarks.harness.usage import available_memory
+from vescale_ckpt.errors import CheckpointError, StorageFullError
 
 _PREFIX = "vescale-ckpt-bench-"
 _MARKER = ".vescale-ckpt-bench"  # locked as long as the benchmark that made the folder lives

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from .. import api
-from . import random_states
-from .random_states import Shapes, State
-from .raw_file import RawFile
-from .room import BenchmarkError
-from .usage import Usage, measure, settle
+from benchmarks.harness import random_states
+from benchmarks.harness.random_states import Shapes, State
+from benchmarks.harness.raw_file import RawFile
+from benchmarks.harness.room import BenchmarkError
+from benchmarks.harness.usage import Usage, measure, settle
+from vescale_ckpt import api
 
 
 class WrongContentsError(BenchmarkError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .page_cache import MEMORY_FILE_SYSTEMS, address_of, file_system_of
+from benchmarks.harness.page_cache import MEMORY_FILE_SYSTEMS, address_of, file_system_of
 
 THREADS = 4
 PIECE_BYTES = 8 * 2**20
