@@ -59,7 +59,7 @@ MORE = {
     "next save, or a manager's `wait` or `close`.",
     "log": "The lines name the rank. At `info` each save and load prints one line at its beginning and one at its end.",
     "progress": "A line that is updated on a terminal, else a line every 10 seconds.",
-    "trace": "`vescale-ckpt trace` merges and draws them: [how to](howto/slow-save.md).",
+    "trace": "[How to](howto/slow-save.md).",
     "report_seconds": "The line says where the rank is; where ranks wait for others, the lowest that waits names them.",
     "timeout": "In each step of a save or load; then all raise `CheckpointTimeoutError`.",
 }

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.commands import tensor_stats
 from harness.files import data_files, flip
 from harness.ranks import run_ranks
 from harness.saves import cause
@@ -203,7 +202,6 @@ def test_a_class_without_values(checkpoint: Path) -> None:
         lambda: vescale_ckpt.load(checkpoint),
         lambda: vescale_ckpt.load(checkpoint, {"q": torch.zeros(ROWS, 8)}),
         lambda: vescale_ckpt.convert(checkpoint, checkpoint / "out.safetensors", format="safetensors"),
-        lambda: tensor_stats(checkpoint),
     ):
         with pytest.raises(IncompatibleStateError, match=r"^q: .* a \S+\.Uncut, which has no values"):
             attempt()
@@ -262,7 +260,6 @@ def test_commands(checkpoint: Path, writer: str) -> None:
     assert not report.harmless
     assert vescale_ckpt.inspect(checkpoint).tensors["q"].shape == (ROWS, 8)
     assert main(["diff", str(checkpoint), str(checkpoint), "--values"]) == 0
-    assert [found.max for found in tensor_stats(checkpoint, "q")] == [float(given.values().max())]
     target = checkpoint.parent / "out"
     vescale_ckpt.convert(checkpoint, target, format="safetensors")
     assert torch.equal(vescale_ckpt.load(target)["q"], given.values())

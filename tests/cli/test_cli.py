@@ -122,12 +122,12 @@ def test_mistakes_need_no_torch(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "a", {"model": torch.ones(3), "step": 1})
     vescale_ckpt.save(tmp_path / "run" / "step-1", {"model": torch.ones(3)})
     lines = """
-        inspect nix; inspect a --keys modle; verify nix; diff a nix; diff a a --keys modle; stats a --keys modle
+        inspect nix; inspect a --keys modle; verify nix; diff a nix; diff a a --keys modle;
         restorable a --like nix; list nix; latest nix; latest run --best loss; prune nix --keep 1; prune run
         prune run --keep 0; repair nix; copy nix x; convert nix x --format dcp; convert a x.nix
         convert a x --format dcp --keys modle; convert a x --format dcp --rename model; export nix x
         convert a x --format dcp --rename a=b --rename-pattern b=c; convert a x --format dcp --stack a
-        export a x --key modle; trace nix; inspect a --nix; nix; convert a x --format nix
+        export a x --key modle; inspect a --nix; nix; convert a x --format nix
     """
     code = (
         "import sys; sys.modules['torch'] = None; from vescale_ckpt import cli\n"
@@ -150,7 +150,7 @@ def test_objects_in_one_pickle_have_no_size(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_torch_does_not_say_that_there_is_no_numpy(checkpoint: Path) -> None:
-    assert "2 tensors" in run_without("numpy", "stats", checkpoint)
+    assert "2 in 2 chunks" in run_without("numpy", "inspect", checkpoint)
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
@@ -399,19 +399,6 @@ def test_diff_of_integers_that_other_dtypes_round(tmp_path: Path) -> None:
         vescale_ckpt.save(tmp_path / f"{number}b", {"x": b})
         (found,) = difference(tmp_path / f"{number}a", tmp_path / f"{number}b").values
         assert found.different == 1
-
-
-def test_stats_of_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = torch.tensor([3.0, -4.0, 0.0, float("nan"), float("inf")])
-    vescale_ckpt.save(
-        tmp_path / "c", {"x": values, "y": torch.ones(4, dtype=torch.float8_e4m3fn), "n": torch.arange(5)}
-    )
-    status, found = run_json(capsys, "stats", tmp_path / "c")
-    assert status == 1 and not found["sound"]
-    x, y, n = (next(row for row in found["tensors"] if row["key"] == key) for key in ("x", "y", "n"))
-    assert (x["min"], x["max"], x["mean"], x["norm"], x["zeros"], x["nan"], x["inf"]) == (-4, 3, -1 / 3, 5, 1, 1, 1)
-    assert (y["mean"], y["norm"], n["max"], n["zeros"]) == (1, 2, 4, 1)
-    assert run(capsys, "stats", tmp_path / "c", "--keys", "n")[0] == 0
 
 
 def test_restorable_tells_what_is_missing_and_what_does_not_fit(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
@@ -693,9 +680,8 @@ def test_a_location_of_nothing_is_one_line(checkpoint: Path, capsys: Any) -> Non
 
 def test_names_that_would_drive_the_terminal_are_escaped(tmp_path: Path, capsys: Any) -> None:
     vescale_ckpt.save(tmp_path / "c", {"\x1b[2Jx\n": torch.ones(1)})
-    for arguments in (["inspect", tmp_path / "c", "--depth", 0], ["stats", tmp_path / "c"]):
-        _, out, _ = run(capsys, *arguments)
-        assert "\x1b" not in out and "\\x1b[2Jx" in out
+    _, out, _ = run(capsys, "inspect", tmp_path / "c", "--depth", 0)
+    assert "\x1b" not in out and "\\x1b[2Jx" in out
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streams the values of stored tensors in bounded memory, for `diff` and `stats`."""
+"""Streams the values of stored tensors in bounded memory, for `diff`."""
 
 from __future__ import annotations
 

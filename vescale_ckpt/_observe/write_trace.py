@@ -1,7 +1,7 @@
 """Writes the phases of saves and loads to files of Chrome's trace format in the directory `VESCALE_CKPT_TRACE`.
 
 The file of a process is an array of events without its closing bracket, which viewers accept: each save and load
-appends to it, so it can be read after a process was killed. `vescale-ckpt trace` merges the files of all ranks.
+appends to it, so it can be read after a process was killed.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ _PATH = value("path", "a checkpoint: a directory, or a file of safetensors, torc
 _DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", action="append")
 _OVERWRITE = flag("--overwrite", "replace what is there")
 _RENAME = value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append")
-_PLOT = value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 _BEST = value("--best", "the metric that ranks checkpoints", metavar="METRIC")
 _BEST_MODE = value("--best-mode", "whether a better metric is greater or less", choices=("max", "min"))
@@ -130,21 +129,6 @@ COMMANDS = (
             "tensors that differ: `key`, `elements`, `different`, `max_abs`, `max_rel`, `not_finite_a`, "
             "`not_finite_b`, `unknown`), `checksums` (tensors whose bytes differ), `not_compared`, `compared`, "
             "`compared_bytes`"
-        ),
-    ),
-    Command(
-        "stats",
-        "show the range, mean, norm, zeros, NaN and infinite values of each tensor",
-        "verify_compare:stats",
-        (_PATH, _KEYS, _PLOT, _JSON),
-        "Exit status 1 if a tensor has NaN or infinite values.",
-        (
-            "vescale-ckpt stats checkpoints/step-1000 --keys model",
-            "vescale-ckpt stats model.safetensors --plot stats.png",
-        ),
-        json=(
-            "`sound`, `tensors` (each with `key`, `dtype`, `shape`, `elements`, `min`, `max`, `mean`, `norm`, "
-            "`zeros`, `nan`, `inf`, `unknown`)"
         ),
     ),
     Command(
@@ -328,24 +312,6 @@ COMMANDS = (
             "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
         ),
         json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"),
-    ),
-    Command(
-        "trace",
-        "show what each rank did in saves and loads, and which rank was slow",
-        "show_trace:run",
-        (
-            value("directory", "where VESCALE_CKPT_TRACE had the ranks write their traces", metavar="DIR"),
-            value("--of", "only saves and loads with this text in their names, for instance step-1000", default=""),
-            value("--out", "write one merged trace for chrome://tracing or Perfetto", metavar="FILE"),
-            _PLOT,
-            _JSON,
-        ),
-        "Shows every save and load, and for the last one the phases of the slowest ranks. --plot draws its time line.",
-        ("vescale-ckpt trace traces", "vescale-ckpt trace traces --of step-1000 --plot slow.png --out merged.json"),
-        json=(
-            "`operations` (each with `doing`, `kind`, `seconds`, `slowest_rank`, `mean_busy_seconds`, `last_rank`, "
-            "`late_seconds`, `ranks`: by rank `seconds`, `busy_seconds`, and seconds by phase)"
-        ),
     ),
     Command(
         "settings",

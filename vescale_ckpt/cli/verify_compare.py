@@ -1,21 +1,19 @@
-"""Runs the commands that look into checkpoints: `inspect`, `verify`, `diff`, `stats`, `restorable`, `latest`."""
+"""Runs the commands that look into checkpoints: `inspect`, `verify`, `diff`, `restorable`, `latest`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._observe.amounts import size
-from . import draw, output
+from . import output
 from .output import FINE, FOUND, UNUSABLE, UNVERIFIED, clean, figure
 
 if TYPE_CHECKING:
-    from .._inspect.stats import TensorStats
     from ..reports import Damage
 
 _MOST_NAMED = 5  # keys that have one damage
-_MOST_PLOTTED = 300  # tensors in a picture
 
 
 def verify(options: Namespace) -> int:
@@ -108,79 +106,6 @@ def diff(options: Namespace) -> int:
         compared += f"; {len(found.not_compared):,} values not compared (--values reads them)"
     print(f"{'different' if found.different else 'not known' if found.not_compared else 'equal'}{compared}")
     return status
-
-
-def stats(options: Namespace) -> int:
-    from .._inspect.stats import stats
-
-    draw.check(options.plot)
-    with output.progress("reading") as progress:
-        found = stats(options.path, options.keys, progress)
-    sound = all(tensor.sound for tensor in found)
-    if options.plot is not None:
-        _plot_stats(found, options.path, options.plot)
-    if options.json:
-        output.print_json("stats/1", {"sound": sound, "tensors": [asdict(tensor) for tensor in found]})
-        return FINE if sound else FOUND
-    rows = [
-        (
-            tensor.key,
-            f"{tensor.dtype} {list(tensor.shape)}",
-            figure(tensor.min),
-            figure(tensor.max),
-            figure(tensor.mean),
-            figure(tensor.norm),
-            f"{tensor.zeros:,}",
-            f"{tensor.nan:,}",
-            f"{tensor.inf:,}",
-        )
-        for tensor in found
-    ]
-    columns = ("tensor", "kind", "min", "max", "mean", "norm", "zeros", "NaN", "Inf")
-    output.print_table(columns, rows, right=columns[2:], lead=2)
-    bad = [tensor.key for tensor in found if not tensor.sound]
-    print(f"{len(found):,} tensors" + (f", of which {len(bad):,} have NaN or infinite values" if bad else ""))
-    return FINE if sound else FOUND
-
-
-def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
-    """Draws a line for each tensor: its range and mean, and its norm."""
-    shown = [tensor for tensor in found if tensor.norm is not None]
-    left_out = len(shown) - _MOST_PLOTTED
-    shown = shown[:_MOST_PLOTTED]
-    height = min(60.0, 1.5 + 0.17 * max(8, len(shown)))
-    drawn, ((ranges, norms),) = draw.figure(11, height, columns=2)
-    at = range(len(shown))
-    names = [tensor.key if len(tensor.key) < 60 else f"...{tensor.key[-57:]}" for tensor in shown]
-    names = [draw.plain(name) for name in names]
-    lows, highs, means = ([getattr(tensor, name) for tensor in shown] for name in ("min", "max", "mean"))
-    ranges.hlines(at, lows, highs, color=draw.OURS_COLOUR, linewidth=3, label="min to max")
-    ranges.plot(means, at, "|", color="#222222", markersize=7, label="mean")
-    _set_scale(ranges, [*lows, *highs])
-    norms.barh(at, [tensor.norm for tensor in shown], color=draw.OURS_COLOUR)
-    _set_scale(norms, [tensor.norm for tensor in shown])
-    bad = [number for number, tensor in enumerate(shown) if not tensor.sound]
-    ranges.plot([means[number] for number in bad], bad, "x", color="#c0392b", label="has NaN or infinite values")
-    for axes, text in ((ranges, "values"), (norms, "norm")):
-        axes.set_yticks(at, names if axes is ranges else [""] * len(names), fontsize=6)
-        axes.set_ylim(len(shown) - 0.5, -0.5)
-        axes.set_xlabel(text)
-        axes.tick_params(axis="x", labelsize=7, labelrotation=45)
-        axes.grid(axis="x", color="#dddddd", linewidth=0.5)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    ranges.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    more = f" (the first {len(shown):,}, {left_out:,} more are not drawn)" if left_out > 0 else ""
-    drawn.suptitle(draw.plain(f"{title}{more}"), fontsize=9)
-    draw.write(drawn, path)
-
-
-def _set_scale(axes: Any, values: list[Any]) -> None:
-    """Makes the scale logarithmic on both sides of zero, if the values are of different orders."""
-    known = sorted(abs(value) for value in values if value)
-    smallest = known[len(known) // 20] if known else 1.0  # without the very small ones
-    if known and known[-1] > 100 * smallest:
-        axes.set_xscale("symlog", linthresh=max(smallest, known[-1] * 1e-12))
 
 
 def latest(options: Namespace) -> int:
