@@ -35,7 +35,7 @@ from ._engine.torch_copies import TorchCopies, device_notes
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table
 from ._state.watch import WatchedState
-from ._storage.open_storage import checkpoint_path, readable_path
+from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
 
@@ -191,7 +191,7 @@ class _Opened:
     """An open file whose header has been read and checked."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
-        self.path = readable_path(filename)
+        self.path = checkpoint_path(filename)
         self.device = torch.device(device)
         self.verify = verify
         self.options = engine_options(None, direct_io_setting("auto"))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +21,6 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 TOKEN = "hf_test_token"
-PATIENCE = 60.0  # seconds for all waits
 
 
 @dataclass
@@ -30,8 +29,6 @@ class Repository:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    private: bool = False
-    gated: bool = False
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
         sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
@@ -43,25 +40,10 @@ class Repository:
         return self.commits[self.branches[branch]]
 
 
-@dataclass
-class Fault:
-    """What the server does at requests whose line (`GET /path`) matches."""
-
-    pattern: str
-    act: Callable[[_Handler], bool]  # whether the request is answered
-    times: int = 1
-
-
 class HubServer:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}  #: contents of large files that have arrived, by SHA-256
-        self.received: list[str] = []  #: hashes of large files, as often as they were sent
-        self.requests: list[tuple[str, str | None]] = []  #: (request line, range)
-        self.served = 0  #: bytes of files that were sent
-        self.faults: list[Fault] = []
-        self.arrived = threading.Event()  #: a request waits in `hold`
-        self.released = threading.Event()
         self.lock = threading.Lock()
         self._servers: list[ThreadingHTTPServer] = []
 
@@ -74,7 +56,6 @@ class HubServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.released.set()
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -87,77 +68,31 @@ class HubServer:
     def files_endpoint(self) -> str:
         return f"http://localhost:{self._servers[1].server_port}"  # another host, which must not get the token
 
-    def repository(self, name: str, files: dict[str, bytes] | None = None, **options: bool) -> Repository:
-        made = self.repositories[name] = Repository(**options)
+    def repository(self, name: str, files: dict[str, bytes] | None = None) -> Repository:
+        made = self.repositories[name] = Repository()
         made.commit(files or {"README.md": b"# a model\n"})
         return made
 
-    def environment(self) -> dict[str, str]:
-        """For processes. The protocol of Xet, which needs another server, is off."""
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": TOKEN,
-        }
-
-    # --- Faults
-
-    def fail(self, pattern: str, act: Callable[[_Handler], bool], times: int = 1) -> None:
-        self.faults.append(Fault(pattern, act, times))
-
-    def fail_with(self, pattern: str, status: int, code: str = "", times: int = 1) -> None:
-        def act(handler: _Handler) -> bool:
-            handler.answer(status, {"error": "a fault of the test"}, {"X-Error-Code": code} if code else {})
-            return True
-
-        self.fail(pattern, act, times)
-
-    def cut(self, pattern: str, after: int, times: int = 1) -> None:
-        """Breaks the connection after so many bytes of the body."""
-
-        def act(handler: _Handler) -> bool:
-            handler.cut_after = after
-            return False
-
-        self.fail(pattern, act, times)
-
-    def hold(self, pattern: str, times: int = 1) -> None:
-        """Does not answer a request until `released`, and then breaks its connection."""
-
-        def act(handler: _Handler) -> bool:
-            self.arrived.set()
-            self.released.wait(PATIENCE)
-            handler.close_connection = True
-            return True
-
-        self.fail(pattern, act, times)
-
-    def count(self, pattern: str) -> int:
-        return sum(re.search(pattern, line) is not None for line, _ in self.requests)
-
 
 @contextmanager
-def use(endpoint: str, token: str | None = TOKEN, offline: bool = False) -> Iterator[None]:
-    """A context in which `huggingface_hub` in this process talks to a server, as `environment` makes new processes."""
+def use(endpoint: str, cache: str) -> Iterator[None]:
+    """A context in which `huggingface_hub` talks to a server. The protocol of Xet, which needs another one, is off."""
     from huggingface_hub import constants
 
     values = {
         "ENDPOINT": endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_CACHE": cache,
         "HF_TOKEN_PATH": "/nonexistent/token",
     }
-    with mock.patch.multiple(constants, **values), mock.patch.dict("os.environ", {"HF_TOKEN": token or ""}):
+    with mock.patch.multiple(constants, **values), mock.patch.dict("os.environ", {"HF_TOKEN": TOKEN}):
         yield
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
-    cut_after: int | None = None
 
     def log_message(self, *_: object) -> None:
         pass
@@ -171,15 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             self.body = self._chunks()
-        self.cut_after = None
-        line = f"{self.command} {self.path}"
-        with self.hub.lock:
-            self.hub.requests.append((line, self.headers.get("Range")))
-            fault = next((each for each in self.hub.faults if each.times and re.search(each.pattern, line)), None)
-            if fault is not None:
-                fault.times -= 1
-        if fault is not None and fault.act(self):
-            return
         split = urlsplit(self.path)
         parts = [unquote(part) for part in split.path.strip("/").split("/")]
         with self.hub.lock:
@@ -205,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.hub.repositories.get(name.removesuffix(".git"))
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         writes = rest[0] in ("preupload", "commit", "info")
-        if repository is None or (repository.private and not has_token):
+        if repository is None:
             return self.answer(401, {"error": "Invalid username or password."}, {"X-Error-Code": "RepoNotFound"})
         if writes and not has_token:
             return self.answer(403, {"error": "Forbidden"})
@@ -221,13 +147,11 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[0] == "tree":
             return self.answer(200, [_entry(path, content) for path, content in files.items()])
         if rest[0] == "resolve":
-            if repository.gated and not has_token:
-                return self.answer(401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
             return self._file(files, "/".join(rest[2:]), sha)
         if rest[0] == "preupload":
             return self._preupload(files)
         assert rest[0] == "commit", self.path
-        return self._commit(repository, revision, sha)
+        return self._commit(name, repository, revision, sha)
 
     def _file(self, files: dict[str, bytes], path: str, sha: str) -> None:
         if path not in files:
@@ -245,7 +169,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             assert hashlib.sha256(self.body).hexdigest() == oid
             self.hub.large[oid] = self.body
-            self.hub.received.append(oid)
             return self.answer(200, b"")
         if self.headers.get("Authorization") is not None:
             return self.answer(400, {"error": "the token went to a foreign address"})
@@ -257,7 +180,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200, content, headers)
         begin, end = int(found[1]), min(int(found[2]) + 1, len(content))
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
-        self.hub.served += end - begin
         return self.answer(206, content[begin:end], headers)
 
     def _preupload(self, files: dict[str, bytes]) -> None:
@@ -277,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         objects = [of(wanted) for wanted in json.loads(self.body)["objects"]]
         self.answer(200, {"transfer": "basic", "objects": objects})
 
-    def _commit(self, repository: Repository, branch: str, parent: str) -> None:
+    def _commit(self, name: str, repository: Repository, branch: str, parent: str) -> None:
         lines = [json.loads(line) for line in self.body.splitlines()]
         files = dict(repository.commits[parent])
         for line in lines:
@@ -291,10 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         sha = repository.commit(files, branch)
-        if self.cut_after is not None:  # the commit is made, and its answer is lost
-            self.close_connection = True
-            return None
-        return self.answer(200, {"success": True, "commitOid": sha, "commitUrl": f"{self.hub.endpoint}/commit/{sha}"})
+        return self.answer(
+            200, {"success": True, "commitOid": sha, "commitUrl": f"{self.hub.endpoint}/{name}/commit/{sha}"}
+        )
 
     def answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -303,10 +224,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
-            return
-        if self.cut_after is not None and self.cut_after < len(body):
-            self.wfile.write(body[: self.cut_after])
-            self.close_connection = True
             return
         self.wfile.write(body)
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.hub_server import HubServer, use
 from harness.ranks import run_ranks
-from safetensors.torch import load as load_bytes
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
 
 PATIENCE = 120.0  # seconds
-URL = "hf://org/model"
 
 
 def state(step: int) -> dict[str, Any]:
@@ -149,50 +144,3 @@ manager.save(1, {{"w": torch.ones(100000)}})
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
     assert (tmp_path / "called").read_text() == str(tmp_path / "run" / "step-1")
-
-
-# --- A push to a repository
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    pytest.importorskip("huggingface_hub", reason="hf:// needs huggingface_hub")
-    with HubServer() as server, use(server.endpoint):
-        yield server
-
-
-def push(step: int, path: str) -> None:
-    vescale_ckpt.convert(
-        path, URL, format="safetensors", keys="model", rename={"model": ""}, max_shard_size=8000, on_objects="drop",
-        overwrite=True,
-    )  # fmt: skip
-
-
-def test_checkpoints_are_pushed_and_a_push_that_fails_leaves_the_model_before(
-    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    repository = hub.repository("org/model")
-    manager = CheckpointManager(tmp_path, on_commit=push)
-    manager.save(1, state(1))
-    manager.wait()
-    manager._commit_calls.end_within(PATIENCE)  # type: ignore[union-attr]
-    hub.fail_with("POST .*/commit/", 412)
-    manager.save(2, state(2))
-    manager.wait()
-    manager._commit_calls.end_within(PATIENCE)  # type: ignore[union-attr]
-    assert "on_commit failed for step 2" in caplog.text and "The repository is as it was" in caplog.text
-    assert _pushed(repository.files()) == 1.0 and len(hub.received) == 3
-    manager.save(3, state(3))
-    with pytest.raises(CheckpointError, match=r"failed for steps 2.*refused a commit to org/model"):
-        manager.close()
-    assert _pushed(repository.files()) == 3.0
-    assert len(hub.received) == 4  # the shard that did not change was sent once
-
-
-def _pushed(files: dict[str, bytes]) -> float:
-    found: dict[str, torch.Tensor] = {}
-    for name, content in files.items():
-        found |= load_bytes(content) if name.endswith(".safetensors") else {}
-    assert torch.equal(found["fixed"], torch.ones(5000))
-    return float(found["a"][0])

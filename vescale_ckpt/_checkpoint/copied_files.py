@@ -79,11 +79,6 @@ def completes(name: str) -> bool:
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
 
 
-def is_replaced(name: str) -> bool:
-    """Whether a commit to a repository that holds a checkpoint removes a file of that name that it does not write."""
-    return holds_data(name) or completes(name)
-
-
 def has_random_name(name: str) -> bool:
     """Whether a name has a random part, so that no other save gives it to a file."""
     return is_data_file(name) or token_of_object(name) is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from .._engine.gc import gc_paused
-from .._storage.open_storage import readable_path, storage_at
+from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -53,7 +53,7 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Does the same. Calls `progress` with the bytes of tensors checked so far, and of all. `must_exist`: raises
     `CheckpointError` if there is no checkpoint, or it cannot be read."""
-    where = readable_path(checked_path("path", path))
+    where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
     storage_at(where).drop_read_ahead()  # that of a load that failed

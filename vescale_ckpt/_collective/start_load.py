@@ -12,8 +12,6 @@ from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
 from .._state.key_selection import Selection
-from .._storage.open_storage import is_pinned, pinned
-from ..errors import LoadFailedError
 from ..settings import Broadcast
 from .load import CollectiveLoad
 from .node_files import NodeFiles
@@ -36,7 +34,4 @@ def start_load(
         exchange = Exchange.of(process_group, timeout, purpose="load")
         timeline.begin()
         reader.timeout = exchange.timeout
-        if not is_pinned(reader.path):  # all ranks read the same commit
-            phase = f"loading {reader.given_path}: find the commit"
-            reader.path = exchange.from_coordinator(lambda: pinned(reader.path), phase, LoadFailedError)
         yield CollectiveLoad(exchange, reader, selection, strict, broadcast, timeline, extra_files, node_files)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from .. import settings
 from .._checkpoint.check_records import Progress
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.copied_files import is_replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import Format
-from .._engine.engine_errors import named_system_errors, of_system
+from .._engine.engine_errors import of_system
 from .._ranks.exchange import Exchange, calling
-from .._storage.open_storage import checkpoint_path, commits_whole, pinned, storage_at
+from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
@@ -76,8 +74,7 @@ def convert(
         src: a directory of DCP, a safetensors file or a folder of them, a file of torch.save, an `.npz` or a folder of
             `.npy`. The format is recognised from the files.
         dst: a directory for "dcp" and "npy". For "safetensors" a file if it ends in `.safetensors`, else a folder of
-            shards with `model.safetensors.index.json`; or a repository `hf://org/name`, to which one process commits.
-            For "torch" and "npz" a file.
+            shards with `model.safetensors.index.json`. For "torch" and "npz" a file.
         format: "dcp", "safetensors", "torch", "npz" or "npy".
         rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match counts
             (`{"model": ""}`); or pairs of a regular expression and its replacement, applied one after another.
@@ -119,18 +116,13 @@ def convert_by_plan(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
-    beside: Mapping[str, bytes] | None = None,
 ) -> ConvertReport:
     """The same, with the plan that `make` returns. `progress` is called with the bytes that this rank has written, and
-    with its share of all. `beside`: small files that belong to a repository's commit."""
+    with its share of all."""
     exchange = Exchange.of(process_group, timeout, purpose="convert")
     checked_path("src", src)
     checked_path("dst", dst)
     started = time.perf_counter()
-    if commits_whole(dst):
-        with _folder_to_commit(exchange.size, checkpoint_path(dst), format, overwrite, beside) as folder:
-            rest = max_shard_size, on_objects, False, process_group, timeout, progress
-            return convert_by_plan(src, folder, format, make, *rest)
     with ExitStack() as closing:
         conversion = _Conversion(exchange, src, dst, format, closing)
         conversion.plan(make, max_shard_size, on_objects, overwrite)
@@ -146,31 +138,6 @@ def convert_by_plan(
         files=files,
         left_out=conversion.left_out,
     )
-
-
-@contextlib.contextmanager
-def _folder_to_commit(
-    ranks: int, dst: str, format: Format, overwrite: bool, beside: Mapping[str, bytes] | None
-) -> Iterator[str]:
-    """A context that gives the path of a temporary folder, and commits the files that are there at its end."""
-    if ranks > 1:
-        raise ValueError(
-            f"{dst}: one process converts into a repository. Convert to a folder with all ranks, then call "
-            "vescale_ckpt.copy on one"
-        )
-    if format != "safetensors" or dst.endswith(".safetensors"):
-        raise ValueError(f"{dst}: expected format='safetensors' and a folder, for a repository of a model")
-    checked_flag("overwrite", overwrite)
-    with (
-        named_system_errors(dst),
-        storage_at(dst).whole_commit(overwrite, is_replaced) as commit,
-        tempfile.TemporaryDirectory(prefix="vescale_ckpt-") as temporary,
-    ):
-        folder = os.path.join(temporary, "model")
-        yield folder
-        for name, content in (beside or {}).items():
-            storage_at(folder).write(name, content)
-        commit({name: os.path.join(folder, name) for name in storage_at(folder).names()})
 
 
 class _Conversion:
@@ -203,7 +170,7 @@ class _Conversion:
             settings.check()
             self._buffers = Buffers()
             most_bytes = checked_bytes("max_shard_size", max_shard_size)
-            source_path, self._path = checkpoint_path(source), checkpoint_path(self._dst)
+            source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
             self._source = open_checkpoint(source_path)
             self._closing.callback(self._source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
@@ -218,10 +185,6 @@ class _Conversion:
             if self._exchange.is_coordinator and formats.is_folder(os.fspath(self._dst), self._format):
                 put_back(checkpoint_path(self._dst))
 
-        source = self._src
-        if commits_whole(source):  # all ranks read the same commit
-            url = checkpoint_path(source)
-            source = self._exchange.from_coordinator(lambda: pinned(url), self._phase("find the commit"))
         self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()

@@ -12,15 +12,13 @@ those that make them a checkpoint are written last.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 from .. import settings
 from .._checkpoint.check_records import Progress
-from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, is_replaced, tells_its_save
+from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
 from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
@@ -31,10 +29,8 @@ from .._engine import _C
 from .._engine.engine_errors import check_space, named_system_errors
 from .._storage.open_storage import (
     checkpoint_path,
-    commits_whole,
     is_file,
     is_folder,
-    readable_path,
     size_in,
     stat_of,
     storage_at,
@@ -59,9 +55,6 @@ def copy(
     copies of them, and metadata of its own, without an index. `progress` is called with the bytes copied or checked so
     far, and in all.
 
-    `dst` may be a repository of the Hugging Face Hub, `hf://org/name`, or a branch (`@name`) or folder of one. It gets
-    all files by one commit. What has arrived before a failure is not sent again by the next call.
-
     Raises `CheckpointError` if there is no checkpoint, `dst` exists, or the source changes meanwhile;
     `CorruptCheckpointError` and `UntrustedCheckpointError` for a damaged source; `StorageFullError`. `dst` is then
     unchanged.
@@ -69,43 +62,19 @@ def copy(
     checked_flag("overwrite", overwrite)
     settings.check()
     began = time.perf_counter()
-    source, path = readable_path(checked_path("src", src)), checkpoint_path(checked_path("dst", dst))
+    source, path = checkpoint_path(checked_path("src", src)), checkpoint_path(checked_path("dst", dst))
     path = path.rstrip("/") or path
     report = CopyReport(path)
     with ExitStack() as held, named_system_errors(path):
-        if is_folder(source) or commits_whole(path):
+        if is_folder(source):
             lock = storage_at(source).share(metadata_name(None))
             if lock is not None:
                 held.callback(lock.release)
-            if commits_whole(path):
-                _commit(source, path, overwrite, report, progress)
-            else:
-                FolderCopy(source, path, overwrite, report, progress).run()
+            FolderCopy(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began
     return report
-
-
-def _commit(source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
-    """Copies a folder into a repository, by one commit. What the repository has already is not sent."""
-    if not is_folder(source):
-        raise CheckpointError(f"{source}: expected a folder, whose files a repository gets", path=source)
-    storage_at(source).check_mounted("a folder that is sent to a repository", "Copy it to a disk first")
-    with (
-        storage_at(path).whole_commit(overwrite, is_replaced) as commit,
-        tempfile.TemporaryDirectory(prefix="vescale_ckpt-") as temporary,
-    ):
-        found = verify_checkpoint(source, False, progress, must_exist=True)
-        raise_damage(found)
-        files = CopiedFiles(source)
-        paths = dict(files.paths)
-        for name, content in files.last().items():
-            paths[name] = os.path.join(temporary, name)
-            Path(paths[name]).write_bytes(content)
-        commit(paths)
-        report.left_out, report.unverified_bytes = files.left_out, found.unverified_bytes
-        report.files, report.bytes = len(paths), sum(map(os.path.getsize, paths.values()))
 
 
 def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:

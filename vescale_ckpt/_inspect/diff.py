@@ -21,7 +21,7 @@ from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.missing_keys import suggest_rename
-from .._storage.open_storage import readable_path
+from .._storage.open_storage import checkpoint_path
 from ..errors import UntrustedCheckpointError
 from .boxes import as_numbers, values
 
@@ -95,7 +95,7 @@ def diff(
     Raises `MissingKeysError` for `keys` that match nothing in both, ValueError if two keys get one name, and the errors
     of reading.
     """
-    with closing(open_checkpoint(readable_path(a))) as first, closing(open_checkpoint(readable_path(b))) as second:
+    with closing(open_checkpoint(checkpoint_path(a))) as first, closing(open_checkpoint(checkpoint_path(b))) as second:
         selection = Selection(keys)
         with_values = with_values or bits
         if rename is None:

@@ -13,7 +13,7 @@ from .._checkpoint.native.index_checkpoint import IndexCheckpoint
 from .._checkpoint.plain_values import MOST_REQUESTED, MOST_VALUES, plain_value
 from .._checkpoint.recognize import recognize
 from .._state.key_selection import Selection
-from .._storage.open_storage import readable_path, stat_of, storage_at
+from .._storage.open_storage import checkpoint_path, stat_of, storage_at
 from .._storage.paths import data_path
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
@@ -34,7 +34,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     `MissingKeysError` for `keys` that match nothing.
     """
     settings.check()
-    where = readable_path(checked_path("path", path))
+    where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
     first, *others = _parts(where)
     with closing(first):

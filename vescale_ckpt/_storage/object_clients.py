@@ -75,8 +75,6 @@ def register_store(url: str, store: Any) -> None:
         paths.check_no_secret(url)
     if not isinstance(url, str) or not paths.is_url(url) or paths.split(url)[1]:
         raise ValueError(f"expected a scheme ({', '.join(paths.SCHEMES)}) and a bucket, as 's3://bucket', got {url!r}")
-    if url.startswith("hf://"):
-        raise ValueError("hf:// takes credentials as huggingface_hub does: `hf auth login`, or HF_TOKEN")
     obstore()
     with _lock:
         _registered[paths.split(url)[0]] = store

@@ -66,7 +66,7 @@ class Client:
         self.store = store_at(self.root)
 
     def at(self, name: str) -> Client:
-        return client_at(paths.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
+        return Client(paths.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -190,11 +190,11 @@ class Client:
             with self._named():
                 obstore().delete(self.store, [*keys])
             for key in keys:
-                object_looks.note_deleted(client_at(paths.joined(self.root, key)))
+                object_looks.note_deleted(Client(paths.joined(self.root, key)))
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
-                    client_at(paths.joined(self.root, key)).delete()
+                    Client(paths.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Returns the keys of the folders directly below, and the objects directly below."""
@@ -255,13 +255,6 @@ class Client:
         return [one for one in found if one["path"].rstrip("/") != self.key]
 
 
-clients: dict[str, type[Client]] = {}  #: the classes for schemes that are not obstore's
-
-
-def client_at(url: str) -> Client:
-    return clients.get(url.partition(":")[0], Client)(url)
-
-
 class ObjectStore(Storage):
     """A folder in an object store. It exists as long as objects are in it. All its methods raise OSError."""
 
@@ -270,7 +263,7 @@ class ObjectStore(Storage):
 
     @cached_property
     def _client(self) -> Client:
-        return client_at(self.path)  # made at first use: asking for a class attribute opens no connection
+        return Client(self.path)  # made at first use: asking for a class attribute opens no connection
 
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
@@ -551,7 +544,7 @@ class _OpenObject:
     """Reads the version of an object that was opened first."""
 
     def __init__(self, url: str) -> None:
-        self._client = client_at(url)
+        self._client = Client(url)
         with _known_lock:
             known, self._tail = _known.get(url), _tails.get(url, b"")
             asks_for_end = known is None and _OUR_DATA_FILE.search(url) and len(_with_tails) < _MOST_OPEN_TAILS
@@ -609,7 +602,7 @@ def _forget(url: str) -> None:
 
 
 def _upload(window: _C.PartWindow) -> None:
-    client = client_at(window.path)
+    client = Client(window.path)
     # The writer waits for the end of this thread. At its end the process waits for asynchronous saves, or cancels them.
     threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload", daemon=True).start()
 

@@ -93,45 +93,10 @@ def storage_at(path: str) -> Storage:
 def _import_store(url: str) -> type[Storage]:
     """Returns the class for a URL, whose module needs an extra and tells the engine how to read such files. Raises
     `CheckpointError` if the extra is missing."""
-    if commits_whole(url):
-        from . import hub_store
-
-        hub_store.hub()
-        return hub_store.HubStore
     from . import object_clients, object_store
 
     object_clients.obstore()
     return object_store.ObjectStore
-
-
-def commits_whole(path: str | os.PathLike[str]) -> bool:
-    """Whether nothing is written to a path but by `Storage.whole_commit`."""
-    return str(path).startswith("hf://")
-
-
-def readable_path(path: str | os.PathLike[str]) -> str:
-    """Does the same as `checkpoint_path` for a checkpoint that one process reads: the URL of a repository whose branch
-    may move gets the commit in it. Raises `CheckpointError`, too, if that cannot be asked for."""
-    return pinned(checkpoint_path(path))
-
-
-def is_pinned(path: str) -> bool:
-    """Whether all that read a path at different times see the same repository's commit. True for all other storages."""
-    if not commits_whole(path):
-        return True
-    from .hub_store import is_pinned
-
-    return is_pinned(path)
-
-
-def pinned(path: str) -> str:
-    """Returns a path from `checkpoint_path`, with the commit in it for which `is_pinned` asks. Raises
-    `CheckpointError`."""
-    if is_pinned(path):
-        return path
-    from .hub_store import pinned
-
-    return pinned(path)
 
 
 def stat_of(path: str) -> Stat:

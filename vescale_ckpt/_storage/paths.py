@@ -1,7 +1,7 @@
 """Parses URLs of object stores, and resolves the names of data files in metadata, for storages and checkpoints.
 
-URLs are `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `hf://org/name@revision/key` and `memory://key`. A
-data file lies in the directory of its checkpoint, or of one beside it.
+URLs are `s3://bucket/key`, `gs://bucket/key`, `az://container/key` and `memory://key`. A data file lies in the
+directory of its checkpoint, or of one beside it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from ..errors import UntrustedCheckpointError
 
-SCHEMES = ("s3", "gs", "az", "hf", "memory")
+SCHEMES = ("s3", "gs", "az", "memory")
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)")
-_REPOSITORY = re.compile(r"hf://[\w.-]+/[\w.-]+(@[\w.%-]+)?")
 _IN_SIBLING = re.compile(r"\.\./([^/\0]+)/([^/\0]+\.distcp)")
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://(.*)", re.DOTALL)
 
@@ -33,9 +32,6 @@ def split(url: str) -> tuple[str, str]:
     if scheme == "memory":  # one store in each process
         return "memory://", rest.strip("/")
     bucket, _, key = rest.partition("/")
-    if scheme == "hf":  # a repository has two names
-        name, _, key = key.partition("/")
-        bucket = f"{bucket}/{name}"
     return f"{scheme}://{bucket}", key.strip("/")
 
 
@@ -46,8 +42,6 @@ def normal(url: str) -> str:
         raise ValueError(f"{url}: names no folder")
     if root != "memory://" and root.endswith("://"):
         raise ValueError(f"{url}: names no bucket")
-    if root.startswith("hf://"):
-        _check_repository(url, root)
     for mark in "?#":
         if mark in url:
             raise ValueError(f"{url}: {mark!r} cannot be part of a checkpoint's name in an object store")
@@ -56,16 +50,6 @@ def normal(url: str) -> str:
     if not url.isprintable():
         raise ValueError(f"{url!r} is no URL of an object store")
     return joined(root, key)
-
-
-def _check_repository(url: str, root: str) -> None:
-    kind = root.removeprefix("hf://").partition("/")[0]
-    if kind in ("datasets", "spaces", "buckets", "kernels", "models"):
-        raise ValueError(f"{url}: only repositories of models are read and written, as hf://org/name (not of {kind})")
-    if _REPOSITORY.fullmatch(root) is None:
-        raise ValueError(
-            f"{url}: expected hf://org/name, hf://org/name@revision or hf://org/name/folder (a / in a revision as %2F)"
-        )
 
 
 def check_no_secret(text: str) -> None:

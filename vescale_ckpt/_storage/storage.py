@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -184,14 +184,6 @@ class Storage(ABC):
     @abstractmethod
     def sync(self, name: str = "") -> None:
         """Makes the names in the folder durable; with `name`, the content of that file."""
-
-    def whole_commit(
-        self, overwrite: bool, replaces: Callable[[str], bool]
-    ) -> AbstractContextManager[Callable[[Mapping[str, str]], None]]:
-        """A context that gives a function which commits local files ({name: path}), all or none, and removes other
-        files for which `replaces` is true. Before that, raises `CheckpointError` if there are such files and not
-        `overwrite`. What others commit meanwhile makes the commit fail. Only repositories have it."""
-        raise NotImplementedError
 
     # --- Removals
 

@@ -18,7 +18,7 @@ from .._convert.copy import copy as copy_checkpoint
 from .._convert.model_config import fitting
 from .._convert.plan import Plan, RenameRules, Stack, plan
 from .._observe.amounts import size
-from .._storage.open_storage import checkpoint_path, commits_whole, readable_path, storage_at
+from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import MissingKeysError
 from . import output
 from .check_given import no_model
@@ -52,8 +52,8 @@ def export(options: Namespace) -> int:
     except MissingKeysError as error:
         raise no_model(error.missing) from None
     if int(os.environ.get("RANK", "0")) == 0 and not options.dst.endswith(".safetensors"):
-        there = storage_at(readable_path(options.dst))
-        for name, content in () if commits_whole(options.dst) else configuration.items():
+        there = storage_at(checkpoint_path(options.dst))
+        for name, content in configuration.items():
             there.write(name, content)
         if not options.json and not there.has(_CONFIG):
             print(f"there is no {_CONFIG}, which from_pretrained needs: --config FOLDER copies it and the tokenizer")
@@ -120,7 +120,6 @@ def _convert(
             on_objects,
             options.overwrite,
             progress=progress if rank == 0 else None,
-            beside=beside,
         )
     if rank == 0 and options.json:
         output.print_json(f"{schema}/1", asdict(report))

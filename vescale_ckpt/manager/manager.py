@@ -34,7 +34,7 @@ from .._ranks.exchange import Exchange, calling, digest
 from .._ranks.groups import check_alone_on_purpose, place_in
 from .._ranks.rendezvous import GRACE
 from .._state.key_selection import Rename
-from .._storage.open_storage import checkpoint_path, commits_whole, is_inconclusive, storage_at
+from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
 from ..settings import checked_count, checked_flag, checked_seconds
@@ -169,10 +169,6 @@ class CheckpointManager:
         copy_bytes_per_second: int = 0,
     ) -> None:
         self.directory = checkpoint_path(directory)  #: saves go there
-        if commits_whole(self.directory):
-            raise ValueError(
-                f"directory: {self.directory} takes no saves: push from on_commit, as docs/howto/hub.md shows"
-            )
         self.remote: str | None = None  #: checkpoints are copied there afterwards
         if local is not None:
             self.directory, self.remote = checkpoint_path(local), self.directory
