@@ -17,8 +17,7 @@ HEAD = """# Settings
 
 Settings are environment variables. They are read when a save or load begins. An argument of the call takes precedence.
 All variables are checked then, on all ranks: if one is wrong on any rank, needed or not, every rank raises. For a
-variable with this prefix that is no setting, a warning names the most similar setting. `vescale-ckpt settings` shows
-all of them, with where each value comes from.
+variable with this prefix that is no setting, a warning names the most similar setting.
 
 """
 

@@ -112,8 +112,8 @@ def run_without(module: str, *arguments: object) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version", "--install-completion", "settings"])
-def test_help_and_settings_need_no_torch(argument: str) -> None:
+@pytest.mark.parametrize("argument", ["--help", "--version", "--install-completion"])
+def test_help_needs_no_torch(argument: str) -> None:
     assert run_without("torch", argument)
 
 
@@ -123,7 +123,7 @@ def test_mistakes_need_no_torch(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "run" / "step-1", {"model": torch.ones(3)})
     lines = """
         inspect nix; inspect a --keys modle; verify nix; diff a nix; diff a a --keys modle;
-        restorable a --like nix; list nix; latest nix; latest run --best loss; prune nix --keep 1; prune run
+        list nix; latest nix; latest run --best loss; prune nix --keep 1; prune run
         prune run --keep 0; repair nix; copy nix x; convert nix x --format dcp; convert a x.nix
         convert a x --format dcp --keys modle; convert a x --format dcp --rename model; export nix x
         convert a x --format dcp --rename a=b --rename-pattern b=c; convert a x --format dcp --stack a
@@ -401,16 +401,6 @@ def test_diff_of_integers_that_other_dtypes_round(tmp_path: Path) -> None:
         assert found.different == 1
 
 
-def test_restorable_tells_what_is_missing_and_what_does_not_fit(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    vescale_ckpt.save(tmp_path / "like", {"model": {"a.weight": torch.ones(3, 5), "b": torch.ones(1)}})
-    status, found = run_json(capsys, "restorable", checkpoint, "--like", tmp_path / "like")
-    assert status == 1 and found["missing"] == ["model.b"] and list(found["mismatched"]) == ["model.a.weight"]
-    assert run(capsys, "restorable", checkpoint, "--like", checkpoint)[0] == 0
-    vescale_ckpt.save(tmp_path / "renamed", {"net": {"a": {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}})
-    status, out, _ = run(capsys, "restorable", checkpoint, "--like", tmp_path / "renamed")
-    assert status == 1 and "load(..., rename={'net': 'model'})" in out
-
-
 def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with vescale_ckpt.CheckpointManager(tmp_path, async_checkpoint=False) as manager:
         for step in (1, 2):
@@ -577,10 +567,10 @@ def test_quiet_commands_print_errors_only(checkpoint: Path, tmp_path: Path, caps
 def test_long_lists_are_cut(tmp_path: Path, capsys: Any) -> None:
     vescale_ckpt.save(tmp_path / "a", {f"x{number}": torch.zeros(1) for number in range(50)})
     vescale_ckpt.save(tmp_path / "b", {"y": torch.zeros(1)})
-    for command in (("diff", tmp_path / "a", tmp_path / "b"), ("restorable", tmp_path / "b", "--like", tmp_path / "a")):
-        lines = run(capsys, *command)[1].splitlines()
-        assert lines[40] == "… and 10 more (--all)"
-        assert len(run(capsys, *command, "--all")[1].splitlines()) == len(lines) + 9 and "more" not in lines[39]
+    command = "diff", tmp_path / "a", tmp_path / "b"
+    lines = run(capsys, *command)[1].splitlines()
+    assert lines[40] == "… and 10 more (--all)"
+    assert len(run(capsys, *command, "--all")[1].splitlines()) == len(lines) + 9 and "more" not in lines[39]
 
 
 def test_shells_are_told_the_commands(tmp_path: Path, capsys: Any) -> None:
@@ -593,9 +583,9 @@ def test_shells_are_told_the_commands(tmp_path: Path, capsys: Any) -> None:
     assert (tmp_path / "words").read_text().split() == ["copy", "convert"]
 
 
-def test_the_command_needs_no_extra(capsys: Any, monkeypatch: Any) -> None:
+def test_the_command_needs_no_extra(checkpoint: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    assert run(capsys, "settings")[0] == 0
+    assert run(capsys, "inspect", checkpoint)[0] == 0
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
@@ -611,19 +601,6 @@ def test_convert_prints_documented_json(checkpoint: Path, tmp_path: Path, capsys
     assert run_json(capsys, "convert", checkpoint, tmp_path / "a.pt")[1]["tensors"] == 2
 
 
-def test_settings_tell_where_they_come_from(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_THREADS", "3")
-    monkeypatch.setenv("VESCALE_CKPT_THREDS", "3")
-    status, found = run_json(capsys, "settings")
-    rows = {row["variable"]: row for row in found["settings"]}
-    assert status == 0 and rows["VESCALE_CKPT_THREADS"]["value"] == 3 and found["unknown"] == ["VESCALE_CKPT_THREDS"]
-    assert (
-        rows["VESCALE_CKPT_THREADS"]["source"] == "environment" and rows["VESCALE_CKPT_TIMEOUT"]["source"] == "default"
-    )
-    monkeypatch.setenv("VESCALE_CKPT_THREADS", "many")
-    assert run(capsys, "settings")[0] == 2
-
-
 # --- Bad input: no traceback, one line, status 2 (or 1 for damage)
 
 HOSTILE = {
@@ -637,7 +614,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("command", [name for name in (command.name for command in COMMANDS) if name != "settings"])
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 @pytest.mark.parametrize("what", [*HOSTILE, "a folder of nothing", "metadata of nonsense"])
 def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: str) -> None:
     path = tmp_path / "bad"
@@ -650,7 +627,6 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: 
         path.write_bytes(HOSTILE[what])  # type: ignore[arg-type]
     more = {
         "diff": [path],
-        "restorable": ["--like", path],
         **{name: [tmp_path / "out.safetensors"] for name in ("convert", "export", "copy")},
         "prune": ["--keep", 1],
     }.get(command, [])
@@ -685,7 +661,7 @@ def test_names_that_would_drive_the_terminal_are_escaped(tmp_path: Path, capsys:
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(checkpoint: Path) -> None:
-    command = f"{sys.executable} -m vescale_ckpt settings --json | head -c 10"
+    command = f"{sys.executable} -m vescale_ckpt inspect --json {checkpoint} | head -c 10"
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=os.environ
     )

@@ -55,7 +55,6 @@ def test_what_shows_a_checkpoint(url: str, capsys: pytest.CaptureFixture[str]) -
     assert status == 0 and "w" in shown
     assert run(capsys, "verify", f"{url}/step-3")[0] == 0
     assert run(capsys, "verify", "--quick", f"{url}/step-3")[0] == 0
-    assert run(capsys, "restorable", f"{url}/step-3", "--like", f"{url}/step-2")[0] == 0
     assert run(capsys, "latest", url) == (0, f"{url}/step-3\n")
     assert run(capsys, "diff", f"{url}/step-2", f"{url}/step-3")[0] == 1
     assert run(capsys, "prune", url, "--keep", "1", "--dry-run")[0] == 0

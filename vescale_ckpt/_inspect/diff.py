@@ -20,7 +20,6 @@ import torch
 from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
-from .._state.missing_keys import suggest_rename
 from .._storage.open_storage import checkpoint_path
 from ..errors import UntrustedCheckpointError
 from .boxes import as_numbers, values
@@ -74,19 +73,19 @@ def diff(
     *,
     with_values: bool = False,
     bits: bool = False,
-    checksums: bool = True,
     keys: str | Iterable[str] | None = None,
     rename: Rename | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
     """Compares two checkpoints, whose formats may differ. Memory is bounded; data is verified while it is read.
 
+    Without values or bits it compares the checksums that both have of a tensor, which reads no data, and objects.
+    `not_compared` has the keys of what cannot be compared so.
+
     Args:
         with_values: compares values too, also of tensors that differ in dtype alone. Objects are equal if their types
             are, and the values of numbers, arrays and tensors in containers; other objects say it themselves.
         bits: compares bits in place of values, except those of tensors that differ in dtype.
-        checksums: without values or bits, compares the checksums that both have of a tensor, which reads no data, and
-            objects. `not_compared` has the keys of what cannot be compared so. False: only keys, shapes and dtypes.
         keys: which keys: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
         rename: from keys of `a` to those of `b`: a function, or a mapping of keys or of prefixes up to a dot, as for
             conversions. Then `keys` are those of `a`, and all of `b` is compared with them.
@@ -99,11 +98,11 @@ def diff(
         selection = Selection(keys)
         with_values = with_values or bits
         if rename is None:
-            return _diff(first, second, with_values, bits, checksums, selection, progress)
+            return _diff(first, second, with_values, bits, selection, progress)
         stored = [*first.tensors, *first.objects]
         selection.check(stored)
         names = rename_keys(selection.of(stored), rename_function(rename))
-        return _diff(_Renamed(first, names), second, with_values, bits, checksums, Selection(None), progress)
+        return _diff(_Renamed(first, names), second, with_values, bits, Selection(None), progress)
 
 
 class _Renamed(Checkpoint):
@@ -141,7 +140,6 @@ def _diff(
     b: Checkpoint,
     with_values: bool,
     bits: bool,
-    checksums: bool,
     selection: Selection,
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
@@ -162,8 +160,7 @@ def _diff(
                 result.kinds[key] = kinds_a[key], kinds_b[key]
             common.append(key)
     if not with_values:
-        if checksums:
-            _compare_checksums(a, b, [key for key in common if key not in result.kinds], result)
+        _compare_checksums(a, b, [key for key in common if key not in result.kinds], result)
         return result
     tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
     found = {key: ValueDifference(key) for key in tensors}
@@ -210,28 +207,6 @@ def _same_checksums(a: Checkpoint, b: Checkpoint, key: str) -> bool | None:
     if any(-1 not in pair and pair[0] != pair[1] for pair in pairs):
         return False
     return None if any(-1 in pair for pair in pairs) else True
-
-
-@dataclass
-class Fit:
-    """What a load of a checkpoint into a state that is like another checkpoint would meet."""
-
-    missing: list[str]
-    mismatched: dict[str, tuple[str, str]]  #: stored and expected dtype, or shape
-    unexpected: list[str]  #: such a load leaves them
-    rename: dict[str, str]  #: finds some of the missing keys, as `load` takes it
-    renamed: int  #: how many
-
-    @property
-    def ok(self) -> bool:
-        return not (self.missing or self.mismatched)
-
-
-def fit(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> Fit:
-    """Compares keys, dtypes and shapes. Raises the errors of reading."""
-    found = diff(path, like, checksums=False)
-    rename, renamed = suggest_rename(found.only_b, found.only_a)
-    return Fit(found.only_b, found.kinds, found.only_a, rename, len(renamed))
 
 
 def _kinds(source: Checkpoint) -> dict[str, str]:

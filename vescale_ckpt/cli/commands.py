@@ -132,21 +132,6 @@ COMMANDS = (
         ),
     ),
     Command(
-        "restorable",
-        "tell whether a checkpoint would load into a state like another checkpoint's",
-        "verify_compare:restorable",
-        (
-            _PATH,
-            value("--like", "the checkpoint whose keys and shapes are wanted", default="", metavar="OTHER"),
-            _ALL,
-            _QUIET,
-            _JSON,
-        ),
-        "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
-        ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
-        json=("`restorable`, `missing`, `mismatched` (by key: what is stored, what is expected), `unexpected`"),
-    ),
-    Command(
         "list",
         "list the checkpoints of a manager: when they were saved, how large, their metrics, whether they are complete",
         "list_steps:run",
@@ -312,14 +297,5 @@ COMMANDS = (
             "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
         ),
         json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"),
-    ),
-    Command(
-        "settings",
-        "list all settings, and where the value of each comes from",
-        "show_settings:run",
-        (_JSON,),
-        "Settings are environment variables that begin with VESCALE_CKPT_. Exit status 2 if one is wrong.",
-        ("VESCALE_CKPT_THREADS=8 vescale-ckpt settings",),
-        json=("`settings` (each with `variable`, `value`, `source`, `default`, `help`, `error`), `unknown`"),
     ),
 )

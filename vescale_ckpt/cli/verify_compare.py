@@ -1,4 +1,4 @@
-"""Runs the commands that look into checkpoints: `inspect`, `verify`, `diff`, `restorable`, `latest`."""
+"""Runs the commands that look into checkpoints: `inspect`, `verify`, `diff`, `latest`."""
 
 from __future__ import annotations
 
@@ -130,24 +130,3 @@ def latest(options: Namespace) -> int:
             print(f"step {damaged} is passed over: {clean(reason)}")
         print(f"{root} holds no checkpoint that is complete and sound")
     return FINE if path is not None else FOUND if passed_over else UNUSABLE
-
-
-def restorable(options: Namespace) -> int:
-    from .._inspect.diff import fit
-
-    found = fit(options.path, options.like)
-    missing, mismatched, ok = found.missing, found.mismatched, found.ok
-    if options.json:
-        content = {"restorable": ok, "missing": missing, "mismatched": mismatched, "unexpected": found.unexpected}
-        output.print_json("restorable/1", content)
-        return FINE if ok else FOUND
-    kinds = [f"{clean(key)}: expected {wanted}, stored is {stored}" for key, (stored, wanted) in mismatched.items()]
-    output.print_lines([f"missing: {clean(key)}" for key in missing], options)
-    output.print_lines([f"does not fit: {kind}" for kind in kinds], options)
-    if found.unexpected:
-        print(f"{len(found.unexpected):,} more keys are stored, which such a load leaves")
-    if found.rename:
-        rename = clean(str(found.rename))
-        print(f"{found.renamed:,} of the missing keys are stored under another name: load(..., rename={rename})")
-    print("it would load" if ok else f"it would not load: {len(missing):,} missing, {len(mismatched):,} do not fit")
-    return FINE if ok else FOUND
