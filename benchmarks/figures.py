@@ -1,4 +1,4 @@
-"""Figures of a run of scripts/gpu_check.sh."""
+"""Figures of a run of scripts/check_gpu.py."""
 
 from __future__ import annotations
 

@@ -1,18 +1,13 @@
-"""Copies from a device to the host as snapshots make them, beside plain ones, and odd tensors that must come back."""
+"""Copies from a device to the host as snapshots make them, beside plain ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 from array import array
 from collections.abc import Callable
 
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 
-import vescale_ckpt
 from vescale_ckpt import settings
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import NO_LIMIT
@@ -20,10 +15,8 @@ from vescale_ckpt._state.tensor_table import device_number, read_tensors
 from vescale_ckpt._write.host_batches import new_snapshot, write_table
 
 from .background import stock_stager
-from .figures import record
-from .gpu_rounds import GiB, KiB, MiB
+from .gpu_rounds import KiB, MiB
 
-LIMIT = 120.0  # seconds for one size
 STOCK = "stock's pinned stager"
 
 
@@ -70,68 +63,3 @@ def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
             pinned[number % len(pinned)].copy_(tensor, non_blocking=True)
 
     return {"vescale": ours, "pinned, non_blocking": non_blocking, STOCK: lambda: stager().stage(state)}  # type: ignore[arg-type]
-
-
-def pack_sizes(device: str, gib: float) -> None:
-    """The many small ones again, each size of `VESCALE_CKPT_PACK_BYTES` in a process of its own."""
-    for size in (64 * KiB, 128 * KiB, 256 * KiB, 512 * KiB, MiB):
-        environment = {**os.environ, "VESCALE_CKPT_PACK_BYTES": str(size)}
-        options = [f"--device={device}", f"--gib={gib}", "--rounds=3", "--sections=small-copies"]
-        try:
-            child = subprocess.run(
-                [sys.executable, "-m", "benchmarks.gpu", *options], env=environment, timeout=LIMIT,
-                capture_output=True, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            record(**{f"pack_{size // KiB}k": f"not done within {LIMIT:g} s"})
-            continue
-        if child.returncode != 0:
-            record(**{f"pack_{size // KiB}k": f"failed: {child.stderr.strip().splitlines()[-1:]}"})
-
-
-def odd_tensors(device: str, large: int) -> dict[str, torch.Tensor]:
-    """Tensors of rare dtypes and forms, and some whose offset or strides exceed `large` bytes (4 GiB on a device)."""
-    tail = min(64 * MiB, large)
-    base = torch.empty(large + tail, dtype=torch.uint8, device=device)
-    base[large:] = torch.arange(tail, device=device) % 251
-    base[:MiB] = torch.arange(MiB, device=device) % 241
-    values = torch.randn(300, 257, device=device)
-    found = {
-        "offset": base[large + 3 :],
-        "strides": base.as_strided((2, 1 * MiB), (large, 1)),
-        "columns of strides": base.as_strided((MiB // 64, 2, 16), (64, large, 1)),
-        "transposed": values.t(),
-        "conj": torch.complex(values, values.flip(0)).conj(),
-        "negated": torch.complex(values, values.flip(0)).conj().imag,
-    }
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"):
-        if (dtype := getattr(torch, name, None)) is not None:
-            found[name] = torch.randint(0, 255, (700, 130), dtype=torch.uint8, device=device).view(dtype)
-    return found
-
-
-def odd(device: str, directory: str, large: int = 4 * GiB) -> None:
-    """Saves them, asynchronously and not, and loads them to the device and to the host; all must be equal."""
-    state = odd_tensors(device, large)
-    wrong = []
-    for asynchronous in (True, False):
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            handle = vescale_ckpt.save(folder, state, async_checkpoint=asynchronous)
-            if asynchronous:
-                handle.result()
-            for place in (device, "cpu"):
-                loaded = {name: torch.empty(t.shape, dtype=t.dtype, device=place) for name, t in state.items()}
-                vescale_ckpt.load(folder, loaded)
-                wrong += [name for name in state if not same_bytes(state[name], loaded[name])]
-    record(odd_equal=int(not wrong), odd_tensors=len(state), odd_wrong=", ".join(wrong))
-    if wrong:
-        raise SystemExit(f"came back wrong: {wrong}")
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        plain = plain.view(torch.uint8) if plain.itemsize == 1 else plain
-        return plain.contiguous().to("cpu").flatten().view(torch.uint8)
-
-    return torch.equal(bytes_in(a), bytes_in(b))

@@ -1,4 +1,4 @@
-"""Measures ways to do something on a device by turns, and records figures of a run of scripts/gpu_check.sh."""
+"""Measures ways to do something on a device by turns, and records figures of a run of scripts/check_gpu.py."""
 
 from __future__ import annotations
 

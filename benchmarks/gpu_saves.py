@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -54,14 +52,6 @@ def first(device: str, directory: str, rounds: int, size: int, peak: float | Non
         record(first_stall_ms=began * 1e3, steady_stall_ms=stall * 1e3, first_save_of_steady=began / stall)
         if peak is not None:
             record(stall_of_peak_time=stall * peak / bytes_of(state), state_gib=bytes_of(state) / 2**30)
-
-
-def prepared(device: str, directory: str, rounds: int, size: int) -> None:
-    """The same in a process that has prepared."""
-    state = make_state(device, size)
-    vescale_ckpt.prepare(state)
-    for began, stall in stalls(state, directory, rounds):
-        record(prepared_stall_ms=began * 1e3, prepared_save_of_steady=began / stall)
 
 
 def gated(device: str, directory: str, rounds: int, size: int) -> None:
@@ -139,35 +129,6 @@ def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_devic
     measured("saves and loads", turns, rounds, figures, "host")
 
 
-def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_device: float | None) -> None:
-    """Loads of 20,000 x 64 KiB from the page cache, to the device and to the host."""
-    count = max(20, int(20_000 * scale))
-    state = {f"t.{i}": torch.randn(16 << 10, device=device) for i in range(count)}
-    targets = {
-        "host": {name: torch.zeros(value.shape) for name, value in state.items()},
-        "device": {name: torch.zeros_like(value) for name, value in state.items()},
-    }
-    rates: dict[str, float] = {}
-
-    def turn(kind: str) -> Steps:
-        load = timed(lambda: vescale_ckpt.load(folder, targets[kind]))
-        if kind == "device":
-            _check(state, targets[kind], kind)
-        return {"load": load}
-
-    def figures(row: Row) -> dict[str, object]:
-        rates[row.candidate] = bytes_of(state) / row.seconds
-        found: dict[str, object] = {f"small_load_{row.candidate}_gb_s": rates[row.candidate] / 1e9}
-        if row.candidate == "device" and peak_to_device is not None:
-            found["small_load_of_lesser"] = rates["device"] / min(peak_to_device, rates["host"])
-        return found
-
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        vescale_ckpt.save(folder, state)
-        turns = {kind: partial(turn, kind) for kind in targets}
-        measured("loads of small tensors", turns, rounds, figures, "host")
-
-
 def _check(state: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor], kind: str) -> None:
     """Ends the process if something was loaded wrong, else makes the targets ready for the next load."""
     for name, value in state.items():
@@ -182,28 +143,3 @@ def own_device_bytes() -> int:
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
-
-
-def growth(device: str, directory: str, saves: int) -> None:
-    """What a process takes after many asynchronous saves, and had taken after the first tenth of them."""
-    state = make_state(device, 16 * MiB)
-    before: tuple[int, int, int] | None = None
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        for number in range(saves):
-            vescale_ckpt.save(folder, state, async_checkpoint=True).result()
-            if (number + 1) % max(1, saves // 10) != 0:
-                continue
-            threads = len(os.listdir("/proc/self/task"))
-            taken = own_device_bytes(), host_bytes(), len(os.listdir("/proc/self/fd")) + threads
-            if before is None:
-                before = taken
-                continue
-            grown = [after - first for after, first in zip(taken, before, strict=True)]
-            record(growth_device_mib=grown[0] / MiB, growth_host_mib=grown[1] / MiB, growth_handles=grown[2])
-            record(growth_saves=number + 1)
-
-
-def host_bytes() -> int:
-    """Resident, and pinned, which is counted as resident, too."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""For tests on a GPU: batches of copies stay off where scripts/gpu_check.sh found that they crash or hang."""
+"""For tests on a GPU: batches of copies stay off where the environment turns them off, as where they crash or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a CUDA device; `scripts/gpu_check.sh` runs these where there is one."""
+"""What needs a CUDA device; `scripts/check_gpu.py` runs these where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints loaded to a CUDA device into many allocations of torch's; `scripts/gpu_check.sh` runs these.
+"""Checkpoints loaded to a CUDA device into many allocations of torch's; `scripts/check_gpu.py` runs these.
 
 Allocations are often neighbours, and tensors are neighbours in files and in the memory that they are read into. No copy
 may span two allocations: CUDA refuses it.

@@ -1,5 +1,5 @@
 """Memory of a CUDA device that is freed, replayed into or full, locks and copies that CUDA refuses, and a device that
-has failed; `scripts/gpu_check.sh` runs these.
+has failed; `scripts/check_gpu.py` runs these.
 
 Errors that a device keeps, and memory that is taken once a process, are in processes of their own.
 """

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU; `scripts/gpu_check.sh` runs these where there is one.
+"""Two ranks on one GPU; `scripts/check_gpu.py` runs these where there is one.
 
 NCCL wants a device a rank. With an `NCCL_HOSTID` for each rank, and with the variables that the script sets, it takes
 two ranks of one device for two hosts. Where it refuses that, loads go through the host's memory and gloo, and

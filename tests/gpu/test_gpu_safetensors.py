@@ -1,4 +1,4 @@
-"""Safetensors files loaded to a CUDA device; `scripts/gpu_check.sh` runs these where there is one."""
+"""Safetensors files loaded to a CUDA device; `scripts/check_gpu.py` runs these where there is one."""
 
 from __future__ import annotations
 
