@@ -196,7 +196,7 @@ class CheckpointInfo:
     """The contents of a checkpoint by its metadata or headers alone. `inspect` returns it."""
 
     path: str
-    format: str  #: "dcp", "safetensors", "torch", "npz" or "npy"
+    format: str  #: "dcp", "safetensors" or "torch"
     writer: str  #: the software that wrote it; empty if its files do not say that
     save_id: str  #: the id of the save; empty if the format has none
     tensors: dict[str, StoredTensor]

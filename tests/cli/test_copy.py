@@ -34,7 +34,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "ours" / "notes.txt").write_text("of the user")
     (root / "ours" / "__3_0123abcd.distcp").write_text("of a save that died")
     dcp.save({"model": dict(STATE["model"])}, checkpoint_id=root / "stock")  # type: ignore[call-overload]
-    for name, format in (("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.npz", "npz"), ("npy", "npy")):
+    for name, format in (("m.safetensors", "safetensors"), ("m.pt", "torch")):
         vescale_ckpt.convert(root / "ours", root / name, format=format, on_objects="drop")  # type: ignore[arg-type]
     vescale_ckpt.convert(root / "ours", root / "hf", format="safetensors", on_objects="drop", max_shard_size="3MB")
     (root / "hf" / "config.json").write_text("{}")
@@ -63,7 +63,7 @@ def equal(source: Path, made: Path, but: tuple[str, ...] = ()) -> bool:
     return sorted(path.name for path in made.iterdir()) == names and found[1:] == ([], [])
 
 
-@pytest.mark.parametrize("name", ["ours", "stock", "hf", "npy", "m.safetensors", "m.pt", "m.npz"])
+@pytest.mark.parametrize("name", ["ours", "stock", "hf", "m.safetensors", "m.pt"])
 def test_a_copy_is_the_checkpoint(sources: Path, tmp_path: Path, capsys: Any, name: str) -> None:
     dst = tmp_path / "deep" / name
     status, found, _ = run(capsys, sources / name, dst)
@@ -158,7 +158,7 @@ def test_what_was_damaged_since_the_kill_is_copied_again(sources: Path, tmp_path
     assert status == 0 and found["resumed_files"] == 2 and equal(sources / "hf", dst)
 
 
-@pytest.mark.parametrize("name", ["ours", "stock", "hf", "m.safetensors", "m.pt", "m.npz"])
+@pytest.mark.parametrize("name", ["ours", "stock", "hf", "m.safetensors", "m.pt"])
 def test_a_flipped_bit_is_named_and_nothing_is_left(sources: Path, tmp_path: Path, capsys: Any, name: str) -> None:
     source = tmp_path / name
     assert run(capsys, sources / name, source)[0] == 0
@@ -168,7 +168,7 @@ def test_a_flipped_bit_is_named_and_nothing_is_left(sources: Path, tmp_path: Pat
     file.write_bytes(data)
     status, _, err = run(capsys, source, tmp_path / "copy")
     assert status == 1 and str(file) in err and len(err.splitlines()) == 1
-    assert name == "m.npz" or "model." in err
+    assert "model." in err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

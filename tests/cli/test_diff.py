@@ -60,8 +60,6 @@ FORMATS: dict[str, tuple[Callable[[Path, State], None], bool]] = {
     "stock": (_stock, True),
     "stock without checksums": (_without_checksums, False),
     "pt": (lambda path, state: torch.save(state, path), True),
-    "npz": (_converted("npz"), True),
-    "npy": (_converted("npy"), False),
     "safetensors": (_converted("safetensors"), False),
 }
 
@@ -81,7 +79,7 @@ def _difference(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[i
 @pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(FORMATS, 2)), ids="-".join)
 def test_formats(tmp_path: Path, kinds: tuple[str, str], capsys: Any) -> None:
     (write_a, sums_a), (write_b, sums_b) = (FORMATS[kind] for kind in kinds)
-    suffix = {"npz": ".npz", "pt": ".pt"}
+    suffix = {"pt": ".pt"}
     a, b, c = (tmp_path / f"{name}{suffix.get(kind, '')}" for name, kind in zip("abc", (*kinds, kinds[1]), strict=True))
     write_a(a, _state())
     write_b(b, _state())

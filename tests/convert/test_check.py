@@ -11,7 +11,7 @@ import torch
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, cli
 
-FORMATS = {"torch": "x.pt", "npz": "x.npz", "npy": "x", "safetensors": "x.safetensors"}
+FORMATS = {"torch": "x.pt", "safetensors": "x.safetensors"}
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -22,14 +22,13 @@ def test_verify_knows_every_format(checkpoint: Path, tmp_path: Path, format: Any
     vescale_ckpt.convert(checkpoint, path, format=format)
     report = vescale_ckpt.verify(path, quick=quick)
     assert report.ok and (report.keys, report.files, report.bytes) == (1, 1, 0 if quick else 4000)
-    assert cli.main(["verify", str(path)]) == (3 if format == "npy" else 0)  # .npy files have no checksums
+    assert cli.main(["verify", str(path)]) == 0
 
 
-@pytest.mark.parametrize("format", ["torch", "npz"])
-def test_verify_lists_damage_of_every_format(checkpoint: Path, tmp_path: Path, format: Any) -> None:
+def test_verify_lists_damage_of_files_of_torch(checkpoint: Path, tmp_path: Path) -> None:
     vescale_ckpt.save(checkpoint, {"weight": torch.arange(1000.0)})
-    path = tmp_path / FORMATS[format]
-    vescale_ckpt.convert(checkpoint, path, format=format)
+    path = tmp_path / "x.pt"
+    vescale_ckpt.convert(checkpoint, path, format="torch")
     content = bytearray(path.read_bytes())
     content[content.index(torch.tensor([999.0]).numpy().tobytes())] ^= 1
     path.write_bytes(content)

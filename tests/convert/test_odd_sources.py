@@ -1,9 +1,8 @@
-"""Conversions of sources that lie, are damaged, or do not lie in their files as those of torch and numpy do."""
+"""Conversions of sources that lie, are damaged, or do not lie in their files as those of torch do."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import random
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, convert, safetensors
-from vescale_ckpt._checkpoint import mapped_files, numpy_checkpoint, torch_checkpoint
+from vescale_ckpt._checkpoint import mapped_files, torch_checkpoint
 
 
 def test_conversions_take_for_a_model_what_loads_do(tmp_path: Path) -> None:
@@ -67,96 +65,45 @@ def test_files_of_torch_that_do_not_lie_as_here(tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def _npy(shape: tuple[int, ...], data: bytes, dtype: str = "<f4") -> bytes:
-    text = io.BytesIO()
-    np.lib.format.write_array_header_1_0(text, {"descr": dtype, "fortran_order": False, "shape": shape})
-    return text.getvalue() + data
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"a.npy": _npy((-2, -3), bytes(24))}, "negative dimensions"),
-        ({"a.npy": _npy((1 << 70, 0), b"")}, "too large"),
-        ({"a.npy": _npy((1 << 40, 1 << 40, 0), b"")}, "too big"),
-        (
-            {"a.npy": _npy((2,), bytes(4), ">u2"), "torch_dtypes.json": b'{"a": "bfloat16"}'},
-            "no tensors of numpy's >u2",
-        ),
-        ({"a.npy": _npy((2,), bytes(8), "<i4"), "torch_dtypes.json": b'{"a": "float32"}'}, "which int32 cannot be"),
-        ({"a%2Fb.npy": _npy((1,), bytes(4)), "a%2fb.npy": _npy((1,), b"1234")}, "two arrays"),
-    ],
-)
-def test_folders_of_arrays_that_lie(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
-    (tmp_path / "npy").mkdir()
-    for name, content in files.items():
-        (tmp_path / "npy" / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        convert(tmp_path / "npy", tmp_path / "made", format="safetensors")
-    assert not (tmp_path / "made").exists()
-
-
 def test_any_damage_of_an_archive_is_told_as_such(tmp_path: Path) -> None:
     rng = random.Random(5)
-    np.savez_compressed(tmp_path / "a.npz", a=np.arange(500, dtype=np.float32), b=np.ones((3, 4)))
-    sound = (tmp_path / "a.npz").read_bytes()
-    convert(tmp_path / "a.npz", tmp_path / "whole.safetensors", format="safetensors")
+    torch.save({"a": torch.arange(500.0), "b": torch.ones(3, 4)}, tmp_path / "a.pt")
+    sound = (tmp_path / "a.pt").read_bytes()
+    convert(tmp_path / "a.pt", tmp_path / "whole.safetensors", format="safetensors")
     expected = safetensors.load_file(tmp_path / "whole.safetensors")
     for _ in range(50):
         damaged = bytearray(sound)
         for _ in range(rng.choice([1, 1, 8])):
             damaged[rng.randrange(len(sound))] = rng.randrange(256)
-        (tmp_path / "b.npz").write_bytes(damaged)
+        (tmp_path / "b.pt").write_bytes(damaged)
         with contextlib.suppress(CheckpointError):
-            convert(tmp_path / "b.npz", tmp_path / "b.safetensors", format="safetensors", overwrite=True)
+            convert(tmp_path / "b.pt", tmp_path / "b.safetensors", format="safetensors", overwrite=True)
             found = safetensors.load_file(tmp_path / "b.safetensors")
             assert all(value.equal(expected.get(name, value)) for name, value in found.items())
 
 
-def _source(folder: Path, kind: str) -> Path:
-    """A file, or a folder with one, of 1 MiB."""
-    values = np.arange(1 << 18, dtype=np.float32)
-    path = folder / ("a" if kind == "npy" else f"a.{kind.partition(' ')[0]}")
-    if kind == "npy":
-        path.mkdir()
-        np.save(path / "a.npy", values)
-    elif kind == "npz":
-        np.savez(path, a=values)
-    else:
-        torch.save({"a": torch.from_numpy(values) if kind == "pt" else ("text", torch.from_numpy(values))}, path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "module", "name"),
-    [
-        ("pt", torch_checkpoint, "narrowed"),
-        ("pt with an object", torch_checkpoint, "verify_entry"),
-        ("npy", numpy_checkpoint, "narrowed"),
-        ("npz", numpy_checkpoint, "_read_member"),
-    ],
-)
+@pytest.mark.parametrize(("held", "name"), [("tensor", "narrowed"), ("object", "verify_entry")])
 def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: Any, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, name: str
 ) -> None:
     """It was found whole and sound before. An access to its memory would end the process."""
-    source = _source(tmp_path, kind)
-    file = source / "a.npy" if kind == "npy" else source
-    call = getattr(module, name)
+    source, values = tmp_path / "a.pt", torch.arange(float(1 << 18))
+    torch.save({"a": values if held == "tensor" else ("text", values)}, source)
+    call = getattr(torch_checkpoint, name)
 
     def cut_short(*arguments: Any) -> Any:
-        found = None if name == "_read_member" else call(*arguments)
-        os.truncate(file, 4096)
-        return call(*arguments) if name == "_read_member" else found
+        found = call(*arguments)
+        os.truncate(source, 4096)
+        return found
 
-    monkeypatch.setattr(module, name, cut_short)
+    monkeypatch.setattr(torch_checkpoint, name, cut_short)
 
     def converted() -> str:
         with pytest.raises(CheckpointError) as caught:
             convert(source, tmp_path / "made", format="dcp")
         return str(caught.value)
 
-    assert str(file) in in_child(converted).value
+    assert str(source) in in_child(converted).value
 
 
 def test_tensors_of_any_strides_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,16 +127,6 @@ def test_tensors_of_any_strides_are_read_in_pieces(tmp_path: Path, monkeypatch: 
     for key, value in values.items():
         assert found[key].equal(value.resolve_conj().resolve_neg()), key
     assert found["object"][0].equal(base[1].t()) and found["object"][1] == "text"
-
-    folder = tmp_path / "arrays"
-    folder.mkdir()
-    array = np.arange(60).reshape(5, 4, 3)
-    np.save(folder / "fortran.npy", np.asfortranarray(array))
-    np.save(folder / "plain.npy", array)
-    convert(folder, tmp_path / "again", format="dcp")
-    arrays = {"fortran": torch.zeros(5, 4, 3, dtype=torch.int64), "plain": torch.zeros(5, 4, 3, dtype=torch.int64)}
-    vescale_ckpt.load(tmp_path / "again", arrays)
-    assert all(value.equal(torch.from_numpy(array)) for value in arrays.values())
 
 
 def _shards(folder: Path) -> Iterator[dict[str, Any]]:

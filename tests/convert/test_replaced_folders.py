@@ -20,14 +20,14 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, exchanges: bool)
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     torch.save({"b": torch.ones(1)}, tmp_path / "b.pt")
     made = tmp_path / "made"
-    convert(tmp_path / "a.pt", made, format="npy")
+    convert(tmp_path / "a.pt", made, format="safetensors")
     for error in (errno.EIO, errno.ENOSPC):
         faults.inject("exchange", error if exchanges else errno.EINVAL)
         faults.inject("rename", error, 1)
         with pytest.raises(StorageFullError if error == errno.ENOSPC else CheckpointError, match="made"):
-            convert(tmp_path / "b.pt", made, format="npy", overwrite=True)
+            convert(tmp_path / "b.pt", made, format="safetensors", overwrite=True)
         faults.clear()
-        assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["a.npy"]
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["model.safetensors"]
 
 
 class Killed(BaseException):
@@ -35,9 +35,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("format", ["npy", "safetensors"])
 def test_a_kill_while_a_folder_is_replaced_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any, exchanges: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     torch.save({"b": torch.ones(3)}, tmp_path / "b.pt")
@@ -64,7 +63,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
             for owner, name in steps.CALLS_OF_A_REPLACEMENT:
                 patched.setattr(owner, name, killed(getattr(owner, name)))
             patched.setattr(shutil, "rmtree", killed(shutil.rmtree))
-            convert(tmp_path / "b.pt", made, format=format, max_shard_size=4, overwrite=True)
+            convert(tmp_path / "b.pt", made, format="safetensors", max_shard_size=4, overwrite=True)
 
     def keys(path: Path) -> list[str]:
         convert(path, tmp_path / "again.pt", format="torch", overwrite=True)
@@ -72,7 +71,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
 
     gaps = 0
     for kill_at in range(100):
-        convert(tmp_path / "a.pt", made, format=format, overwrite=True)
+        convert(tmp_path / "a.pt", made, format="safetensors", overwrite=True)
         try:
             replace(kill_at)
             break
@@ -83,9 +82,9 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
         else:
             gaps += 1
         with pytest.raises(CheckpointError, match="overwrite"):  # what was there is there again
-            convert(tmp_path / "b.pt", made, format=format)
+            convert(tmp_path / "b.pt", made, format="safetensors")
         assert keys(made) in (["a"], ["b"])
-        convert(tmp_path / "b.pt", made, format=format, overwrite=True)
+        convert(tmp_path / "b.pt", made, format="safetensors", overwrite=True)
         assert keys(made) == ["b"] and not [name for name in os.listdir(tmp_path) if ".tmp." in name]
     assert kill_at > 2 and keys(made) == ["b"]
     assert gaps == 0 if exchanges else gaps > 0
@@ -93,8 +92,10 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
 
 def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "old", format="npy")
+    convert(tmp_path / "a.pt", tmp_path / "old", format="safetensors")
     (tmp_path / "link").symlink_to("old")
-    convert(tmp_path / "a.pt", tmp_path / "link", format="npy", rename={"a": "b"}, overwrite=True)
+    convert(tmp_path / "a.pt", tmp_path / "link", format="safetensors", rename={"a": "b"}, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "link", "old"]
-    assert os.listdir(tmp_path / "old") == ["a.npy"] and os.listdir(tmp_path / "link") == ["b.npy"]
+    assert os.listdir(tmp_path / "old") == ["model.safetensors"] and os.listdir(tmp_path / "link") == [
+        "model.safetensors"
+    ]

@@ -179,6 +179,6 @@ def test_conversions_and_copies_of_a_step_need_no_other(url: str, tmp_path: Path
     tensors = {name: expected[name] for name in ("frozen", "adapter")}
     assert loads(f"{url}/model", tensors)
     # A damaged base is found by whatever reads it.
-    for command in (["verify", step], ["copy", step, f"{url}/other"], ["convert", step, f"{url}/npz.npz"]):
+    for command in (["verify", step], ["copy", step, f"{url}/other"], ["convert", step, f"{url}/one.pt"]):
         assert main(command) != 0
-    assert METADATA_NAME not in names(f"{url}/other") and not names(f"{url}/npz.npz")
+    assert METADATA_NAME not in names(f"{url}/other") and not names(f"{url}/one.pt")

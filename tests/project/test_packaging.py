@@ -70,12 +70,8 @@ assert all(torch.equal(exported[name], value) for name, value in weights.items()
 for name, format in (("one.safetensors", "safetensors"), ("one.pt", "torch")):
     convert("checkpoint", name, format=format)
 assert torch.equal(torch.load("one.pt", weights_only=True)["model"]["weight"], weights["weight"])
-try:
-    convert("checkpoint", "one.npz", format="npz")
-except vescale_ckpt.CheckpointError as error:
-    assert "pip install numpy" in str(error), error
-else:
-    raise AssertionError("wrote .npz without numpy")
+convert("one.pt", "again", format="dcp")
+assert torch.equal(load("again")["model"]["weight"], weights["weight"])
 """
 
 

@@ -106,8 +106,8 @@ def test_save_load_overwrite_verify(mount: Path) -> None:
         vescale_ckpt.load(folder, back)
         assert torch.equal(back["large"], state(k)["large"])
         made = mount / "converted"
-        convert(directory, made, format="npy", overwrite=bool(k), keys="l*")
-        assert os.listdir(made) == ["large.npy"]
+        convert(directory, made, format="safetensors", overwrite=bool(k), keys="l*")
+        assert os.listdir(made) == ["model.safetensors"]
     assert sorted(os.listdir(mount)) == ["checkpoint", "converted", "model"]
 
 

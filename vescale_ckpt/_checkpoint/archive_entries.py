@@ -1,4 +1,4 @@
-"""Recognizes files of torch.save and numpy, and reads their archives by zipfile for checkpoints of these formats."""
+"""Recognizes files of torch.save, and reads their archives by zipfile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 
-#: zipfile, numpy and decompressors raise these for damage. `damage_named` adds RuntimeError, which means encryption.
+#: zipfile and decompressors raise these for damage. `damage_named` adds RuntimeError, which means encryption.
 _DAMAGE = (
     zipfile.BadZipFile,
     EOFError,
@@ -29,7 +29,7 @@ _DAMAGE = (
 )
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _LENGTH_BYTES = 8  # a safetensors file starts with so many bytes of any value; its header follows
-_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
+_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _LOCAL = struct.Struct("<4s22xHH")
 _READ_BYTES = 4 << 20
 
@@ -94,10 +94,10 @@ def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str | N
 
 
 def advice_for_file(path: str) -> str | None:
-    """The advice for a file of torch.save or numpy. None for other files. Raises OSError."""
+    """The advice for a file of torch.save. None for other files. Raises OSError."""
     kind = kind_of_file(path)
     if kind == "archive":
-        return f"{path} is a file of torch.save or numpy, which is no checkpoint to load: {_convert(path)}"
+        return f"{path} is a file of torch.save, which is no checkpoint to load: {_convert(path)}"
     if kind == "pickle":
         return f"{path} seems to be a file of torch.save before torch 1.6: load it with torch.load and save it again"
     return None
@@ -117,9 +117,8 @@ def advice_for_directory(path: str) -> str | None:
     with suppress(OSError):
         names = sorted(name for name in storage_at(path).names() if name.endswith(_SUFFIXES))
         if names:
-            found = path if names[0].endswith(".npy") else os.path.join(path, names[0])
             more = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
-            return f"it holds {names[0]}{more}, of another format: {_convert(found)}"
+            return f"it holds {names[0]}{more}, of another format: {_convert(os.path.join(path, names[0]))}"
     return None
 
 

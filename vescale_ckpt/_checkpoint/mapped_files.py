@@ -1,4 +1,4 @@
-"""Reads the values of tensors that torch or numpy has mapped from a file, for checkpoints of these formats.
+"""Reads the values of tensors that torch has mapped from a file.
 
 An access to mapped memory beyond the end of a file ends the process (SIGBUS), and any file may be cut short while it is
 read. So the mapped memory is never touched: tensors in it tell where their values lie in the file.
@@ -6,7 +6,9 @@ read. So the mapped memory is never touched: tensors in it tell where their valu
 
 from __future__ import annotations
 
+import ctypes
 import os
+from typing import Any
 
 import torch
 
@@ -64,7 +66,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _read(descriptor: int, begin: int, target: torch.Tensor) -> None:
     """Fills a dense tensor of bytes from a file."""
-    left = target.numpy().data
+    array: Any = (ctypes.c_ubyte * target.numel()).from_address(target.data_ptr())  # needs no numpy
+    left = memoryview(array).cast("B")
     while left:
         count = os.preadv(descriptor, [left], begin)
         if not count:

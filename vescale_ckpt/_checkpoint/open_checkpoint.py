@@ -8,7 +8,7 @@ from contextlib import suppress
 from .._ranks.message import pack, unpack
 from .._storage.open_storage import is_folder, storage_at
 from ..errors import CheckpointError
-from .archive_entries import advice_for_file, open_archive
+from .archive_entries import advice_for_file
 from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
@@ -41,15 +41,10 @@ def open_checkpoint(path: str) -> Checkpoint:
         raise CheckpointError(f"cannot read {path}: there is no such file or folder", path=path, errno=errno.ENOENT)
     if kind is None:
         with explained(path):
-            text = f"{path} has no .metadata, no .safetensors and no .npy files: {metadata_file.NO_CHECKPOINT}"
+            text = f"{path} has no .metadata and no .safetensors files: {metadata_file.NO_CHECKPOINT}"
             raise CheckpointError(text, path=path, errno=errno.ENOENT)
-    if kind == "archive":
-        storage_at(path).check_mounted("a file of torch.save or numpy that is read", "Copy it to a disk first")
-        with open_archive(path) as archive:
-            is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
-        if is_torch:
-            return TorchCheckpoint(path)
-    return _open_numpy(path)
+    storage_at(path).check_mounted("a file of torch.save that is read", "Copy it to a disk first")
+    return TorchCheckpoint(path)
 
 
 def open_parts(path: str) -> list[Checkpoint]:
@@ -57,20 +52,6 @@ def open_parts(path: str) -> list[Checkpoint]:
     if recognize(path) != "dcp":
         return [open_checkpoint(path)]
     return [NativeCheckpoint.open(path, rank) for rank in metadata_file.metadata_ranks(path)]
-
-
-def _open_numpy(path: str) -> Checkpoint:
-    try:
-        from .numpy_checkpoint import NumpyCheckpoint
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise numpy_is_missing() from None
-    return NumpyCheckpoint(path)
-
-
-def numpy_is_missing() -> CheckpointError:
-    return CheckpointError("the formats .npz and .npy need numpy, which is not installed: pip install numpy")
 
 
 # --- For loads

@@ -12,16 +12,16 @@ from .native.file_names import METADATA_NAME, is_metadata_file
 from .native.metadata_file import has_metadata
 from .safetensors import model_names
 
-Kind = Literal["dcp", "safetensors", "npy", "archive", "pickle"]
-Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]  #: of a conversion
+Kind = Literal["dcp", "safetensors", "archive", "pickle"]
+Format = Literal["dcp", "safetensors", "torch"]  #: of a conversion
 _SUFFIXES: dict[str, Format] = {
-    ".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"
 }  # fmt: skip
 
 
 def recognize(path: str) -> Kind | None:
     """Returns the kind of checkpoint at `path`, by names in a folder and the first bytes of a file. "archive": of
-    torch.save or numpy. "pickle": of torch.save before torch 1.6. None if there is no checkpoint.
+    torch.save. "pickle": of torch.save before torch 1.6. None if there is no checkpoint.
 
     Raises `CheckpointError` if an object store or a file cannot be read.
     """
@@ -43,7 +43,7 @@ def recognize(path: str) -> Kind | None:
         return "dcp"
     if any(name.endswith(model_names.SUFFIXES) for name in names):
         return "safetensors"
-    return "npy" if any(name.endswith(".npy") for name in names) else None
+    return None
 
 
 def committed_at(path: str) -> int | None:

@@ -38,8 +38,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. The same holds
     for safetensors files, one or a directory of them; `quick` checks their headers, which give the lengths of the
-    files. The same holds for files of torch.save and numpy, which `convert` takes; `quick` reads their tables of
-    contents. Files of .npy have no checksums.
+    files. The same holds for files of torch.save, which `convert` takes; `quick` reads their tables of contents.
 
     Raises ValueError for a URL that is not `file://`, and `CheckpointError` for a file of torch.save that cannot be
     verified: it is from torch before 1.6, or has objects that torch does not load with `weights_only=True`.
@@ -103,7 +102,7 @@ def _check_safetensors(path: str, report: VerifyReport, progress: Progress | Non
 
 
 def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None) -> None:
-    """Checks a file of torch.save or numpy, or a folder of .npy files."""
+    """Checks a file of torch.save."""
     from .open_checkpoint import open_checkpoint
 
     try:
@@ -117,9 +116,6 @@ def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None
             report.unchecked.append("the data: only the files' tables of contents were read")
             return
         _read_all(checkpoint, report, progress)
-        if checkpoint.format == "npy":
-            report.unverified_bytes = report.bytes
-            report.unchecked.append(f"{report.bytes:,} bytes: files of .npy have no checksums")
 
 
 def _read_all(checkpoint: Checkpoint, report: VerifyReport, progress: Progress | None) -> None:

@@ -1,4 +1,4 @@
-"""Converts checkpoints between DCP, safetensors, torch.save and numpy for `vescale_ckpt.convert`, in bounded memory.
+"""Converts checkpoints between DCP, safetensors and torch.save for `vescale_ckpt.convert`, in bounded memory.
 
 A *source* lists the tensors of a checkpoint and reads boxes of them. A *plan* lists the tensors to write and what each
 is made from. A *layout* places them in a file. A *pipeline* moves tensors from source to file in batches: one batch is

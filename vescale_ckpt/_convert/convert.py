@@ -71,11 +71,11 @@ def convert(
     result is durable, and appears under its name only when it is complete. See docs/converting.md.
 
     Args:
-        src: a directory of DCP, a safetensors file or a folder of them, a file of torch.save, an `.npz` or a folder of
-            `.npy`. The format is recognised from the files.
-        dst: a directory for "dcp" and "npy". For "safetensors" a file if it ends in `.safetensors`, else a folder of
-            shards with `model.safetensors.index.json`. For "torch" and "npz" a file.
-        format: "dcp", "safetensors", "torch", "npz" or "npy".
+        src: a directory of DCP, a safetensors file or a folder of them, or a file of torch.save. The format is
+            recognised from the files.
+        dst: a directory for "dcp". For "safetensors" a file if it ends in `.safetensors`, else a folder of shards with
+            `model.safetensors.index.json`. For "torch" a file.
+        format: "dcp", "safetensors" or "torch".
         rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match counts
             (`{"model": ""}`); or pairs of a regular expression and its replacement, applied one after another.
         keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. A pattern that
@@ -87,8 +87,8 @@ def convert(
         stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers;
             `{"layers.w": "layers.*.w"}` splits them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension.
             Names are those after `rename`.
-        on_objects: what to do with values that are no tensors, in formats that hold tensors only (all but "dcp" and
-            "torch"): "warn" and leave them out, "drop" them silently, or "error".
+        on_objects: what to do with values that are no tensors, in "safetensors", which holds tensors only: "warn"
+            and leave them out, "drop" them silently, or "error".
         overwrite: whether an existing `dst` may be replaced.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.

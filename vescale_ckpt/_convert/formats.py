@@ -10,7 +10,6 @@ from typing import IO, Any
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.open_checkpoint import numpy_is_missing
 from .._checkpoint.recognize import Format
 from .._checkpoint.safetensors.model_names import holds_export
 from .._state.flatten import nest
@@ -22,20 +21,17 @@ from .plan import Plan
 from .safetensors_files import safetensors_files
 from .streamed_file import Files, OutputFile, read_whole
 
-_OF_FORMAT = {
-    "safetensors": re.compile(r".*\.safetensors|.*\.safetensors\.index\.json"),
-    "npy": re.compile(r".*\.npy|torch_dtypes\.json"),
-}
+_OF_SAFETENSORS = re.compile(r".*\.safetensors|.*\.safetensors\.index\.json")
 
 
 def is_part_of_export(name: str) -> bool:
-    """Whether a folder of a format other than DCP has files of that name."""
-    return any(pattern.fullmatch(name) for pattern in _OF_FORMAT.values())
+    """Whether a folder of safetensors has files of that name."""
+    return _OF_SAFETENSORS.fullmatch(name) is not None
 
 
 def is_folder(path: str, format: Format) -> bool:
     """Whether a destination is a folder rather than a file."""
-    return format in ("dcp", "npy") or (format == "safetensors" and not path.endswith(".safetensors"))
+    return format == "dcp" or (format == "safetensors" and not path.endswith(".safetensors"))
 
 
 def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
@@ -43,10 +39,6 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
     file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files. In an object
     store, a folder of safetensors files is not replaced."""
     where = storage_at(path)
-    if format == "npy":
-        where.check_mounted(
-            "a folder of .npy files, which no file makes complete,", "Convert to one file: format='npz'"
-        )
     if not _is_there(path):
         return
     is_there = is_directory(path)
@@ -63,8 +55,8 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
             f"{path} holds a model, which cannot be replaced in one step in an object store: convert to another folder",
             path=path,
         )
-    pattern = _OF_FORMAT.get(format) if is_there else None
-    others = sorted(name for name in names if pattern is not None and not pattern.fullmatch(name))
+    is_model = is_there and format == "safetensors"
+    others = sorted(name for name in names if is_model and not _OF_SAFETENSORS.fullmatch(name))
     if others:
         raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
 
@@ -93,15 +85,7 @@ def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, 
         return None
     if format == "safetensors":
         return safetensors_files(plan.outputs, plan.ties, is_folder(path, format), most_bytes)
-    if format == "torch":
-        return torch_file(plan, objects)
-    try:
-        from .numpy_files import npy_files, npz_file
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise numpy_is_missing() from None
-    return npz_file(plan.outputs) if format == "npz" else npy_files(plan.outputs)
+    return torch_file(plan, objects)
 
 
 def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:

@@ -20,7 +20,7 @@ from ..settings import checked_path
 
 
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
-    """What a checkpoint holds: one of DCP, of safetensors, a file of torch.save, an `.npz` or a folder of `.npy`.
+    """What a checkpoint holds: one of DCP, of safetensors, or a file of torch.save.
 
     It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects (20 in an object store), for
     the values of numbers, texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle,

@@ -49,7 +49,7 @@ _KEYS = value(
     metavar="PATTERN",
     action="append",
 )
-_PATH = value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_PATH = value("path", "a checkpoint: a directory, or a file of safetensors or torch.save", metavar="PATH")
 _DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", action="append")
 _OVERWRITE = flag("--overwrite", "replace what is there")
 _RENAME = value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append")
@@ -70,7 +70,7 @@ COMMANDS = (
             flag("--ranks", "show what each rank has written"),
             _JSON,
         ),
-        "Reads DCP (ours and stock), safetensors, files of torch.save and numpy. Runs no code of the checkpoint. Shows "
+        "Reads DCP (ours and stock), safetensors and files of torch.save. Runs no code of the checkpoint. Shows "
         "values of objects that are numbers, texts or short lists (of a DCP checkpoint, the first 200 objects). Says "
         "when, by how many ranks and with which versions this package saved it.",
         (
@@ -116,7 +116,7 @@ COMMANDS = (
         ),
         "Compares keys, shapes, dtypes and objects, and of tensors the checksums that are stored, which reads no "
         "data. Exit status 1 if anything differs, be it -0.0 and 0.0; 3 if nothing does, but some values were not "
-        "compared: safetensors and .npy have no checksums of tensors, and those of shards that are no rows do not add "
+        "compared: safetensors have no checksums of tensors, and those of shards that are no rows do not add "
         "up. With --values all are read, and equal numbers are equal; the parts of a complex number count separately, "
         "and objects must be of one type. With --bits nothing may differ. With --rename, --keys are keys of A, and "
         "all of B is compared with them.",
@@ -232,7 +232,7 @@ COMMANDS = (
             value(
                 "--format",
                 "of DST (default: what its name ends in)",
-                choices=("dcp", "safetensors", "torch", "npz", "npy"),
+                choices=("dcp", "safetensors", "torch"),
             ),
             _KEYS,
             _RENAME,
@@ -260,7 +260,7 @@ COMMANDS = (
             _QUIET,
             _JSON,
         ),
-        "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, and "
+        "From DCP, safetensors or a file of torch.save, verified on the way, and "
         "between DCP and safetensors in bounded memory. Under torchrun the ranks share the work.",
         (
             "vescale-ckpt convert checkpoints/step-1000 model.pt",
