@@ -134,14 +134,6 @@ def save(
     if frozen is not None:
         trained = trained_tensors(state, () if guard is None else guard.optimizers)
         unchanged = FrozenTensors(frozen, _frozen.of(process_group), trained)
-    if planner is not None and planner.placement == "local":
-        if base is not None:
-            raise ValueError("base: with placement='local' each node has a checkpoint of its own, and no base for all")
-        if safetensors is not None:
-            raise ValueError(
-                "format='safetensors': its files are those of all ranks, and placement='local' is for ranks that share "
-                "no folder. Save with format='dcp', and convert the checkpoint of a node (vescale_ckpt.convert)"
-            )
 
     def layout(options: SaveOptions) -> Layout:
         if safetensors is None:

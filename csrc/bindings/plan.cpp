@@ -94,7 +94,7 @@ void bind_plan(py::module_& module) {
              const auto bytes = plan.bytes_by_rank();
              return std::vector<uint64_t>(bytes.begin(), bytes.end());
            })
-      .def("catalog", &plan::GlobalPlan::catalog, py::arg("node") = 0, py::call_guard<py::gil_scoped_release>());
+      .def("catalog", &plan::GlobalPlan::catalog, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace vescale_ckpt::bindings

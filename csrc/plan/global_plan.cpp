@@ -50,7 +50,6 @@ GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const
   for (const state::Inventory& inventory : parsed) ids.push_back(inventory.node());
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  node_count_ = static_cast<uint32_t>(ids.size());
   nodes_.reserve(ranks);
   for (const state::Inventory& inventory : parsed) {
     nodes_.push_back(static_cast<uint32_t>(std::lower_bound(ids.begin(), ids.end(), inventory.node()) - ids.begin()));
@@ -92,10 +91,8 @@ std::vector<std::byte> GlobalPlan::holders(uint32_t rank) const {
   return replicas_.holders(layout_, rank);
 }
 
-metadata::Catalog GlobalPlan::catalog(uint32_t node) const {
-  if (node >= node_count_) throw Error::invalid("no node " + std::to_string(node) + " in this plan");
-  return make_catalog(layout_, assignment_, local_plans_, nodes_, node, options_.placement == Placement::local,
-                      threads_);
+metadata::Catalog GlobalPlan::catalog() const {
+  return make_catalog(layout_, assignment_, local_plans_, threads_);
 }
 
 }  // namespace vescale_ckpt::plan

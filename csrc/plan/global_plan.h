@@ -40,15 +40,13 @@ class GlobalPlan {
   std::span<const Difference> differences() const { return replicas_.differences(); }
   std::string_view key(uint32_t number) const { return layout_.names[number]; }
 
-  // Returns the catalog of the checkpoint. Each call computes it. With Placement::local it names the copies of `node`,
-  // and for chunks that this node does not hold, the copies of the lowest node that does. Nodes are numbered in the
-  // order of their ids.
-  metadata::Catalog catalog(uint32_t node = 0) const;
+  // Returns the catalog of the checkpoint. Each call computes it. With Placement::local it names the copy of each chunk
+  // on the lowest node that holds it. Nodes are numbered in the order of their ids.
+  metadata::Catalog catalog() const;
 
  private:
   PlanOptions options_;
   std::vector<uint32_t> nodes_;  // node of each rank
-  uint32_t node_count_ = 0;
   unsigned threads_ = 1;
   Layout layout_;  // without the holders
   Replicas replicas_;

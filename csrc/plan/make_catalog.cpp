@@ -57,16 +57,10 @@ class RowNumbers {
 
 class Maker {
  public:
-  Maker(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, std::span<const uint32_t> nodes,
-        uint32_t node, bool copies, unsigned threads)
-      : layout_(layout),
-        assignment_(assignment),
-        nodes_(nodes),
-        node_(node),
-        copies_(copies),
-        rows_(layout, assignment, plans, threads) {
+  Maker(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, unsigned threads)
+      : layout_(layout), assignment_(assignment), rows_(layout, assignment, plans, threads) {
     catalog.names = layout.names.text();
-    catalog.ranks = static_cast<uint32_t>(nodes.size());
+    catalog.ranks = static_cast<uint32_t>(layout.block_of.size());
     catalog.keys.reserve(layout.class_of.size());
     catalog.chunks.reserve(plans.rows());
     catalog.dims.reserve(layout.shapes.size() + layout.dims.size());
@@ -79,27 +73,11 @@ class Maker {
 
  private:
   void add(uint32_t key);
-  // Returns the group of a chunk that the catalog names.
-  const Assignment::Group& seen_of(std::span<const Assignment::Group> groups, uint32_t key) const;
-  uint32_t node_of(const Assignment::Group& group, uint32_t key) const {
-    const bool by_key = group.writer == Assignment::Group::kByKey;
-    return nodes_[by_key ? assignment_.pieces_of(key, group)[0].writer : group.writer];
-  }
 
   const Layout& layout_;
   const Assignment& assignment_;
-  std::span<const uint32_t> nodes_;
-  uint32_t node_;
-  bool copies_;
   RowNumbers rows_;
 };
-
-const Assignment::Group& Maker::seen_of(std::span<const Assignment::Group> groups, uint32_t key) const {
-  if (!copies_) return groups[0];  // there is only one
-  const auto is_here = [&](const Assignment::Group& group) { return node_of(group, key) == node_; };
-  const auto found = std::ranges::find_if(groups, is_here);
-  return found == groups.end() ? groups[0] : *found;
-}
 
 void Maker::add(uint32_t key) {
   const Layout::Class& of = layout_.classes[layout_.class_of[key]];
@@ -109,9 +87,8 @@ void Maker::add(uint32_t key) {
   for (size_t chunk = 0; chunk < of.chunks; ++chunk) {
     const uint64_t whole = layout_.shapes.size() + of.dims + chunk * 2 * of.ndim;
     const std::span<const Assignment::Group> groups = assignment_.groups_of(of, chunk);
-    const Assignment::Group& named = seen_of(groups, key);
-    for (const Assignment::Group& group : groups) {
-      const bool seen = &group == &named;
+    for (const Assignment::Group& group : groups) {  // node after node
+      const bool seen = &group == &groups[0];
       if (group.writer != Assignment::Group::kByKey) {
         const uint32_t row = rows_.next(group.writer, object);
         if (seen) catalog.chunks.push_back({whole, group.writer, row});
@@ -157,8 +134,8 @@ void Maker::add(uint32_t key) {
 }  // namespace
 
 metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, const LocalPlans& plans,
-                               std::span<const uint32_t> nodes, uint32_t node, bool copies, unsigned threads) {
-  return std::move(Maker(layout, assignment, plans, nodes, node, copies, threads).catalog);
+                               unsigned threads) {
+  return std::move(Maker(layout, assignment, plans, threads).catalog);
 }
 
 }  // namespace vescale_ckpt::plan

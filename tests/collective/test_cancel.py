@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps, stores
 from harness.ranks import run_ranks
+from harness.saves import save_on_nodes
 from harness.snapshots import late_copies, no_snapshot_is_left
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, SavePlanner, StorageFullError
+from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, StorageFullError
 
 BOUND = 60.0  # seconds after which something counts as hung
 WAYS: dict[str, dict[str, Any]] = {
     "dcp": {},
     "delta": {},
-    "local": {"planner": SavePlanner(placement="local")},
+    "nodes": {},
     "safetensors": {"format": "safetensors"},
 }
 
@@ -40,8 +41,11 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def _options(way: str, directory: Path) -> dict[str, Any]:
-    return {**WAYS[way], "async_checkpoint": True, **({"base": directory / "a"} if way == "delta" else {})}
+def _save(way: str, path: Path, state: dict[str, torch.Tensor]) -> vescale_ckpt.SaveHandle:
+    if way == "nodes":  # a folder of each node, as managers have it
+        return save_on_nodes(path, state, async_checkpoint=True)
+    base = {"base": path.parent / "a"} if way == "delta" else {}
+    return vescale_ckpt.save(path, state, **WAYS[way], async_checkpoint=True, **base)
 
 
 @contextlib.contextmanager
@@ -81,15 +85,14 @@ def _held_at(moment: str, cancelled: Path) -> Any:
 
 def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     rank, path, cancelled = dist.get_rank(), directory / "c", directory / "cancelled"
-    options = _options(way, directory)
     if way == "delta":
-        vescale_ckpt.save(directory / "a", _state(0), **options).result(BOUND)
-    vescale_ckpt.save(path, _state(1), **options).result(BOUND)
+        _save(way, directory / "a", _state(0)).result(BOUND)
+    _save(way, path, _state(1)).result(BOUND)
     dist.barrier()
     before = sorted(os.listdir(path))
     dist.barrier()
     with _held_at(moment, cancelled):
-        handle = vescale_ckpt.save(path, _state(2), **options)
+        handle = _save(way, path, _state(2))
         dist.barrier()
         if rank in callers:
             if moment == "when others have written":
@@ -108,7 +111,7 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     after = sorted(os.listdir(path))
     kept = {key: float(value[0]) for key, value in vescale_ckpt.load(path).items()}
     dist.barrier()
-    vescale_ckpt.save(path, _state(3), **options).result(BOUND)  # and nobody is told of the one before
+    _save(way, path, _state(3)).result(BOUND)  # and nobody is told of the one before
     dist.barrier()
     new = {float(value[0]) for value in vescale_ckpt.load(path).values()}
     assert no_snapshot_is_left()
@@ -179,7 +182,7 @@ def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tm
 def _too_late(directory: Path, way: str) -> Any:
     path, cancelled = directory / "c", directory / "cancelled"
     with _held_at("commit", cancelled):
-        handle = vescale_ckpt.save(path, _state(2, 1000), **_options(way, directory))
+        handle = _save(way, path, _state(2, 1000))
         if dist.get_rank() == 0:
             _wait_for(directory / "asked")
             said = handle.cancel()
@@ -197,7 +200,7 @@ def _until_commit(handle: vescale_ckpt.SaveHandle) -> bool:
     return handle.cancel()
 
 
-@pytest.mark.parametrize("way", ["dcp", "local"])
+@pytest.mark.parametrize("way", ["dcp", "nodes"])
 def test_a_save_whose_commit_has_begun_is_not_cancelled(way: str, tmp_path: Path) -> None:
     assert run_ranks(2, _too_late, tmp_path, way) == [(False, True, 2.0)] * 2
 

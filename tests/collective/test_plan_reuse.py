@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-import vescale_ckpt
 from vescale_ckpt import (
     LoadPlanner,
     SavePlanner,
@@ -189,33 +188,6 @@ def _mixed(way: str, directory: str, asks: int) -> None:
 @pytest.mark.parametrize(("way", "asks"), [("dcp", 0), ("ours", 1)])
 def test_a_subclass_on_one_rank(tmp_path: Path, way: str, asks: int) -> None:
     run_ranks(2, _mixed, way, str(tmp_path), asks, timeout=BOUND)
-
-
-# --- placement="local"
-
-
-def _nodes(directory: str, first_node: int) -> None:
-    """Each rank is on a node of its own with a disk of its own."""
-    rank = dist.get_rank()
-    os.environ["VESCALE_CKPT_NODE"] = str(abs(first_node - rank))
-    home = os.getcwd()
-    os.makedirs(f"{directory}/{rank}")
-    os.chdir(f"{directory}/{rank}")
-    try:
-        planner = SavePlanner(placement="local")
-        for k in range(3):
-            state = replicated(k)
-            state[f"of {rank}"] = torch.full((3,), float(k))
-            vescale_ckpt.save("c", state, planner=planner)
-            assert_same(load("c", state), state)
-            assert_same(load_by_stock("c", state), state)
-    finally:
-        os.chdir(home)
-
-
-@pytest.mark.parametrize("first_node", [0, 7])
-def test_every_node_has_all_of_its_own_on_its_own_disk(tmp_path: Path, first_node: int) -> None:
-    run_ranks(2, _nodes, str(tmp_path), first_node, timeout=BOUND)
 
 
 # --- Load planners

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from harness import steps
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import run_ranks
+from harness.saves import save_on_nodes
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, SavePlanner, StorageFullError
+from vescale_ckpt import CheckpointTimeoutError, SaveHandle, SavePlanner, StorageFullError
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
@@ -31,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "async": {"async_checkpoint": True},
     "items": {"planner": PlansItems()},
-    "local": {"planner": SavePlanner(placement="local")},
+    "nodes": {},
     "safetensors": {"format": "safetensors"},
 }
 
@@ -41,9 +42,15 @@ def _state(fill: float) -> dict[str, Any]:
     return {f"of {dist.get_rank()}": torch.full((8,), fill), "w": torch.full((8,), fill)}
 
 
+def _save(way: str, path: Path, state: dict[str, Any], **options: Any) -> SaveHandle:
+    if way == "nodes":  # a folder of each node, as managers have it
+        return save_on_nodes(path, state, **options)
+    return vescale_ckpt.save(path, state, **WAYS[way], **options)
+
+
 def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
-    rank, path, options = dist.get_rank(), directory / "c", WAYS[way]
-    vescale_ckpt.save(path, _state(1), **options).result()
+    rank, path = dist.get_rank(), directory / "c"
+    _save(way, path, _state(1)).result()
 
     def wait(_: Any) -> None:
         while len(list(directory.glob("gave up *"))) < 2:  # the run has a limit
@@ -52,7 +59,7 @@ def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
     def save() -> CheckpointTimeoutError | None:
         try:
             timeout = TIMEOUT if rank else FOREVER
-            vescale_ckpt.save(path, _state(2), timeout=timeout, **options).result()
+            _save(way, path, _state(2), timeout=timeout).result()
         except CheckpointTimeoutError as error:
             return error
         return None

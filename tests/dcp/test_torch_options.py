@@ -34,8 +34,6 @@ def test_options_that_change_the_files_are_refused(tmp_path: Path) -> None:
         DefaultWriter(tmp_path, _extensions=[object()])
     with pytest.raises(ValueError, match="per_thread_copy_ahead"):
         DefaultWriter(tmp_path, per_thread_copy_ahead=-1)
-    with pytest.raises(ValueError, match="contradict"):
-        SavePlanner(placement="local", dedup_save_to_lowest_rank=True)
 
 
 def test_the_lowest_rank_has_torchs_name() -> None:

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.planner import (
 
 import vescale_ckpt
 from harness.states import State, blank, same
-from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt import CheckpointError, LoadPlanner, SaveHandle, SavePlanner, StorageReader, StorageWriter
 from vescale_ckpt._collective.start_save import start_save
 from vescale_ckpt._write.node_layout import NodeLayout
+from vescale_ckpt.manager.node_tier import NodePlanner
 
 
 class ShardingPlanner(SavePlanner):
@@ -192,9 +193,9 @@ def load_boxes(directory: Path, key: str, boxes: list[tuple[slice, ...]], **opti
     return planner.targets
 
 
-def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool) -> None:
+def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool = False, **options: Any) -> SaveHandle:
     """Saves into a folder of each node, as managers do. The folders need not have the same path."""
-    start_save(
-        "a folder of each node", str(folder), state, NodeLayout, SavePlanner(placement="local"),
-        async_checkpoint=async_checkpoint, process_group=None,
-    ).result()  # fmt: skip
+    return start_save(
+        "a folder of each node", str(folder), state, NodeLayout, NodePlanner(),
+        async_checkpoint=async_checkpoint, process_group=None, **options,
+    )  # fmt: skip

@@ -510,12 +510,6 @@ def test_all_ranks_write_the_final_files(checkpoint: Path, shape: tuple[int, ...
         assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
 
 
-def test_ranks_that_share_no_folder_are_told_what_to_do(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="format='dcp', and convert"):
-        save(checkpoint, model(0), planner=SavePlanner(placement="local"))
-    assert not checkpoint.exists()
-
-
 def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) -> None:
     """Two exports that begin in one folder: the one's clean-up has just found the other's file, not marked yet."""
     marks: list[str] = []

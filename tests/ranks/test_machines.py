@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -113,16 +112,13 @@ def _operation(name: str, directory: str, timeout: float = TIMEOUT) -> Callable[
         return lambda number: vescale_ckpt.save(
             directory, _state(number), async_checkpoint=True, timeout=TIMEOUT
         ).result()
-    if name == "local":
-        planner = vescale_ckpt.SavePlanner(placement="local")
-        return lambda number: vescale_ckpt.save(directory, _state(number), planner=planner, timeout=timeout)
     return lambda number: vescale_ckpt.save(directory, _state(number), timeout=timeout)
 
 
 def _until_it_fails(rank: int, pipe: Connection, name: str, directory: str) -> None:
     """Tells the first error and after how many seconds it came; then whether the operation succeeds again."""
     operation = _operation(name, directory)
-    _operation("local" if name == "local" else "save", directory, 60)(1)
+    _operation("save", directory, 60)(1)
     _operation(name, directory, 60)(2)
     pipe.send("ready")
     for number in itertools.count(3):
@@ -145,12 +141,12 @@ def _until_it_fails(rank: int, pipe: Connection, name: str, directory: str) -> N
     pipe.recv()
 
 
-def _once_more(rank: int, name: str, directory: str) -> int:
+def _once_more(rank: int, directory: str) -> int:
     """As after a restart of the job: loads what there is, then saves and loads again."""
     state = _state(0)
     vescale_ckpt.load(directory, state, timeout=60)
     assert torch.equal(state["w"], _state(state["step"])["w"])
-    _operation("local" if name == "local" else "save", directory, 60)(5000)
+    _operation("save", directory, 60)(5000)
     new = _state(0)
     vescale_ckpt.load(directory, new, timeout=60)
     assert new["step"] == 5000
@@ -172,7 +168,7 @@ def _check(told: list[tuple[float, list[int] | None, str]], broken: list[int], s
 
 
 def _trouble(directory: Path, name: str, trouble: Trouble, machine: int, machines: Machines) -> None:
-    shown = machines.own / "c" if name == "local" else directory / "c"
+    shown = directory / "c"
     with machines.start(_until_it_fails, name, str(shown)) as ranks:
         ranks.hear()
         time.sleep(0.3)
@@ -185,7 +181,7 @@ def _trouble(directory: Path, name: str, trouble: Trouble, machine: int, machine
             machines.part(trouble, machine)
         told = ranks.hear(2 * MOST_SECONDS, but=broken)
         _check([report for rank, report in enumerate(told) if rank not in broken], broken, machine == 0)
-        _assert_whole(machines.folder(1 - machine) / "c" if name == "local" else shown)
+        _assert_whole(shown)
         if trouble == "power":
             machines.heal("lost", machine)
         else:
@@ -199,12 +195,7 @@ def _trouble(directory: Path, name: str, trouble: Trouble, machine: int, machine
             ranks.say("go on")
             assert ranks.hear(8 * MOST_SECONDS) == [True] * len(told)
             ranks.say("end")
-    if name == "local":  # one of the machines may have committed what the other has not: both have saved anew, or
-        for folder in map(machines.folder, range(2)):
-            _assert_whole(folder / "c")
-        if trouble == "power":
-            return
-    assert len(set(machines.run(_once_more, name, str(shown)))) == 1
+    assert len(set(machines.run(_once_more, str(shown)))) == 1
 
 
 @pytest.mark.parametrize(("name", "trouble", "machine"), [("save", "frozen", 1), ("load", "deaf", 1)])
@@ -216,7 +207,7 @@ def test_the_others_name_a_machine_in_trouble(name: str, trouble: Trouble, machi
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [1, 0])
 @pytest.mark.parametrize("trouble", ["frozen", "power", "lost", "deaf", "down"])
-@pytest.mark.parametrize("name", ["save", "async", "load", "local"])
+@pytest.mark.parametrize("name", ["save", "async", "load"])
 def test_the_others_name_a_machine_in_any_trouble(name: str, trouble: Trouble, machine: int, tmp_path: Path) -> None:
     with Machines(2) as machines:
         _trouble(tmp_path, name, trouble, machine, machines)
@@ -225,40 +216,6 @@ def test_the_others_name_a_machine_in_any_trouble(name: str, trouble: Trouble, m
 def test_a_job_goes_on_after_one_of_three_machines_lost_power(tmp_path: Path) -> None:
     with Machines(3, ranks=1) as machines:
         _trouble(tmp_path, "save", "power", 2, machines)
-
-
-# --- A folder each
-
-
-def _save_local(rank: int, directory: str) -> None:
-    planner = vescale_ckpt.SavePlanner(placement="local")
-    vescale_ckpt.save(directory, {**_state(7), f"own{rank // 2}": torch.ones(10)}, planner=planner, timeout=60)
-
-
-def _load_local(rank: int, directory: str, keys: tuple[str, ...]) -> str:
-    state = {key: value for key, value in {**_state(0), f"own{rank // 2}": torch.zeros(10)}.items() if key[:3] in keys}
-    try:
-        vescale_ckpt.load(directory, state, timeout=60)
-    except CheckpointError as error:
-        return str(error)
-    assert torch.equal(state["w"], _state(7)["w"]) and state["step"] == 7
-    return ""
-
-
-def test_after_a_machine_was_replaced_what_is_missing_is_named(tmp_path: Path) -> None:
-    with Machines(2) as machines:
-        shown, everything, replicas = str(machines.own / "c"), ("w", "ste", "own"), ("w", "ste")
-        machines.run(_save_local, shown)
-        assert machines.run(_load_local, shown, everything) == [""] * 4
-        machines.replace(1)
-        for text in machines.run(_load_local, shown, everything):
-            assert all(f"rank {rank}: " in text for rank in (2, 3)) and "rank 0: " not in text, text
-            assert "not a checkpoint" in text
-        # What every machine holds can be had from another machine; what only the lost one held is gone.
-        shutil.copytree(machines.folder(0) / "c", machines.folder(1) / "c")
-        assert machines.run(_load_local, shown, replicas) == [""] * 4
-        for text in machines.run(_load_local, shown, everything):
-            assert "own1: data file is missing" in text and "rank 0: " not in text, text
 
 
 # --- Clocks

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
+from harness.saves import save_on_nodes
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -38,12 +39,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "items": {"planner": PlansItems()},
     "safetensors": {"format": "safetensors"},
-    "local": {"planner": SavePlanner(placement="local")},
+    "nodes": {},
 }
 
 
 def _state(fill: float) -> dict[str, Any]:
     return {"w": torch.full((64,), fill), f"of {dist.get_rank()}": torch.full((8,), fill)}
+
+
+def _save(way: str, path: Path, state: dict[str, Any]) -> None:
+    if way == "nodes":  # a folder of each node, as managers have it
+        save_on_nodes(path, state)
+    else:
+        vescale_ckpt.save(path, state, **WAYS[way])
 
 
 def _files_in(directory: Path) -> list[str]:
@@ -52,22 +60,22 @@ def _files_in(directory: Path) -> list[str]:
 
 def _apart(way: str, directory: Path) -> Any:
     """The ranks from 1 on see another directory under the path, as without a mount."""
-    rank, path, options = dist.get_rank(), directory / "c", WAYS[way]
-    vescale_ckpt.save(path, _state(1), **options)  # plans are kept from here on
+    rank, path = dist.get_rank(), directory / "c"
+    _save(way, path, _state(1))  # plans are kept from here on
     before = _files_in(directory)
     dist.barrier()
-    elsewhere = str(directory / "elsewhere" if rank else path)
+    elsewhere = directory / "elsewhere" if rank else path
     with (
-        mock.patch.object(api, "checkpoint_path", lambda _: elsewhere),
+        mock.patch.object(api, "checkpoint_path", lambda _: str(elsewhere)),
         mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):
-        vescale_ckpt.save(path, _state(2), **options)
+        _save(way, elsewhere if way == "nodes" else path, _state(2))
     dist.barrier()
     assert _files_in(directory) == before, "something was written, or left"
     assert caught.value.path in (str(path), str(directory / "elsewhere"))
     dist.barrier()
-    vescale_ckpt.save(path, _state(3), **options)
+    _save(way, path, _state(3))
     assert float(vescale_ckpt.load(path)["w"][0]) == 3
     assert not [name for name in _files_in(directory) if ".tmp" in name]
     return caught.value.ranks, str(caught.value)
@@ -76,11 +84,11 @@ def _apart(way: str, directory: Path) -> Any:
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_see_another_directory_are_named_before_anything_is_written(way: str, tmp_path: Path) -> None:
     for ranks, text in run_ranks(3, _apart, way, tmp_path):
-        if way == "local":
+        if way == "nodes":
             assert ranks == [1] and "ranks 0 and 1" in text and "VESCALE_CKPT_NODE" in text
         else:
             assert ranks == [1, 2] and "ranks 1, 2 " in text
-            assert "directory that all nodes share" in text and "placement='local'" in text
+            assert "directory that all nodes share" in text and "local=" in text
 
 
 def _apart_by_dcp(format: str, directory: Path) -> str:
@@ -196,21 +204,3 @@ def _may_not_remove(path: Path) -> float:
 def test_a_token_that_cannot_be_removed_fails_no_rank(tmp_path: Path) -> None:
     """An object store may allow a job to write, and not to delete."""
     assert run_ranks(2, _may_not_remove, tmp_path / "c") == [1.0, 1.0]
-
-
-def _save_to_a_folder_each(root: Path) -> None:
-    node = dist.get_rank() // 2
-    os.environ["VESCALE_CKPT_NODE"] = str(node)
-    os.makedirs(root / str(node), exist_ok=True)
-    os.chdir(root / str(node))
-    vescale_ckpt.save("c", _state(1) | {"step": 7}, planner=SavePlanner(placement="local"))
-
-
-def test_a_folder_of_each_node_is_verified_as_whole(tmp_path: Path) -> None:
-    """Replicas lie in files of both nodes, and each node's metadata and index name its own."""
-    run_ranks(4, _save_to_a_folder_each, tmp_path)
-    for node in ("0", "1"):
-        report = vescale_ckpt.verify(tmp_path / node / "c")
-        others = {f"of {rank}" for rank in range(4) if rank // 2 != int(node)}
-        assert {damage.key for damage in report.damaged} - {None} == others, report.damaged
-        assert all("missing" in damage.reason for damage in report.damaged), report.damaged

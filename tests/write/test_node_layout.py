@@ -36,7 +36,7 @@ def _state(kind: str) -> dict[str, Any]:
 def _save(root: Path, kind: str, asynchronous: bool) -> None:
     node = dist.get_rank() // 2
     os.environ["VESCALE_CKPT_NODE"] = str(node)
-    save_on_nodes(root / f"node{node}", _state(kind), async_checkpoint=asynchronous)
+    save_on_nodes(root / f"node{node}", _state(kind), async_checkpoint=asynchronous).result()
 
 
 def _files(folder: Path) -> dict[str, bytes]:

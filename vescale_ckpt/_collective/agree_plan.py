@@ -85,8 +85,8 @@ class CollectivePlan:
         return self._plan(self._local, same_plan)
 
     def _check_shared_directory(self, marker: MarkerFile, number: int) -> None:
-        """Raises on all ranks if they do not write to one directory. With placement="local" only the ranks of a node
-        must. `number`: of the token that the coordinator has left in the directory."""
+        """Raises on all ranks if they do not write to one directory. Where each node has a folder, only the ranks of a
+        node must. `number`: of the token that the coordinator has left in the directory."""
         steps, local = self._steps, self._planner.placement == "local"
         if local:
             of_all = steps.gather(lambda: identity(marker.directory), "gather places")

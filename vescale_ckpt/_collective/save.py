@@ -75,7 +75,7 @@ class Save:
 
     @property
     def _by_node(self) -> bool:
-        """Whether each node has a checkpoint of its own."""
+        """Whether each node has a folder of its own."""
         return self.planner.placement == "local"
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
@@ -110,12 +110,8 @@ class Save:
         check_alone_on_purpose()
         exchange, layout = self.exchange, self._make_layout()
         self._layout = layout
-        # One rank gives them to the plan; where each node has a checkpoint of its own, the plan takes one rank of each.
+        # One rank gives them to the plan; where each node has a folder of its own, the plan takes one rank of each.
         values = layout.values(saved_form(state), adds_files=exchange.is_coordinator or self._by_node)
-        if self._by_node:
-            storage_at(self.path).check_mounted(
-                "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out"
-            )
         layout.begin(exchange.is_coordinator)
         storage_at(self.path).expect_writers(exchange.size)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
@@ -264,7 +260,7 @@ class Save:
         None if a rank has an error."""
         contents: list[tuple[bytes, ...]] | None = None
         if messages is not None and self._of_all is not None:
-            contents = self.steps.take(self._layout.contents, self._of_all, messages, self._by_node)
+            contents = self.steps.take(self._layout.contents, self._of_all, messages)
         mine = () if contents is None else contents[0]
         if self._by_node:
             if self.exchange.is_coordinator and contents is None:

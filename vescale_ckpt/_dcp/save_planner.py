@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,7 +34,7 @@ from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrap_per_rank
 from .._state.structure import Structure
 from ..errors import CheckpointError
-from ..settings import PLACEMENTS, Placement, checked_flag
+from ..settings import Placement, checked_flag
 from .overrides import is_method_of
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class SavePlanner(DefaultSavePlanner):
             shards on every rank. The cache belongs to this object. If one rank does not keep plans, all ranks plan at
             each save.
         placement: which rank writes what several ranks hold. "balanced": all evenly, large tensors in pieces.
-            "lowest_rank": the lowest rank that holds it. "local": one rank of each node, for disks that nodes do not
-            share.
+            "lowest_rank": the lowest rank that holds it.
         dedup_replicated_tensors: has no effect, as in torch.
         dedup_save_to_lowest_rank: torch's name for `placement="lowest_rank"`.
 
@@ -67,7 +66,7 @@ class SavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: bool = True,
         *,
         enable_plan_caching: bool = True,
-        placement: Placement = "balanced",
+        placement: Literal["balanced", "lowest_rank"] = "balanced",
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
     ) -> None:
@@ -78,10 +77,8 @@ class SavePlanner(DefaultSavePlanner):
             ("enable_plan_caching", enable_plan_caching), ("dedup_save_to_lowest_rank", dedup_save_to_lowest_rank),
         ):  # fmt: skip
             checked_flag(name, value)
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement: expected one of {', '.join(PLACEMENTS)}, got {placement!r}")
-        if dedup_save_to_lowest_rank and placement == "local":
-            raise ValueError("placement='local' and dedup_save_to_lowest_rank=True contradict each other")
+        if placement not in ("balanced", "lowest_rank"):
+            raise ValueError(f"placement: expected one of balanced, lowest_rank, got {placement!r}")
         self.reuse_plans = enable_plan_caching
         self.placement: Placement = "lowest_rank" if dedup_save_to_lowest_rank else placement
         self._forget()
@@ -170,8 +167,6 @@ class SavePlanner(DefaultSavePlanner):
         packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
         if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
             return super().create_global_plan(all_plans)
-        if self.placement == "local" and len(all_plans) > 1:
-            raise CheckpointError("placement='local' takes vescale_ckpt.save: under dcp.save only one rank commits")
         alone = bool(packed) and not self.is_coordinator  # each rank saves for itself, without collectives
         if alone:
             assert self._description is not None

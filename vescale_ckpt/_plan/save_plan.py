@@ -100,7 +100,7 @@ class GlobalSavePlan:
         # The id is random, not a hash of the inputs: equal inputs may give different plans, and all local plans must
         # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
-        self._catalogs: dict[int, _C.Catalog] = {}  # {node: catalog}
+        self._catalog: _C.Catalog | None = None
         self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: {options of an export: its token, layout}
 
     def files(
@@ -109,19 +109,18 @@ class GlobalSavePlan:
         names: list[list[str]],
         directory: str,
         save_id: str,
-        node: int = 0,
         target: _C.PendingFile | None = None,
     ) -> tuple[bytes, bytes]:
         """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank. With
         `target`, writes `.metadata` to it as it is made, and returns its last `TRAILER_BYTES` only."""
         return _C.checkpoint_files(
-            self.catalog(node), locations, names, self.paths, directory, save_id, self.structure, target
+            self.catalog(), locations, names, self.paths, directory, save_id, self.structure, target
         )
 
-    def catalog(self, node: int = 0) -> _C.Catalog:
-        if node not in self._catalogs:
-            self._catalogs[node] = self.plan.catalog(node)
-        return self._catalogs[node]
+    def catalog(self) -> _C.Catalog:
+        if self._catalog is None:
+            self._catalog = self.plan.catalog()
+        return self._catalog
 
 
 class SavePlans(list[SavePlan]):

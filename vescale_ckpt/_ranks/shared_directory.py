@@ -2,8 +2,8 @@
 
 A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
 coordinator makes a file with a random name in the directory, and the other ranks look for it; in object stores only at
-the first save to a bucket, because each look is a request. With
-`placement="local"` each node has its own directory; then the ranks of a node compare its device and inode numbers.
+the first save to a bucket, because each look is a request. Where
+each node has its own directory, the ranks of a node compare its device and inode numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
     text = (
         f"{path} is not one directory: {who} would write to another than rank 0, which coordinates. Save to a "
         "directory that all nodes share (an absolute path, mounted alike on all nodes and in all containers); or, for "
-        "each node to keep a whole checkpoint on a disk of its own, with SavePlanner(placement='local')"
+        "disks of each node, with vescale_ckpt.CheckpointManager(directory, local=…)"
     )
     return SeparateDirectoriesError(path, ranks, text)
 
@@ -105,7 +105,7 @@ def check_nodes(directory: str, identities: Sequence[bytes]) -> None:
                 directory,
                 [rank],
                 f"{directory} is not one directory: ranks {other} and {rank}, which run on one node, would write to "
-                "different ones, and with placement='local' one rank of a node commits for all of it. Give the ranks "
+                "different ones, and one rank of a node commits for all of it. Give the ranks "
                 "of a node one directory (an absolute path, mounted alike in all containers); or, where containers are "
                 "to be nodes of their own, set VESCALE_CKPT_NODE to another whole number in each",
             )

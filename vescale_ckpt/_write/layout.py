@@ -95,9 +95,8 @@ class Layout(ABC):
         """What the coordinator needs from this rank after writing. Not empty."""
 
     @abstractmethod
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
-        """For each rank what it commits; empty: nothing. `messages`: of all ranks. `by_node`: each node has a
-        checkpoint of its own."""
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """For each rank what it commits; empty: nothing. `messages`: of all ranks."""
 
     # --- This rank's files
 

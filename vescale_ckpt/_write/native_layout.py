@@ -31,7 +31,6 @@ from .._engine.torch_private import CURRENT_DCP_VERSION
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, write_result
 from .._ranks.message import pack, unpack
-from .._ranks.node import node_of_this_process
 from .._ranks.shared_directory import separate_directories
 from .._ranks.steps import Steps
 from .._state.describe import Description
@@ -135,22 +134,16 @@ class NativeLayout(Layout):
     def message(self) -> bytes:
         locations, names = self.located()
         ids = b"" if self._delta is None else self._delta.ids()
-        return pack(locations, ids, str(node_of_this_process()).encode(), *map(str.encode, names))
+        return pack(locations, ids, *map(str.encode, names))
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         of_all = list(map(unpack, messages))
         of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
-        names = [[name.decode() for name in names] for _, _, _, *names in of_all]
+        names = [[name.decode() for name in names] for _, _, *names in of_all]
         self._of_all = names
         locations = [locations for locations, *_ in of_all]
-        writers = [0]
-        if by_node:
-            nodes = [int(node) for _, _, node, *_ in of_all]
-            writers = [nodes.index(node) for node in sorted(set(nodes))]  # as plans number nodes
         save_id = stamped(self.options.save_id, len(of_all))
-        target = None if by_node else self._begin_metadata()
-        for number, writer in enumerate(writers):
-            of_ranks[writer] = planned.files(locations, names, self.options.path, save_id, number, target=target)
+        of_ranks[0] = planned.files(locations, names, self.options.path, save_id, target=self._begin_metadata())
         if self._base is not None and self._delta is not None:
             delta = table_of_new_checkpoint(self._delta.seed, locations, [ids for _, ids, *_ in of_all], names)
             self._base.check(delta.files)

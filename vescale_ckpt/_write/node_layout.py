@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 
 
 class NodeLayout(NativeLayout):
-    """The files of one save in folders of the nodes. For plans with `placement="local"`."""
+    """The files of one save in folders of the nodes. For plans of `NodePlanner`."""
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options, extra_files)
@@ -46,7 +46,7 @@ class NodeLayout(NativeLayout):
         same = hashlib.blake2b(pack(self._planned, locations), digest_size=_DIGEST_BYTES).digest()
         return pack(locations, same, str(node_of_this_process()).encode(), *map(str.encode, names))
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         of_all = list(map(unpack, messages))
         nodes = [int(node) for _, _, node, *_ in of_all]
         numbers = sorted(set(nodes))  # as plans number nodes

@@ -240,7 +240,7 @@ class SafetensorsLayout(Layout):
     def message(self) -> bytes:
         return pack(self._blocks)
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """The head of each file, for the coordinator."""
         return [tuple(self._heads([unpack(message)[0] for message in messages])), *[()] * (len(messages) - 1)]
 

@@ -97,8 +97,8 @@ class StoreLayout(SafetensorsLayout):
             raise CheckpointError(f"{doing}: the ranks share no memory", path=self.options.path)
         self._steps, self._own = steps, routes.own
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes], by_node: bool) -> list[tuple[bytes, ...]]:
-        contents = super().contents(planned, messages, by_node)
+    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        contents = super().contents(planned, messages)
         if [*contents[0]] != self._file_heads:
             path = self.options.path
             raise CheckpointError(f"tensors have changed while they were saved to {path}", path=path)

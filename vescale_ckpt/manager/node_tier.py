@@ -51,7 +51,16 @@ from .run_id import Run
 
 logger = logging.getLogger(__name__)
 
-_planners = PerGroup(lambda: SavePlanner(placement="local"))
+
+class NodePlanner(SavePlanner):
+    """Plans that each node writes what its ranks hold: of several ranks of a node that hold the same, one writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placement = "local"
+
+
+_planners = PerGroup(NodePlanner)
 _SMALL_FILES = (INDEX_NAME, ORDER_NAME, METRICS_NAME)  # each node has them beside `.metadata`
 
 
