@@ -29,7 +29,7 @@ from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate, as_gate
-from ._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout, SaveFormat
+from ._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
 from ._write.store_layout import StoreLayout
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
@@ -51,9 +51,6 @@ def save(
     gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    metadata: Mapping[str, str] | None = None,
-    fqn_to_index_mapping: Mapping[str, int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     base: str | os.PathLike[str] | None = None,
     frozen: Iterable[torch.Tensor] | None = None,
@@ -86,7 +83,6 @@ def save(
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         on_busy: what to do while the group's last asynchronous save is running on any rank: "wait" for it, "skip" this
             save (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
-        max_shard_size, metadata, fqn_to_index_mapping: those of `Safetensors`, for format "safetensors".
         extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). The files
             of rank 0 count. The contents are committed with the checkpoint, and `load` returns them. After the commit a
             copy of each is written into the directory, for other programs. For format "dcp".
@@ -117,7 +113,7 @@ def save(
             f"planner: expected a vescale_ckpt.SavePlanner or one derived from it, got {type(planner).__name__}. "
             "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
         )
-    safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
+    safetensors = chosen_format(format)
     if safetensors is not None and extra_files is not None:
         raise ValueError(
             "extra_files: a model in format='safetensors' has no place for files that are committed with it. Write "

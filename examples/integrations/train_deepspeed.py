@@ -1,4 +1,4 @@
-"""A training with ZeRO that resumes by itself: `torchrun --nproc-per-node=2 train_deepspeed.py runs/a 2` (stage 2)"""
+"""A training that resumes by itself: `torchrun --nproc-per-node=2 train_deepspeed.py runs/a`"""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from vescale_ckpt.integrations.deepspeed import engine_state
 ROWS, WIDTH, STEPS = 8192, 512, 8  # rows of the whole batch, whatever the number of ranks
 
 
-def main(directory: str, stage: int) -> None:
+def main(directory: str, stage: int = 0) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # equal weights on all ranks
@@ -25,7 +25,7 @@ def main(directory: str, stage: int) -> None:
     )
     config = {
         "train_micro_batch_size_per_gpu": ROWS // ranks,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -47,4 +47,4 @@ def main(directory: str, stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

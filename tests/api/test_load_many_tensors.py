@@ -29,7 +29,7 @@ def _safetensors(path: Path, state: dict[str, torch.Tensor]) -> Path:
 
 
 def _two_files(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    vescale_ckpt.save(path, state, format="safetensors", max_shard_size=2048)
+    vescale_ckpt.save(path, state, format=vescale_ckpt.Safetensors(max_shard_size=2048))
     return path
 
 

@@ -254,7 +254,7 @@ def test_the_index_lists_what_the_metadata_lists(tmp_path: Path) -> None:
 def test_headers_of_safetensors_are_listed_without_torch(tmp_path: Path, capsys: Any) -> None:
     shared = torch.ones(3, 2)
     weights = {"a": shared, "tied": shared, "b": torch.zeros(5, dtype=torch.float8_e4m3fn), "scalar": torch.tensor(1.0)}
-    vescale_ckpt.save(tmp_path / "model", weights, format="safetensors", max_shard_size="20B")
+    vescale_ckpt.save(tmp_path / "model", weights, format=vescale_ckpt.Safetensors(max_shard_size="20B"))
     dcp.save({"w": torch.zeros(3)}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "stock")))
     for path in (tmp_path / "model", tmp_path / "stock", next((tmp_path / "model").glob("*.safetensors"))):
         out = run_without("torch", "inspect", path, "--json")

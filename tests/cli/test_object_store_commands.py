@@ -160,7 +160,7 @@ def test_a_copy_sends_only_files_that_differ(url: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Path) -> None:
-    vescale_ckpt.save(tmp_path / "model", state(), format="safetensors", max_shard_size="1MB")
+    vescale_ckpt.save(tmp_path / "model", state(), format=vescale_ckpt.Safetensors(max_shard_size="1MB"))
     copy(tmp_path / "model", url)
     assert_holds(url, state())
     vescale_ckpt.convert(url, tmp_path / "converted", format="dcp")

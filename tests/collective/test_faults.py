@@ -149,14 +149,17 @@ def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
         return real(*arguments)
 
     for number in range(30):
-        for directory, format in ((checkpoint / "dcp", "dcp"), (checkpoint / "export", "safetensors")):
+        for directory, format in (
+            (checkpoint / "dcp", "dcp"),
+            (checkpoint / "export", vescale_ckpt.Safetensors(max_shard_size=4)),
+        ):
             tensors = [{str(i): torch.full((1,), float(k)) for i in range(3)} for k in (0, 1)]
-            vescale_ckpt.save(directory, tensors[0], format=format, max_shard_size=4)
+            vescale_ckpt.save(directory, tensors[0], format=format)
             left = number
             with monkeypatch.context() as patched:
                 patched.setattr(of, call, failing)
                 try:
-                    vescale_ckpt.save(directory, tensors[1], format=format, max_shard_size=4)
+                    vescale_ckpt.save(directory, tensors[1], format=format)
                     failed = False
                 except CheckpointError:
                     failed = True

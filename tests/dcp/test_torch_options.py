@@ -14,8 +14,8 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import vescale_ckpt
-from vescale_ckpt import SavePlanner, StorageReader
-from vescale_ckpt.integrations.dcp import DefaultWriter
+from vescale_ckpt import StorageReader
+from vescale_ckpt.integrations.dcp import DefaultPlanner, DefaultWriter
 
 
 def test_options_without_effect_are_taken(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_options_without_effect_are_taken(tmp_path: Path) -> None:
         tmp_path, per_thread_copy_ahead=1, cache_staged_state_dict=True,
         serialization_format=SerializationFormat.TORCH_SAVE, _extensions=[],
     )  # fmt: skip
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=SavePlanner(dedup_replicated_tensors=True))
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=DefaultPlanner(dedup_replicated_tensors=True))
     assert vescale_ckpt.load(tmp_path)["w"].tolist() == [1.0] * 3
 
 
@@ -37,8 +37,8 @@ def test_options_that_change_the_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_lowest_rank_has_torchs_name() -> None:
-    assert SavePlanner(dedup_save_to_lowest_rank=True).placement == "lowest_rank"
-    assert SavePlanner().placement == "balanced"
+    assert DefaultPlanner(dedup_save_to_lowest_rank=True).placement == "lowest_rank"
+    assert DefaultPlanner().placement == "balanced"
 
 
 class Flipped(StreamTransformExtension):

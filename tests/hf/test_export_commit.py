@@ -40,7 +40,7 @@ def model(k: int) -> State:
 
 
 def export(directory: Path, k: int, size: str, **options: Any) -> None:
-    vescale_ckpt.save(directory, model(k), format="safetensors", max_shard_size=SIZES[size], **options)
+    vescale_ckpt.save(directory, model(k), format=vescale_ckpt.Safetensors(max_shard_size=SIZES[size]), **options)
 
 
 def prepare(directory: Path, before: str) -> None:
@@ -306,7 +306,7 @@ def test_the_names_of_all_files_cost_one_sync(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         calls = Calls(patched)
         state = {str(number): torch.ones(1) for number in range(40)}
-        vescale_ckpt.save(directory, state, format="safetensors", max_shard_size=4)
+        vescale_ckpt.save(directory, state, format=vescale_ckpt.Safetensors(max_shard_size=4))
     made = [name for name, _ in calls.made]
     assert made.count("rename_file") == 41 and made.count("sync_directory") <= 4
 

@@ -44,7 +44,9 @@ def joining(least_bytes: int = 1) -> Iterator[mock.Mock]:
 
 
 def save(directory: str, state: dict[str, Any], **options: Any) -> Any:
-    return vescale_ckpt.save(directory, state, format="safetensors", max_shard_size="5MB", timeout=60.0, **options)
+    return vescale_ckpt.save(
+        directory, state, format=vescale_ckpt.Safetensors(max_shard_size="5MB"), timeout=60.0, **options
+    )
 
 
 def _export(directory: str, shape: tuple[int, ...]) -> list[int]:

@@ -43,9 +43,9 @@ def test_a_model_that_an_export_replaces_is_read_again(
     def export(k: int) -> None:
         model = {**numbered(k), "more": torch.full((4096,), float(k))}
         size = {1: "5GB", 2: 32 << 10, 3: 16 << 10}[files]
-        vescale_ckpt.save(tmp_path, model, format="safetensors", max_shard_size=size)
+        vescale_ckpt.save(tmp_path, model, format=vescale_ckpt.Safetensors(max_shard_size=size))
 
-    vescale_ckpt.save(tmp_path, numbered(0), format="safetensors", max_shard_size=16 << 10)
+    vescale_ckpt.save(tmp_path, numbered(0), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
     exporting(monkeypatch, export, 2)
     filled = numbered(7)
     vescale_ckpt.load(tmp_path, filled, strict=False)
@@ -56,7 +56,7 @@ def test_a_model_that_an_export_replaces_is_read_again(
 
 def test_exports_without_end_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def export(k: int) -> None:
-        vescale_ckpt.save(tmp_path, numbered(k), format="safetensors", max_shard_size=16 << 10)
+        vescale_ckpt.save(tmp_path, numbered(k), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
 
     export(0)
     exporting(monkeypatch, export, 1000)
@@ -85,5 +85,5 @@ def _loaded_while_replaced(directory: Path) -> float:
 
 def test_ranks_read_again_together(tmp_path: Path) -> None:
     for k in range(2):
-        vescale_ckpt.save(tmp_path / str(k), numbered(k), format="safetensors", max_shard_size=16 << 10)
+        vescale_ckpt.save(tmp_path / str(k), numbered(k), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
     assert run_ranks(2, _loaded_while_replaced, tmp_path) == [1.0, 1.0]

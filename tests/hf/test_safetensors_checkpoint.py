@@ -212,7 +212,7 @@ def test_a_removed_name_gets_the_kept_ones_values(tmp_path: Path) -> None:
 
 
 def _of_export(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    vescale_ckpt.save(directory, values, format="safetensors", metadata=metadata, max_shard_size=32)
+    vescale_ckpt.save(directory, values, format=vescale_ckpt.Safetensors(metadata=metadata, max_shard_size=32))
 
 
 def _of_file(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, safetensors
+from vescale_ckpt import CheckpointError, Safetensors, SavePlanner, StorageFullError, StorageWriter, safetensors
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
@@ -88,7 +88,7 @@ def _random(directory: str, seeds: list[int]) -> None:
             if number % 2:
                 for value in state.values():
                     _flip(value)
-        writer = StorageWriter(f"{directory}/{seed}.{len(SIZES)}", format="safetensors", max_shard_size="50KB")
+        writer = StorageWriter(f"{directory}/{seed}.{len(SIZES)}", format=Safetensors(max_shard_size="50KB"))
         dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner())
 
 

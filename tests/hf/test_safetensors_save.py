@@ -53,7 +53,9 @@ INDEX = model_names.INDEX_NAME
 
 
 def save(directory: Path | str, state: dict[str, Any], **options: Any) -> Any:
-    return vescale_ckpt.save(directory, state, format="safetensors", **options)
+    names = ("max_shard_size", "metadata", "fqn_to_index_mapping")
+    of_files = {name: options.pop(name) for name in names if name in options}
+    return vescale_ckpt.save(directory, state, format=vescale_ckpt.Safetensors(**of_files), **options)
 
 
 def files(directory: Path | str) -> list[str]:
@@ -176,7 +178,7 @@ def test_only_known_formats(checkpoint: Path) -> None:
 
 
 def test_a_writer_can_be_pickled_and_used_again(checkpoint: Path) -> None:
-    writer = StorageWriter(checkpoint, format="safetensors", max_shard_size="1MB")
+    writer = StorageWriter(checkpoint, format=vescale_ckpt.Safetensors(max_shard_size="1MB"))
     for k in (0, 1):
         dcp.save(model(k), storage_writer=writer, checkpoint_id=checkpoint)
         assert same(read(checkpoint), model(k)) and len(files(checkpoint)) > 1
@@ -477,7 +479,7 @@ def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
     }.items():
         written.append(save(f"{directory}/{way}", state, **options).result().bytes)
     for way, planner in {"dcp": SavePlanner(), "stock": DefaultSavePlanner()}.items():
-        writer = StorageWriter(f"{directory}/{way}", format="safetensors", max_shard_size="5MB")
+        writer = StorageWriter(f"{directory}/{way}", format=vescale_ckpt.Safetensors(max_shard_size="5MB"))
         dcp.save(state, storage_writer=writer, planner=planner)
         dcp.save(state, storage_writer=writer, planner=planner)
     # Torch's own reader, into shards.
@@ -596,26 +598,26 @@ def test_a_mapping_says_which_file_each_tensor_goes_to(tmp_path: Path) -> None:
     state = {"a": torch.ones(3), "b": torch.zeros(2, 2), "c": torch.arange(5)}
     for _ in range(2):  # the second save reuses the plan
         vescale_ckpt.save(
-            tmp_path, state, format="safetensors", fqn_to_index_mapping={"a": 3, "b": 1, "c": 3, "not there": 2}
+            tmp_path,
+            state,
+            format=vescale_ckpt.Safetensors(fqn_to_index_mapping={"a": 3, "b": 1, "c": 3, "not there": 2}),
         )
         names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
         first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
         assert names == {"a": second, "b": first, "c": second}
         assert set(stock_torch.load_file(tmp_path / second)) == {"a", "c"}
     assert same(vescale_ckpt.load(tmp_path), state)
-    vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping=dict.fromkeys(state, 1))
+    vescale_ckpt.save(tmp_path, state, format=vescale_ckpt.Safetensors(fqn_to_index_mapping=dict.fromkeys(state, 1)))
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
 
 
 def test_a_mapping_without_a_key_is_refused_by_name(tmp_path: Path) -> None:
     state = {"a": torch.ones(3), "b": torch.zeros(2)}
     with pytest.raises(CheckpointError, match="fqn_to_index_mapping has no file for b"):
-        vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping={"a": 1})
+        vescale_ckpt.save(tmp_path, state, format=vescale_ckpt.Safetensors(fqn_to_index_mapping={"a": 1}))
     for wrong in ({}, {"a": 0, "b": 1}, {"a": True, "b": 1}, [("a", 1)]):
         with pytest.raises(ValueError, match="fqn_to_index_mapping"):
-            vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="fqn_to_index_mapping"):
-        vescale_ckpt.save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 1})
+            vescale_ckpt.save(tmp_path, state, format=vescale_ckpt.Safetensors(fqn_to_index_mapping=wrong))  # type: ignore[arg-type]
 
 
 def _save_by_mapping(directory: Path) -> None:
@@ -625,7 +627,7 @@ def _save_by_mapping(directory: Path) -> None:
         dcp.save(
             state,
             storage_writer=StorageWriter(
-                directory, format="safetensors", fqn_to_index_mapping=dict(a=2, b=1, c=2, d=1)
+                directory, format=vescale_ckpt.Safetensors(fqn_to_index_mapping=dict(a=2, b=1, c=2, d=1))
             ),
             planner=SavePlanner(),
         )

@@ -84,7 +84,7 @@ def many_files(folder: Path, state: State) -> None:
 
 
 def with_checksums(folder: Path, state: State) -> None:
-    vescale_ckpt.save(folder, state, format="safetensors", max_shard_size="4KB")
+    vescale_ckpt.save(folder, state, format=vescale_ckpt.Safetensors(max_shard_size="4KB"))
 
 
 def in_chunks(folder: Path, state: State) -> None:
@@ -307,7 +307,7 @@ def _load_shared(folder: Path, target: State, expected: torch.Tensor) -> None:
 def test_models_in_object_stores(tmp_path: Path) -> None:
     pytest.importorskip("obstore", reason="object stores need obstore")
     state = model()
-    vescale_ckpt.save("memory://stacked/model", state, format="safetensors", max_shard_size="4KB")
+    vescale_ckpt.save("memory://stacked/model", state, format=vescale_ckpt.Safetensors(max_shard_size="4KB"))
     assert_states(vescale_ckpt.load("memory://stacked/model", stack=RULES), by_hand(state))
 
 

@@ -40,7 +40,7 @@ State = dict[str, torch.Tensor]
 
 
 def save(url: str, state: dict[str, Any], **options: Any) -> Any:
-    return vescale_ckpt.save(url, state, format="safetensors", max_shard_size="1MB", **options)
+    return vescale_ckpt.save(url, state, format=vescale_ckpt.Safetensors(max_shard_size="1MB"), **options)
 
 
 def loads(url: str, state: State) -> bool:
@@ -250,7 +250,8 @@ def _export(environment: dict[str, str], url: str, shape: tuple[int, ...], ranks
     written = []
     with pieces_of(256 << 10):
         for _ in range(2):
-            handle = vescale_ckpt.save(f"{url}/model", state, max_shard_size="5MB", **options)
+            small = vescale_ckpt.Safetensors(max_shard_size="5MB")
+            handle = vescale_ckpt.save(f"{url}/model", state, **{**options, "format": small})
             written.append(handle.result().bytes)
         written.append(vescale_ckpt.save(f"{url}/async", state, async_checkpoint=True, **options).result(60).bytes)
     return written

@@ -101,7 +101,7 @@ def test_save_load_overwrite_verify(mount: Path) -> None:
 
     folder = mount / "model"
     for k in range(2):
-        vescale_ckpt.save(folder, {"large": state(k)["large"]}, format="safetensors", max_shard_size=1 << 20)
+        vescale_ckpt.save(folder, {"large": state(k)["large"]}, format=vescale_ckpt.Safetensors(max_shard_size=1 << 20))
         back = {"large": torch.zeros(1 << 20)}
         vescale_ckpt.load(folder, back)
         assert torch.equal(back["large"], state(k)["large"])

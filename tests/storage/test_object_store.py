@@ -432,7 +432,7 @@ def test_refusals() -> None:
 
 def test_a_folder_of_safetensors_is_read(url: str, tmp_path: Path) -> None:
     saved = {"a": torch.randn(3 * MiB), "b": torch.randn(100)}
-    vescale_ckpt.save(tmp_path / "model", saved, format="safetensors", max_shard_size="1MB")
+    vescale_ckpt.save(tmp_path / "model", saved, format=vescale_ckpt.Safetensors(max_shard_size="1MB"))
     for file in (tmp_path / "model").iterdir():
         stores.write(url, file.name, file.read_bytes())
     assert_same(loaded(url, saved), saved)

@@ -54,8 +54,6 @@ class SavePlanner(DefaultSavePlanner):
             each save.
         placement: which rank writes what several ranks hold. "balanced": all evenly, large tensors in pieces.
             "lowest_rank": the lowest rank that holds it.
-        dedup_replicated_tensors: has no effect, as in torch.
-        dedup_save_to_lowest_rank: torch's name for `placement="lowest_rank"`.
 
     A subclass that overrides a step of planning gets DCP's own lists of items, and whole tensors.
     """
@@ -67,20 +65,18 @@ class SavePlanner(DefaultSavePlanner):
         *,
         enable_plan_caching: bool = True,
         placement: Literal["balanced", "lowest_rank"] = "balanced",
-        dedup_replicated_tensors: bool | None = None,
-        dedup_save_to_lowest_rank: bool = False,
     ) -> None:
         # The default planner's own cache is shared by all planners of a class, and does not compare dtypes.
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
         for name, value in (
             ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
-            ("enable_plan_caching", enable_plan_caching), ("dedup_save_to_lowest_rank", dedup_save_to_lowest_rank),
+            ("enable_plan_caching", enable_plan_caching),
         ):  # fmt: skip
             checked_flag(name, value)
         if placement not in ("balanced", "lowest_rank"):
             raise ValueError(f"placement: expected one of balanced, lowest_rank, got {placement!r}")
         self.reuse_plans = enable_plan_caching
-        self.placement: Placement = "lowest_rank" if dedup_save_to_lowest_rank else placement
+        self.placement: Placement = placement
         self._forget()
 
     def _forget(self) -> None:

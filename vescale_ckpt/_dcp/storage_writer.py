@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
 from .._write.layout import Layout, SaveOptions, new_save_id
 from .._write.native_layout import NativeLayout
-from .._write.safetensors_layout import DEFAULT_SHARD_SIZE, Safetensors, SafetensorsLayout, SaveFormat
+from .._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
@@ -37,29 +37,13 @@ from .write_plan import write_plan
 FORMATS = ("dcp", "safetensors")
 
 
-def chosen_format(
-    format: SaveFormat | Safetensors,
-    max_shard_size: int | str,
-    metadata: Mapping[str, str] | None,
-    fqn_to_index_mapping: Mapping[str, int] | None,
-) -> Safetensors | None:
-    """The files that `format` and the options beside it, from before `Safetensors` had them, ask for. None for DCP's
-    own. Raises ValueError for an unknown format, and for options that the format does not have."""
-    beside = metadata is not None or fqn_to_index_mapping is not None or max_shard_size != DEFAULT_SHARD_SIZE
+def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
+    """The files that `format` asks for. None for DCP's own. Raises ValueError for an unknown format."""
     if isinstance(format, Safetensors):
-        if beside:
-            raise ValueError("max_shard_size, metadata, fqn_to_index_mapping: format=Safetensors(...) has them")
         return format
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: expected one of {', '.join(FORMATS)}, or a Safetensors")
-    made = Safetensors(max_shard_size, metadata, fqn_to_index_mapping)
-    if format == "safetensors":
-        return made
-    if metadata is not None:
-        raise ValueError(f"metadata: only files of format='safetensors' have it, not {format!r}: put it into the state")
-    if fqn_to_index_mapping is not None:
-        raise ValueError(f"fqn_to_index_mapping: only models of format='safetensors' have such files, not {format!r}")
-    return None
+    return Safetensors() if format == "safetensors" else None
 
 
 class StorageWriter(DcpStorageWriter, AsyncStager):
@@ -77,7 +61,6 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         checksums: False writes no checksums: loads cannot verify the data then.
         direct_io: "auto" bypasses the page cache where the file system allows it, False never does, True raises if it
             is not possible.
-        max_shard_size, metadata, fqn_to_index_mapping: those of `Safetensors`, for format "safetensors".
         process_group: has no effect: DCP tells the writer its rank.
 
     `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
@@ -98,13 +81,10 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         overwrite: bool = True,
         checksums: bool = True,
         direct_io: DirectIO = "auto",
-        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-        metadata: Mapping[str, str] | None = None,
-        fqn_to_index_mapping: Mapping[str, int] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._safetensors = chosen_format(format, max_shard_size, metadata, fqn_to_index_mapping)
+        self._safetensors = chosen_format(format)
         self.format = "dcp" if self._safetensors is None else "safetensors"
         self.options = SaveOptions(
             path=checkpoint_path(checked_path("path", path)),

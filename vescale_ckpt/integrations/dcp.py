@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from weakref import ref
 
 import torch
@@ -131,12 +131,9 @@ class DefaultPlanner(SavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = True,
     ) -> None:
-        super().__init__(
-            flatten_state_dict,
-            flatten_sharded_tensors,
-            dedup_replicated_tensors=dedup_replicated_tensors,
-            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
-        )
+        to_lowest = checked_flag("dedup_save_to_lowest_rank", dedup_save_to_lowest_rank)
+        placement: Literal["balanced", "lowest_rank"] = "lowest_rank" if to_lowest else "balanced"
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, placement=placement)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from .. import SaveHandle, settings
+from .. import Safetensors, SaveHandle, settings
 from .._checkpoint.recognize import committed_at
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
 from .._storage.paths import is_url
@@ -114,7 +114,7 @@ class VescaleCheckpointManager(_Manager):
         if to_hf:
             assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
             state_dict = self.sd_adapter.to_hf(state_dict)
-            options = {"format": "safetensors", "fqn_to_index_mapping": self.sd_adapter.fqn_to_index_mapping}
+            options = {"format": Safetensors(fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping)}
         handle = save(checkpoint_id, state_dict, async_checkpoint=async_mode != _AsyncMode.DISABLED, **options)
         self._last_save = handle
         if enable_garbage_collection:

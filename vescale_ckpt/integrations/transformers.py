@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .. import CheckpointManager, PerRank, RandomState, SaveHandle, api, verify
+from .. import CheckpointManager, PerRank, RandomState, Safetensors, SaveHandle, api, verify
 from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
 from ..settings import Broadcast
@@ -392,5 +392,5 @@ def save_pretrained(
 
     exchange.together(write_config, f"writing config.json to {os.fspath(directory)}")
     return api.save(
-        directory, {"": model}, format="safetensors", max_shard_size=max_shard_size, process_group=process_group
+        directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size), process_group=process_group
     )
