@@ -31,6 +31,7 @@ from benchmarks.harness.room import BenchmarkError
 from benchmarks.harness.saves_and_loads import Candidate, SavesAndLoads
 from benchmarks.harness.usage import tidy
 from vescale_ckpt import settings
+from vescale_ckpt._engine.options import SLOT_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -67,7 +68,7 @@ class Store:
 
 def raw() -> Candidate:
     """One object, by obstore alone."""
-    part, requests = settings.number("slot_bytes"), settings.number("object_store_requests")
+    part, requests = SLOT_BYTES, settings.number("object_store_requests")
     memory: dict[str, memoryview] = {}
 
     def save(state: State, url: str) -> None:

@@ -37,25 +37,16 @@ MOST_BYTES = 1 << 40  # larger limits are none
 #: What the page says of a setting beyond its line in the table of the code.
 MORE = {
     "threads": "Argument: `thread_count=`.",
-    "memory_bytes": "`VESCALE_CKPT_ARENA_BYTES` and `VESCALE_CKPT_CONVERT_BYTES` are as much, "
-    "`VESCALE_CKPT_BROADCAST_BYTES` is half of it, unless they are given themselves. Snapshots have a limit "
-    "of their own.",
-    "arena_bytes": "The memory is kept between saves.",
-    "broadcast_bytes": "In each process, for `broadcast_checkpoint=`. It is given back after the load.",
-    "broadcast_scope": "`node`: ranks read for each other only within a node, so that each node reads once and nothing "
-    "travels between nodes.",
-    "convert_bytes": "In each process, beside the memory of slots. Larger tensors travel in pieces.",
+    "memory_bytes": "In each process: slots of 8 MiB may take as much, and keep it between saves; tensors under way in "
+    "a conversion may take as much beside them; reading for other ranks (`broadcast_checkpoint=`) may take half of it, "
+    "and gives it back after the load. Snapshots have a limit of their own.",
     "direct_io": "`on`: fail where files cannot bypass it; `off`: never try. Argument: `direct_io=`.",
     "snapshot_bytes": "Free is what is free at the first one (the control group's limit counts), divided by "
     "`LOCAL_WORLD_SIZE`. Tensors that exceed it are written before the save returns.",
-    "pack_bytes": "It is read at the first save of such tensors in a process.",
     "copy_batches": "Otherwise up to 512 travel in one call of `cudaMemcpyBatchAsync`, where the driver is that of "
     "CUDA 12.8 or later and all host memory could be page-locked. Set it to 0 if saves or loads hang or crash in it.",
-    "background_bytes_per_second": "In each process.",
     "exit_timeout": "These are asynchronous saves.",
     "alone": "Without it that is an error where `WORLD_SIZE` is above 1. Each process then needs its own directory.",
-    "exit_status": "It replaces a status of 0 only. Unseen: nobody asked for the result, by `result`, `exception`, the "
-    "next save, or a manager's `wait` or `close`.",
     "log": "The lines name the rank. At `info` each save and load prints one line at its beginning and one at its end.",
     "progress": "A line that is updated on a terminal, else a line every 10 seconds.",
     "trace": "[How to](howto/slow-save.md).",
@@ -81,8 +72,6 @@ def section(setting: Setting) -> str:
         allowed = f"{number(setting, setting.least)} to {setting.most:,}"
     else:
         allowed = f"at least {number(setting, setting.least)}"
-        if setting.step > 1:
-            allowed += f", a multiple of {number(setting, setting.step)}"
     about = setting.help[0].upper() + setting.help[1:].rstrip(".") + "."
     text = " ".join(part for part in (about, MORE.get(setting.name, "")) if part)
     return f"## {setting.variable}\n\nDefault: {shown}. Allowed: {allowed}.\n\n{text}\n\n"

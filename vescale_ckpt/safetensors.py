@@ -289,7 +289,7 @@ class _Opened:
         for index in range(self.file.count):
             group.append(index)
             group_bytes += self.file.range(index)[1]
-            if group_bytes >= settings.number("arena_bytes"):
+            if group_bytes >= settings.number("memory_bytes"):
                 yield group
                 group, group_bytes = [], 0
         yield group

@@ -27,17 +27,14 @@ _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table. `least` and `most` bound a number, and it must be a multiple of `step`. `choices` lists the
-    allowed texts (none: any text). `memory_part`: the default is `memory_bytes` divided by this; 0: `default`."""
+    """One row of the table. `least` and `most` bound a number. `choices` lists the allowed texts (none: any text)."""
 
     name: str
     default: int | str
     help: str
     least: int = 0
     most: int = 1 << 62
-    step: int = 1
     choices: tuple[str, ...] = ()
-    memory_part: int = 0
 
     @property
     def variable(self) -> str:
@@ -56,8 +53,6 @@ class Setting:
             raise ValueError(f"{self.variable}: expected at least {self.least}, got {text!r}")
         if value > self.most:
             raise ValueError(f"{self.variable}: expected at most {self.most}, got {text!r}")
-        if value % self.step:
-            raise ValueError(f"{self.variable}: expected a multiple of {self.step}, got {text!r}")
         return value
 
 
@@ -72,24 +67,11 @@ SETTINGS = {
             most=256,
         ),
         Setting("memory_bytes", 256 * MiB, "memory for reading and writing; three limits follow it", least=4 * MiB),
-        Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
-        Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB, memory_part=1),
-        Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB, memory_part=2),
-        Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
-        Setting(
-            "convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB, memory_part=1
-        ),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
-        Setting(
-            "pack_bytes", 64 * 1024, "largest tensor of a CUDA device that saves copy together with others", most=MiB
-        ),
         Setting("copy_batches", 1, "0: each copy from and to a CUDA device is a call of its own", most=1),
-        Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
-        Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
         Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),
         Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
-        Setting("exit_status", 1, "status of a process whose asynchronous save failed unseen; 0: as it is", most=255),
         Setting("object_store_requests", 16, "most requests of a save or load to an object store at a time", 1, 256),
         Setting(
             "object_store_timeout", 300, "seconds for a request to an object store, with all its repetitions", 1, 3600
@@ -97,7 +79,6 @@ SETTINGS = {
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
         Setting("log", "off", "prints the package's log from this level on to standard error", choices=_LEVELS),
         Setting("progress", 0, "1: rank 0 shows how far saves and loads have come, on standard error", most=1),
-        Setting("domain", "", "what fails together with this machine, as a rack: copies go to others (experimental)"),
         Setting("trace", "", "directory for traces of all ranks, in Chrome's format; empty: none"),
         Setting("report_seconds", 30, "a step that takes longer is reported so often", least=1, most=_LONGEST),
     )
@@ -122,7 +103,7 @@ def value(name: str) -> int | str:
     text = os.environ.get(setting.variable)
     if text is not None:
         return setting.parse(text)
-    return max(setting.least, number("memory_bytes") // setting.memory_part) if setting.memory_part else setting.default
+    return setting.default
 
 
 def lenient(name: str) -> int | str:
@@ -138,6 +119,11 @@ def number(name: str) -> int:
     result = value(name)
     assert isinstance(result, int)
     return result
+
+
+def broadcast_bytes() -> int:
+    """Most memory of a rank for reading for other ranks."""
+    return max(SETTINGS["memory_bytes"].least, number("memory_bytes") // 2)
 
 
 def node() -> int | None:

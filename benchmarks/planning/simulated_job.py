@@ -193,7 +193,7 @@ def shared_reads(index: _C.Index, state: SimulatedState, node_size: int = 8) -> 
     plans = [index.plan_load(state.inventory(rank)) for rank in ranks]
     tables = [kept.setdefault(plan.reads, plan.reads) for plan in plans]
     files = [plan.files for plan in plans]
-    budget = settings.number("broadcast_bytes")
+    budget = settings.broadcast_bytes()
     nodes = [rank // node_size for rank in ranks]
     routes, read, relays = _C.plan_routes(
         tables, files, [0] * len(ranks), nodes, True, whole_bytes=budget // 2, budget_bytes=budget // BUFFERS

@@ -16,7 +16,7 @@ namespace {
 class HeldSnapshot {
  public:
   HeldSnapshot(const py::buffer& buffer, uint64_t budget_bytes, unsigned threads, const py::buffer& device_buffer,
-               const std::vector<std::pair<int, device::StreamHandle>>& producers, uint64_t pack_bytes)
+               const std::vector<std::pair<int, device::StreamHandle>>& producers)
       : threads_(threads) {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
@@ -26,7 +26,7 @@ class HeldSnapshot {
       of_devices.producers.push_back({device, stream});
       used.push_back(device);
     }
-    if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used, pack_bytes);
+    if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used);
     snapshot_ =
         std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);
   }
@@ -87,10 +87,9 @@ void bind_stage(py::module_& module) {
   // As a buffer it is its memory, which must not be used after release().
   py::class_<HeldSnapshot>(module, "Snapshot", py::buffer_protocol())
       .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&,
-                    const std::vector<std::pair<int, device::StreamHandle>>&, uint64_t>(),
+                    const std::vector<std::pair<int, device::StreamHandle>>&>(),
            py::arg("table"), py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
-           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>(),
-           py::arg("pack_bytes") = device::CopyLimits().small_bytes)
+           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>())
       .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
@@ -112,10 +111,10 @@ void bind_stage(py::module_& module) {
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "prepare_devices",
-      [](const std::vector<int>& devices, uint64_t pack_bytes) {
-        if (!devices.empty()) stage::cuda_pipelines(devices, pack_bytes).prepare(devices);
+      [](const std::vector<int>& devices) {
+        if (!devices.empty()) stage::cuda_pipelines(devices).prepare(devices);
       },
-      py::arg("devices"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
+      py::arg("devices"),
       "makes what snapshots need on these CUDA devices, and lets their memory be locked in the background, for all "
       "devices, and lie near these",
       py::call_guard<py::gil_scoped_release>());

@@ -95,7 +95,7 @@ MemoryRegistrar page_locking(device::Accelerator& accelerator) {
           }};
 }
 
-DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_bytes) {
+DevicePipelines& cuda_pipelines(std::span<const int> devices) {
   static std::mutex mutex;
   // Leaked on purpose: threads may copy while static destructors run.
   static DevicePipelines* pipelines = nullptr;
@@ -116,7 +116,7 @@ DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_byte
   snapshot_arena().prefer_node(nearest.node());
   if (pipelines == nullptr) {
     snapshot_arena().set_registrar(page_locking(runtime->accelerator(devices.front())));
-    pipelines = new DevicePipelines(*runtime, {.small_bytes = pack_bytes});
+    pipelines = new DevicePipelines(*runtime, {});
   }
   return *pipelines;
 }

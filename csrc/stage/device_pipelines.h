@@ -73,8 +73,7 @@ MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
 // Returns CUDA's pipelines, made at the first call, which also makes the process's arena lock its memory. `devices`:
 // the devices that will be used, at least one; if all are nearest to one memory node, the arena takes memory there.
-// Tensors of up to `pack_bytes` are packed; the first call counts. Throws Error(invalid) with the reason if there is no
-// CUDA.
-DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_bytes);
+// Throws Error(invalid) with the reason if there is no CUDA.
+DevicePipelines& cuda_pipelines(std::span<const int> devices);
 
 }  // namespace vescale_ckpt::stage

@@ -161,7 +161,7 @@ def test_a_name_that_is_no_setting_is_warned_of_once(
 
 
 # Any text is a directory for traces, or a domain.
-@pytest.mark.parametrize("name", [*(name for name in settings.SETTINGS if name not in ("trace", "domain")), "node"])
+@pytest.mark.parametrize("name", [*(name for name in settings.SETTINGS if name != "trace"), "node"])
 def test_every_setting_is_checked_when_something_begins(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +209,6 @@ def wrong_on_one_rank(path: str, name: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("name", ["DIRECT_IO", "TIMEOUT", "ARENA_BYTES", "CONVERT_BYTES"])
+@pytest.mark.parametrize("name", ["DIRECT_IO", "TIMEOUT", "MEMORY_BYTES"])
 def test_a_setting_that_is_wrong_on_one_rank_stops_all(name: str, tmp_path: Path) -> None:
     run_ranks(2, wrong_on_one_rank, str(tmp_path / "checkpoint"), name)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.children import fork
 
 import vescale_ckpt
@@ -24,7 +24,7 @@ from vescale_ckpt._convert.transfer import Transfer
 from vescale_ckpt._engine import _C
 
 STATE = {"model": {str(number): torch.arange(600_000.0) + number for number in range(4)}, "step": 7}
-SMALLEST = str(3 << 20)
+SMALLEST = 3 << 20
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     yield
     faults.clear()
 

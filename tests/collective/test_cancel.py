@@ -50,9 +50,7 @@ def _save(way: str, path: Path, state: dict[str, torch.Tensor]) -> vescale_ckpt.
 
 @contextlib.contextmanager
 def _slow_writes() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", "1")
-        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+    with steps.slow_background_writes(), steps.limit("bytes of a slot", 4 << 20):
         yield
 
 

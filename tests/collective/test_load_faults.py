@@ -42,7 +42,7 @@ def _own() -> torch.Tensor:
 def _prepare(directory: Path) -> None:
     os.environ.update(
         VESCALE_CKPT_NODE=str(dist.get_rank() // 2),  # two see each other's memory, the third gets messages
-        VESCALE_CKPT_BROADCAST_BYTES=str(4 * MiB),
+        VESCALE_CKPT_MEMORY_BYTES=str(8 * MiB),
         VESCALE_CKPT_DIRECT_IO="off",
     )
     layer = nn.Linear(3, 4)

@@ -225,7 +225,7 @@ def _case(directory: Path, seed: int, stock: bool) -> int:
             if target is not None:
                 targets[key] = target
                 expected += [(key, box, part) for box, part in parts.items()]
-        os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(int(rng.choice([4 * MiB, 64 * MiB])))
+        os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(int(rng.choice([8 * MiB, 128 * MiB])))
         verify = bool(rng.random() < 0.7)
         if isinstance(way, type):
             reader = StorageReader(directory, verify=verify, direct_io=direct_io)

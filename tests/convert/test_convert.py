@@ -12,13 +12,14 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import safetensors.torch as stock_safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.children import fork
 from harness.ranks import RanksFailedError, run_ranks
 from harness.states import random_tensor, same
@@ -48,7 +49,7 @@ Tensors = dict[str, torch.Tensor]
 
 NAMES: dict[Format, str] = {"dcp": "dcp", "safetensors": "one.safetensors", "torch": "one.pt"}
 FORMATS = list(NAMES)
-SMALLEST = str(1 << 20)  # bytes under way: batches of a third, pieces of a sixth
+SMALLEST = 1 << 20  # bytes under way: batches of a third, pieces of a sixth
 
 
 def state() -> dict[str, Any]:
@@ -111,7 +112,7 @@ def test_every_format_becomes_every_other(
     format: Format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     path = tmp_path / NAMES[format]
     report = convert(sources / NAMES[source], path, format=format, on_objects="drop")
     assert_same(read_by_us(path), tensors_of(values))
@@ -169,7 +170,7 @@ def test_torch_load_reads_it(values: dict[str, Any], sources: Path, mapped: bool
 
 
 def test_what_others_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     wanted = {"large": torch.randn(600, 500), "transposed": torch.randn(40, 50).t(), "scalar": torch.tensor(3)}
     contiguous = {key: value.contiguous() for key, value in wanted.items()}
     dcp.save(wanted, checkpoint_id=str(tmp_path / "dcp"))
@@ -312,7 +313,7 @@ def test_renamed_tensors_are_at_the_top_level(tmp_path: Path) -> None:
 
 
 def test_casts_round_to_nearest_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     values = {
         "w": torch.randn(500, 400),
         "tie": torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]),  # halfway between bfloat16 values
@@ -336,7 +337,7 @@ def test_casts_round_to_nearest_even(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_layers_are_stacked_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     layers = [torch.randn(50, 300) for _ in range(12)]  # stacked they are more than a piece
     path = saved(tmp_path / "a.pt", {f"layers.{number}.w": layer for number, layer in enumerate(layers)})
     stacked = converted(path, stack={"layers.*.w": "layers.w"})
@@ -451,7 +452,7 @@ def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> N
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+    monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     values = {"large": torch.randn(3, 1000, 300), "line": torch.arange(500_000), "small": torch.ones(3)}
     path = saved(tmp_path / "a.pt", values)
     taken: list[list[int]] = []
@@ -478,7 +479,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for format in FORMATS[:2]:
         convert(source, tmp_path / NAMES[format], format=format)
         assert_same(read_by_us(tmp_path / NAMES[format]), values)
-        assert len(taken[-1]) > 20 and max(taken[-1]) <= int(SMALLEST)
+        assert len(taken[-1]) > 20 and max(taken[-1]) <= SMALLEST
         source = tmp_path / NAMES[format]
     stored = dcp.FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata
     assert len(stored["line"].chunks) > 20
@@ -511,7 +512,7 @@ def flip(path: Path, needle: bytes) -> None:
 def test_damage_is_found(tmp_path: Path, writer: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a tensor is read as a whole or in pieces, which need another look at files without tables of blocks."""
     if not whole:
-        monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
+        monkeypatch.setattr(*steps.buffers_within(SMALLEST))
     values = {"w": torch.arange(200_000, dtype=torch.float32), "x": torch.ones(3)}
     path = tmp_path / writer
     if writer == "dcp":
@@ -550,7 +551,7 @@ def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, forma
     path = tmp_path / NAMES[format]
 
     def child() -> None:
-        os.environ["VESCALE_CKPT_CONVERT_BYTES"] = SMALLEST
+        mock.patch.object(*steps.buffers_within(SMALLEST)).start()
         buffers = batches.Buffers
         left = [4]
 
@@ -576,8 +577,8 @@ def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, forma
 
 
 def on_a_rank(source: str, path: str, format: Format, options: dict[str, Any]) -> ConvertReport:
-    os.environ["VESCALE_CKPT_CONVERT_BYTES"] = SMALLEST
-    return convert(source, path, format=format, on_objects="drop", **options)
+    with mock.patch.object(*steps.buffers_within(SMALLEST)):
+        return convert(source, path, format=format, on_objects="drop", **options)
 
 
 @pytest.mark.parametrize("format", FORMATS)

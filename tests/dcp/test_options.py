@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.files import data_file_names
 from harness.ranks import run_ranks
 from harness.saves import cause, dcp_load, dcp_save, load_blank
-from harness.states import MiB, assert_same, blank, mixed_state, random_tensor
+from harness.states import MiB, assert_same, blank, mixed_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
@@ -87,15 +87,18 @@ def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, 
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("slot_bytes", "environment"),
     [
-        {"SLOT_BYTES": str(4 * MiB), "ARENA_BYTES": str(4 * MiB)},
-        {"SLOT_BYTES": str(64 * MiB), "ARENA_BYTES": str(4 * MiB)},
-        {"SLOT_BYTES": str(5 * MiB), "THREADS": "7"},
+        (4 * MiB, {"MEMORY_BYTES": str(4 * MiB)}),
+        (64 * MiB, {"MEMORY_BYTES": str(4 * MiB)}),
+        (5 * MiB, {"THREADS": "7"}),
     ],
     ids=["one slot", "slot above the budget", "odd numbers"],
 )
-def test_small_memory(checkpoint: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_memory(
+    checkpoint: Path, slot_bytes: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], slot_bytes)
     for name, value in environment.items():
         monkeypatch.setenv(f"VESCALE_CKPT_{name}", value)
     state = mixed_state() | {
@@ -107,25 +110,6 @@ def test_small_memory(checkpoint: Path, environment: dict[str, str], monkeypatch
     cast = {key: torch.zeros(value.shape, dtype=torch.complex128) for key, value in state.items() if key == "conj"}
     dcp.load(cast, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
     assert torch.equal(cast["conj"], state["conj"].to(torch.complex128))
-
-
-def _save_and_load_with_slots(path: str, slot_bytes: int) -> str:
-    os.environ["VESCALE_CKPT_SLOT_BYTES"] = str(slot_bytes)
-    state = {"a": random_tensor((11 * MiB,), torch.uint8), "b": torch.randn(2000, 1500).t(), "c": torch.ones(3)}
-    try:
-        dcp_save(path, state)
-    except CheckpointException as error:
-        return type(cause(error)).__name__
-    for verify in (True, False):
-        assert_same(load_blank(path, state, verify=verify), state)
-    return "saved and loaded"
-
-
-@pytest.mark.parametrize("slot_bytes", [4 * MiB + 1, 4 * MiB + 4096, 5_000_000])
-def test_slot_size_that_is_no_round_number_works_or_is_refused(checkpoint: Path, slot_bytes: int) -> None:
-    # In a process of its own: what this guards against is a crash.
-    (outcome,) = run_ranks(1, _save_and_load_with_slots, str(checkpoint), slot_bytes)
-    assert outcome in ("saved and loaded", "ValueError")
 
 
 @pytest.mark.parametrize("number", [20, 300])
@@ -232,8 +216,8 @@ def test_reading_data_before_set_up_is_an_error(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("arena", [4 * MiB, 256 * MiB], ids=["one slot", "usual memory"])
 def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(arena))
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(arena))
     states = [{"a": torch.randn(700, 1000).t(), "b": torch.randn(MiB), "c": torch.randn(10)} for _ in range(4)]
     errors: list[BaseException] = []
 

@@ -187,7 +187,7 @@ class _DefaultTransformed(DefaultSavePlanner):
 @pytest.mark.parametrize("kind", [_Doubled, _Resolved, _Transformed, _DefaultTransformed])
 def test_planner_that_makes_up_tensors(checkpoint: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # More of them than the memory for slots holds, so that some are gone before the last is made.
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(4 * MiB))
     state: dict[str, Any] = {f"{i}": torch.full((100_000 + i,), float(i)) for i in range(24)} | {"object": "x"}
     planner = kind()
     for _ in range(2):  # the second time perhaps with a plan that was kept

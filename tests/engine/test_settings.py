@@ -14,7 +14,7 @@ CHOICES = [name for name, setting in settings.SETTINGS.items() if setting.choice
 
 
 def test_every_setting_is_a_number_a_choice_or_any_text() -> None:
-    assert {*NUMBERS, *CHOICES, "trace", "domain"} == set(settings.SETTINGS)
+    assert {*NUMBERS, *CHOICES, "trace"} == set(settings.SETTINGS)
 
 
 @pytest.mark.parametrize("name", settings.SETTINGS)

@@ -43,8 +43,8 @@ def state(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("arena_mib", [4, 256])
 def test_device_tensors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena_mib: int) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(arena_mib << 20))
-    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(arena_mib << 20))
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], 4 << 20)
     dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path), planner=vescale_ckpt.SavePlanner())
     loaded = state(2)
     dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path), planner=vescale_ckpt.LoadPlanner())

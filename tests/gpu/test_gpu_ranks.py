@@ -105,7 +105,7 @@ def _full() -> dict[str, torch.Tensor]:
 
 def _all_ways(directory: Path, with_nccl: bool) -> list[tuple[int, int, int]]:
     """Replicas, the same rows, and rows to columns; three loads on one Exchange."""
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full, results = _full(), []
     vescale_ckpt.save(directory, {name: _sharded(tensor, 0, "cpu") for name, tensor in full.items()})
     swaps = mock.patch.object(DeviceGroup, "swap", autospec=True, side_effect=DeviceGroup.swap)
@@ -200,7 +200,7 @@ def _one_comes_late(with_nccl: bool) -> None:
 
 
 def _one_dies(directory: Path, with_nccl: bool) -> str:
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full = {"w": numbers(8192, 1024)}
     vescale_ckpt.save(directory, dict(full))
     state = {"w": torch.zeros(8192, 1024, device=DEVICE)}

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.harness import by_turns, usage
-from vescale_ckpt import SavePlanner, StorageReader, api
+from vescale_ckpt import SavePlanner, StorageReader, api, settings
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt._collective import at_exit, background, start_save
@@ -15,8 +15,9 @@ from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._collective.save import Save
+from vescale_ckpt._convert import batches
 from vescale_ckpt._dcp.fill_planner import FillPlanner
-from vescale_ckpt._engine import _C
+from vescale_ckpt._engine import _C, options
 from vescale_ckpt._load import load_packed
 from vescale_ckpt._plan.save_plan import GlobalSavePlan
 from vescale_ckpt._ranks import send_files, shared_directory
@@ -125,6 +126,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
+    "bytes of a slot": (options, "SLOT_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]
 CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C.PendingFile, "commit"), (_C, "sync_directory")]
@@ -198,6 +200,21 @@ def limit(what: str, value: float) -> Any:
     """A context in which a limit is another."""
     owner, name = LIMITS[what]
     return mock.patch.object(owner, name, value)
+
+
+def buffers_within(memory_bytes: int) -> tuple[Any, str, int]:
+    """What to set (owner, name, value) so that the buffers of a conversion share so many bytes."""
+    return batches, "_AT_ONCE", batches._AT_ONCE * int(settings.SETTINGS["memory_bytes"].default) // memory_bytes
+
+
+def slow_background_writes(bytes_per_second: int = 1) -> Any:
+    """A context in which asynchronous saves write no more bytes in a second."""
+    make = _C.Options
+
+    def slow(**given: Any) -> _C.Options:
+        return make(**(given | {"bytes_per_second": bytes_per_second} if given["niceness"] else given))
+
+    return mock.patch.object(_C, "Options", slow)
 
 
 def hash_in_python() -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch as stock_torch
 import torch
+from harness import steps
 from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
 from harness.files import flip, safetensors_dtypes
 from harness.ranks import in_fork
@@ -72,8 +73,8 @@ def devices(most: int = 64 * MiB) -> Iterator[tuple[FakeCuda, Memory]]:
 
         patch.setattr(torch, "empty", placed)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
-        patch.setenv("VESCALE_CKPT_ARENA_BYTES", str(8 * MiB))
+        patch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
+        patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
         fake.delay_copies(50)
         yield fake, memory
         assert fake.count("copies across allocations") == 0

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 
 from vescale_ckpt._collective.save import Save
+from vescale_ckpt._engine import _C
 from vescale_ckpt.integrations import lightning as ours
 
 
@@ -37,6 +38,12 @@ def fail_second_save() -> None:
     Save._write_and_commit = failing
 
 
+def write_slowly() -> None:
+    """Has asynchronous saves write 300 bytes a second."""
+    make = _C.Options
+    _C.Options = lambda **given: make(**(given | {"bytes_per_second": 300} if given["niceness"] else given))
+
+
 class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +68,8 @@ if __name__ == "__main__":
     folder, strategy, *options = sys.argv[1:]
     if "failing" in options and os.environ["RANK"] == "1":
         fail_second_save()
+    if "slow" in options:
+        write_slowly()
     ranks = int(os.environ["WORLD_SIZE"])
     pl.seed_everything(0)
     rows = torch.randn(2 * 8, 16, generator=torch.Generator().manual_seed(0))

@@ -176,8 +176,7 @@ def test_a_kill_within_an_asynchronous_save_leaves_the_checkpoint_before_it(tmp_
     jobs.run_and_kill(JOB, str(tmp_path), "DDP", at=3, ranks=1)
     before = ours.newest(tmp_path)
     assert before is not None and before.endswith("step=2.ckpt")
-    slow = {"VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND": "300"}  # the next save lasts until the kill
-    with jobs.started(JOB, str(tmp_path), "DDP", "async", ranks=1, **slow) as job:
+    with jobs.started(JOB, str(tmp_path), "DDP", "async", "slow", ranks=1) as job:  # a save lasts until the kill
         job.wait_for_step(5)
         time.sleep(0.5)
         job.kill()

@@ -51,9 +51,7 @@ def _answer(saver: CheckpointManager) -> Any:
 @contextlib.contextmanager
 def _slow_writes() -> Any:
     """Background writes that do not end, until a signal is followed by a save that nothing slows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", "1")
-        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+    with steps.slow_background_writes(), steps.limit("bytes of a slot", 4 << 20):
         yield
 
 

@@ -373,9 +373,9 @@ def test_progress_setting_prints_lines_where_there_is_no_terminal(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VESCALE_CKPT_PROGRESS", "1")
-    monkeypatch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", str(12 << 20))
     monkeypatch.setattr(bar, "_QUIET_SECONDS", 0.1)
-    vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
+    with steps.slow_background_writes(12 << 20):
+        vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
     told = capsys.readouterr().err
     assert f"saving to {checkpoint}: " in told and "of 24.00 MiB" in told, told
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.fake_cuda import ASSERT, device_notes, fake_cuda, needs_fake_cuda, neighbours
 from harness.files import flip
 from harness.ranks import in_fork, run_ranks
@@ -47,8 +48,8 @@ def _blank(state: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> 
 
 
 def _small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(8 * MiB))
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
 
 
 # --- One process
@@ -218,7 +219,7 @@ def _without_batches(directory: Path) -> list[int]:
         patch.delenv("VESCALE_CKPT_COPY_BATCHES")
         batches()
         fake.fail("cudaHostRegister")
-        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(5 * MiB))  # in slots of other memory, one of which is not locked
+        patch.setattr(*steps.LIMITS["bytes of a slot"], 5 * MiB)  # in slots of other memory, one of which is not locked
         batches()
         assert fake.count("copies of memory that is not locked") > 0
         notes = device_notes()
@@ -293,7 +294,7 @@ def _routed(directory: Path) -> list[tuple[int, int]]:
     full, counts = _full(), []
     vescale_ckpt.save(directory, {name: _sharded(tensor, 0) for name, tensor in full.items()})
     with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
-        patch.setenv("VESCALE_CKPT_BROADCAST_BYTES", str(4 * MiB))
+        patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
         fake.delay_copies(100)
         for broadcast in (True, False):
             for dim, dtype in ((None, None), (1, None), (None, torch.float64)):

@@ -127,7 +127,7 @@ def test_what_a_disk_does_not_give_is_unreadable_and_not_damaged(checkpoint: Pat
 
 
 def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(32 << 20))
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(32 << 20))
     values = {
         "large": torch.zeros(24 << 20),
         "transposed": torch.zeros(6000, 4000).t(),

@@ -121,7 +121,7 @@ def _load(directory: Path, state: dict[str, Any], way: Any = True, **options: An
 
 
 def _all_ways(directory: Path) -> list[tuple[int, int, int]]:
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full = _full()
     results = []
     for number, saved in enumerate((0, None)):
@@ -157,7 +157,7 @@ def test_each_byte_is_read_once_and_swapped(tmp_path: Path) -> None:
 
 def _auto(directory: Path) -> int:
     full = {"w": numbers(2048, 1024)}
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     vescale_ckpt.save(directory, dict(full))
     with _devices():
         state = {"w": torch.zeros(2048, 1024)}
@@ -224,7 +224,7 @@ def test_where_one_rank_cannot_swap_all_go_through_the_host(checkpoint: Path, hi
 
 
 def _fail(directory: Path) -> list[tuple[type, str]]:
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full = {"w": numbers(2048, 1024)}
     vescale_ckpt.save(directory, dict(full))
     state = {"w": torch.zeros(2048, 1024)}
@@ -267,7 +267,7 @@ def test_failures_are_told_to_all(checkpoint: Path) -> None:
 
 
 def _one_dies(directory: Path, stuck: bool) -> tuple[str, int]:
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full = numbers(4096, 1024)
     vescale_ckpt.save(directory, {"w": full})
     state = {"w": torch.zeros_like(full)}

@@ -95,7 +95,7 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
     _live_on_nodes(nodes)
     full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
     vescale_ckpt.save(directory, dict(full))
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(6 * MiB)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(12 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
 
@@ -124,7 +124,7 @@ def _passed_on(directory: Path, nodes: list[int], limit: int) -> tuple[int, int,
     _live_on_nodes(nodes)
     full = {"a": numbers(2048, 512), "b": numbers(512, 2048, dtype=torch.int16), "c": numbers(7)}
     vescale_ckpt.save(directory, dict(full))
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(limit)
+    os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(2 * limit)
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     sent = 0
     begin = NodeBuffer._begin_messages
@@ -223,11 +223,10 @@ def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
     assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
 
 
-def _auto(directory: Path, ranks_a_node: int, scope: str) -> tuple[int, int]:
+def _auto(directory: Path, ranks_a_node: int) -> tuple[int, int]:
     full = {"w": numbers(1024, 1024), "text": "an object"}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
-    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
     state = {"w": torch.zeros(1024, 1024), "text": ""}
     stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
     assert_same(state["w"], full["w"])
@@ -235,14 +234,9 @@ def _auto(directory: Path, ranks_a_node: int, scope: str) -> tuple[int, int]:
     return stats.shared_bytes, stats.bytes
 
 
-@pytest.mark.parametrize(
-    ("ranks_a_node", "scope", "shares"),
-    [(4, "job", False), (2, "job", True), (1, "job", True), (2, "node", False)],
-)
-def test_auto_shares_over_nodes_and_not_within_one(
-    checkpoint: Path, ranks_a_node: int, scope: str, shares: bool
-) -> None:
-    assert run_ranks(4, _auto, checkpoint, ranks_a_node, scope) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
+@pytest.mark.parametrize(("ranks_a_node", "shares"), [(4, False), (2, True), (1, True)])
+def test_auto_shares_over_nodes_and_not_within_one(checkpoint: Path, ranks_a_node: int, shares: bool) -> None:
+    assert run_ranks(4, _auto, checkpoint, ranks_a_node) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
 
 
 def _auto_shards(directory: Path) -> int:

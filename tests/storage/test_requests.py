@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import steps
 from harness.ranks import run_ranks
 from harness.saves import loaded
 from harness.states import assert_same
@@ -175,7 +176,7 @@ def _sent(monkeypatch: pytest.MonkeyPatch, url: str, state: dict[str, Any], writ
 def test_parts_grow_with_the_file_where_many_ranks_write(
     requests: Requests, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))  # all sizes are half of the usual ones
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)  # all sizes are half of the usual ones
     large, small = ({"w": torch.arange(mib << 18, dtype=torch.float32)} for mib in (80, 28))
     assert _sent(monkeypatch, root + "/a", large, 1) == [(8 * MiB, 11)]  # stores take none below 5 MiB
     assert _sent(monkeypatch, root + "/b", large, 1024) == [(32 * MiB, 3)]

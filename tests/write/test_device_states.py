@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.python_forks import run_python
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left, snapshot_memory
@@ -62,9 +63,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     asked = Pretended()
 
     class Snapshot(_C.Snapshot):
-        def __init__(
-            self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = (), pack_bytes: int = 0
-        ) -> None:
+        def __init__(self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = ()) -> None:
             super().__init__(table, budget, threads)
             asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
             asked.most_in_use = max(asked.most_in_use, snapshot_memory()["in_use_bytes"])
@@ -104,8 +103,8 @@ def change_all(values: dict[str, Any]) -> None:
 
 
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
-    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(4 * MiB))
+    monkeypatch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
 
 
 def test_without_cuda_of_our_own_nothing_is_ready_there(

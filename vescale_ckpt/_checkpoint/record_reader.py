@@ -338,7 +338,7 @@ class RecordReader:
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
     """Cuts the targets into groups. The number of targets limits a group, and so do the bytes of memory for targets
     that are not filled in place. Two groups hold such memory at a time."""
-    budget = settings.number("arena_bytes") // 2
+    budget = settings.number("memory_bytes") // 2
     group, memory_bytes = _Group(), 0
     for target in targets:
         record, filled = target.record, target.filled

@@ -30,7 +30,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
     it also checks every byte of every tensor and object against its checksums. It checks the index, the tables of
     checksums and the data descriptors, too, and lists their damage as harmless. `unchecked` lists what has no checksum.
-    At most `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
+    At most `VESCALE_CKPT_MEMORY_BYTES` of data are in memory at a time.
 
     The report lists all damage; none is raised. A directory without a checkpoint counts as damaged. The report lists as
     `unreadable` what the storage refuses to give, or does not give in time: it may be sound or damaged. In an object

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable
 
-from .. import settings
 from .._engine import _C
 from .handle import Notice
 
@@ -71,16 +70,10 @@ def _status() -> int:
     unseen = sum(not notice.raised and not notice.asked for notice in list(_notices))
     if not unseen:
         return 0
-    try:
-        status = settings.number("exit_status")
-    except ValueError as error:
-        logger.error("%s", error)
-        status = 1
-    if status:
-        text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
-        # What the process ends with is not known here: it may have failed already.
-        logger.error("%s failed, and nobody asked: if this process ends with status 0, that becomes %d", text, status)
-    return status
+    text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
+    # What the process ends with is not known here: it may have failed already.
+    logger.error("%s failed, and nobody asked: if this process ends with status 0, that becomes 1", text)
+    return 1
 
 
 def _end_child() -> None:

@@ -125,7 +125,7 @@ def prepare_save(
                 needed = sum(words(items.body_bytes()))
                 devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
                 with named_errors(str, ""):
-                    _C.prepare_devices(devices, settings.number("pack_bytes"))
+                    _C.prepare_devices(devices)
                     _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

@@ -85,10 +85,10 @@ class File(Protocol):
 
 
 class Buffers(PageBuffers):
-    """Reusable memory for batches. All buffers together stay within the setting `convert_bytes`."""
+    """Reusable memory for batches. All buffers together stay within the setting `memory_bytes`."""
 
     def __init__(self) -> None:
-        super().__init__(max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE))
+        super().__init__(max(2 * PAGE, settings.number("memory_bytes") // _AT_ONCE // PAGE * PAGE))
         self.written: Callable[[int], None] | None = None  #: called with the bytes of tensors that were written
 
     @property

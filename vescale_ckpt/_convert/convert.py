@@ -65,7 +65,7 @@ def convert(
     timeout: float | None = None,
 ) -> ConvertReport:
     """Writes the checkpoint `src` in another format, between DCP and safetensors in bounded memory
-    (`VESCALE_CKPT_CONVERT_BYTES` and the slots).
+    (`VESCALE_CKPT_MEMORY_BYTES`, and as much for the slots).
 
     All ranks of the group call it together and share the work. Data is verified while it is read, as loads do. The
     result is durable, and appears under its name only when it is complete. See docs/converting.md.

@@ -10,6 +10,9 @@ from . import _C
 
 _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffered", False: "buffered"}
 
+SLOT_BYTES = 8 << 20  #: one piece of I/O, and one slot of memory
+_NICENESS = 10  # how much the threads of asynchronous saves give way to training
+
 #: Bytes that are read and not wanted where a request for what is behind them would cost more: what a connection moves
 #: in the 20 ms or so that an object store takes to answer.
 _REQUEST_GAP = 2 << 20
@@ -38,16 +41,15 @@ def engine_options(
     bytes_per_second: int = 0,
 ) -> _C.Options:
     """The engine's options for one save or load. `in_background`: training goes on meanwhile. `requests`: it reads from
-    an object store, where each worker waits for a request of its own. `bytes_per_second`: most that a writer writes, if
-    it is not in the background."""
+    an object store, where each worker waits for a request of its own. `bytes_per_second`: most that a writer writes."""
     return _C.Options(
         threads=settings.number("object_store_requests") if requests and threads is None else threads_of(threads),
         read_gap=_REQUEST_GAP if requests else 0,
-        slot_bytes=settings.number("slot_bytes"),
-        arena_bytes=settings.number("arena_bytes"),
+        slot_bytes=SLOT_BYTES,
+        arena_bytes=settings.number("memory_bytes"),
         access=_ACCESS[direct_io],
-        niceness=settings.number("background_niceness") if in_background else 0,
-        bytes_per_second=settings.number("background_bytes_per_second") if in_background else bytes_per_second,
+        niceness=_NICENESS if in_background else 0,
+        bytes_per_second=bytes_per_second,
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .. import settings
 from .._plan.read_plan import PackedReads
 from .._ranks import nccl
 from .._ranks.exchange import Exchange
@@ -45,7 +44,7 @@ class BroadcastLoad:
             if reads is not None:
                 wanted = reads.bytes_read_alone(verify)
             device = nccl.device_for([] if reads is None else reads.description.tensors)
-            node = -1 if settings.value("broadcast_scope") == "node" else node_of_this_process()
+            node = node_of_this_process()
         except Exception as raised:
             error = raised
         ready, on_devices, least_stored, not_most_wanted, least_node, not_most_node = self.exchange.agree(

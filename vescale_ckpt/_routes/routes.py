@@ -115,10 +115,9 @@ class Reads:
 
         Raises ValueError for a setting or a name that cannot be used.
         """
-        domain = memory_domain().encode()
-        group = pack(save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
         objects, files = (b"", []) if plan is None else (plan.objects, plan.files)
-        return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
+        domain, budget = memory_domain().encode(), settings.broadcast_bytes()
+        return cls(rows, objects, json.dumps(files).encode(), save.encode(), domain, budget)
 
 
 _kept: OrderedDict[bytes, Routes] = OrderedDict()  # {hash of what they were planned from: routes}

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from .. import settings
-from .._engine import _C
+from .._engine import _C, options
 from .._engine.engine_errors import of_system
 from ..errors import CheckpointError
 from . import object_leases, object_looks, paths
@@ -702,7 +702,7 @@ _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
 def _bytes_in_flight() -> int:
-    return settings.number("object_store_requests") * settings.number("slot_bytes")
+    return settings.number("object_store_requests") * options.SLOT_BYTES
 
 
 def _requests_in_flight(root: str) -> int:

@@ -56,7 +56,7 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
     The copies run after the work that the current streams of the devices have queued when the copies start.
     """
     streams = producers(devices, torch.cuda.current_stream)
-    return _C.Snapshot(table, budget, threads, devices, streams, settings.number("pack_bytes"))
+    return _C.Snapshot(table, budget, threads, devices, streams)
 
 
 def samples_of(table: Any, devices: Any = b"") -> memoryview:
@@ -77,7 +77,7 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
 
 def write_rows(layout: Layout, items: PackedItems, rows: Sequence[int]) -> None:
     """Writes `rows` of a rank's part, in host memory or on devices. At most two batches are in memory. They share
-    `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
+    `VESCALE_CKPT_MEMORY_BYTES` unless one tensor needs more."""
 
     def write(batch: _Batch) -> None:
         if batch.archives:
@@ -124,7 +124,7 @@ def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequenc
 
 
 def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
-    budget, sizes = settings.number("arena_bytes") // 2, words(items.body_bytes())
+    budget, sizes = settings.number("memory_bytes") // 2, words(items.body_bytes())
     start, held = 0, 0
     for index, row in enumerate(rows):
         if held and held + sizes[row] > budget:
@@ -140,7 +140,7 @@ def item_batches(
     """Cuts a rank's tensors into batches, bounded in number and in bytes. Only tensors outside the state's own memory
     count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
     written, two batches at a time."""
-    budget = settings.number("arena_bytes") // 2
+    budget = settings.number("memory_bytes") // 2
     batch, held = ItemBatch([], [], []), 0
     with TorchCopies() as copies:
         for item in items:

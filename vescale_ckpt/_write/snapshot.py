@@ -47,7 +47,7 @@ class StagedPlan:
         # It keeps the copied tensors alive; so it must outlive the copying.
         self._gate = None if gate is None else GatedCopy(gate)
         self._save, self._layout = save, save.layout
-        self.in_background = True  #: whether `write` leaves room on the disk for training
+        self.in_background = True  #: whether threads of `write` give way to training
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()

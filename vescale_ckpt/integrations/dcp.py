@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class DefaultWriter(StorageWriter):
     """A `StorageWriter` with the arguments of torch's `FileSystemWriter`, also by position.
 
-    Four of them have no effect: how far copies from a device run ahead is bounded by `VESCALE_CKPT_SLOT_BYTES`, memory
+    Four of them have no effect: how far copies from a device run ahead is bounded by the engine, memory
     of snapshots is always reused, the serialization is torch.save's, and there are no extensions.
     """
 

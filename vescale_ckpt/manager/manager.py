@@ -134,9 +134,8 @@ class CheckpointManager:
         upload_bytes_per_second: with `local`, the limit for copies to `directory`, of each node that copies; 0: no
             limit.
         copies: with a folder of each node, how many other nodes get each file of a step, while training goes on.
-            At most all others, with a warning. Replicas that nodes have saved count. Nodes in another failure domain
-            (`VESCALE_CKPT_DOMAIN`) come first. While a step is sent, those that are saved get no copies, but the last
-            one when the manager is closed.
+            At most all others, with a warning. Replicas that nodes have saved count. While a step is sent, those that
+            are saved get no copies, but the last one when the manager is closed.
         copy_bytes_per_second: with `copies`, most that each node sends; 0: no limit.
         durable_interval_steps: with `local`, only steps that are multiples of it are copied to `directory`, and with a
             folder of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those

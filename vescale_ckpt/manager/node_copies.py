@@ -11,7 +11,6 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import path_of
@@ -133,15 +132,14 @@ class NodeCopies(EndsWithProcess):
             ends = file_ends_of(path, read_small_files(path)) if is_leader else {}
             sizes = {name: storage.stat(name).size for name in ends.keys() & {*storage.names()}}
             mine = {name: size for name, size in sizes.items() if size >= ends[name]}
-            return json.dumps([settings.value("domain"), mine]).encode()
+            return json.dumps(mine).encode()
 
         of_all = [*map(json.loads, exchange.share(exchange.together(own_files, phase), phase))]
-        domains = [domain for domain, _ in of_all]
         places: Places = {}
-        for rank, (_, files) in enumerate(of_all):
+        for rank, files in enumerate(of_all):
             for name, length in files.items():
                 places.setdefault(name, {})[rank] = length
-        wanted = copies_of_each(places, sorted(set(self._leaders)), domains, self._copies)
+        wanted = copies_of_each(places, sorted(set(self._leaders)), self._copies)
         files = NodeFiles(self._leaders, places)
         own = wanted.get(exchange.rank, set())
         files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)
