@@ -25,6 +25,7 @@ from . import settings
 from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
 from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
+from ._engine.device_streams import copies_from_cuda
 from ._engine.dtype_codes import DTYPE_CODES
 from ._engine.engine_errors import check_space, named_errors
 from ._engine.gc import gc_paused
@@ -238,7 +239,7 @@ class _Opened:
     @cached_property
     def cuda(self) -> int | None:
         """The CUDA device that the engine copies to; None: it reads into host memory."""
-        if self.device.type != "cuda" or not _C.copies_from_cuda():
+        if self.device.type != "cuda" or not copies_from_cuda():
             return None
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 

@@ -80,8 +80,7 @@ class TensorReader {
     const auto dims = static_cast<size_t>(seen.ndim);
     words_.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset));
     words_.push_back(*dtype);
-    const int32_t device_type = seen.device_type == dlpack::kRocm ? dlpack::kCuda : seen.device_type;
-    words_.push_back(device_type + (static_cast<int64_t>(seen.device_id) << 32));
+    words_.push_back(seen.device_type + (static_cast<int64_t>(seen.device_id) << 32));
     words_.push_back(seen.ndim);
     words_.insert(words_.end(), seen.shape, seen.shape + dims);
     if (seen.strides != nullptr) {

@@ -20,25 +20,17 @@ using cuda::kSuccess;
 
 std::atomic<bool> started{false};
 
-// HIP's devices are set, CUDA's contexts are pushed.
-bool is_hip(const Api& api) {
-  return api.set_device != nullptr;
-}
-
 class CudaAccelerator final : public Accelerator {
  public:
   CudaAccelerator(const Api& api, cuda::Batches& batches, int index, const unsigned char* kernels)
       : device_{api, batches, index, "device " + std::to_string(index)}, kernels_(kernels) {
     check_before_copies(device_, api.device_get(&handle_, index), [&] { return "find " + device_.name; });
-    if (api.context_retain != nullptr) {
-      check_before_copies(device_, api.context_retain(&device_.context, handle_),
-                          [&] { return "use " + device_.name; });
-    }
+    check_before_copies(device_, api.context_retain(&device_.context, handle_), [&] { return "use " + device_.name; });
     device_.batches = can_take_batches();
   }
   ~CudaAccelerator() override {
     if (module_ != nullptr) cuda::on_device_if_usable(device_, [&] { device_.api.module_unload(module_); });
-    if (device_.api.context_release != nullptr) device_.api.context_release(handle_);
+    device_.api.context_release(handle_);
   }
   CudaAccelerator(const CudaAccelerator&) = delete;
   CudaAccelerator& operator=(const CudaAccelerator&) = delete;
@@ -144,15 +136,13 @@ CudaRuntime::CudaRuntime(const Api& api, const unsigned char* kernels) : api_(ap
 CudaRuntime::~CudaRuntime() = default;
 
 std::string CudaRuntime::version() const {
-  const bool hip = is_hip(api_);
-  const auto text = [hip](int version) {  // CUDA 12.8: 12080; HIP 6.3: 60300000 and a patch of up to five digits
-    return hip ? std::to_string(version / 10'000'000) + "." + std::to_string(version / 100'000 % 100)
-               : std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  const auto text = [](int version) {  // 12.8: 12080
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
   };
   int runtime = 0, driver = 0;
   check(api_, api_.runtime_version(&runtime), [] { return "ask for the version of the runtime"; });
   check(api_, api_.driver_version(&driver), [] { return "ask for the version of the driver"; });
-  return std::string(api_.platform) + " runtime " + text(runtime) + ", driver " + text(driver);
+  return "CUDA runtime " + text(runtime) + ", driver " + text(driver);
 }
 
 Accelerator& CudaRuntime::accelerator(int device) {
@@ -197,17 +187,12 @@ CudaRuntime* cuda_runtime(std::string& reason) {
   reason.clear();
   // One runtime may be too new for the driver while another one works.
   for (const bool loaded : {true, false}) {
-    for (const cuda::Runtime& found : cuda::runtimes(loaded)) {
+    for (void* const found : cuda::runtimes(loaded)) {
       std::string refusal;
       try {
         Api api;
         if (cuda::load(found, api, refusal)) {
-          if (is_hip(api)) {
-            note(
-                "devices of HIP get a copy for each tensor, without batches, and without the kernel that packs small "
-                "ones, which is CUDA's");
-          }
-          return runtime = new CudaRuntime(api, is_hip(api) ? nullptr : pack_image());
+          return runtime = new CudaRuntime(api, pack_image());
         }
       } catch (const Error& error) {
         refusal = error.what();
@@ -215,10 +200,7 @@ CudaRuntime* cuda_runtime(std::string& reason) {
       if (reason.empty()) reason = refusal;
     }
   }
-  if (reason.empty())
-    reason =
-        "no runtime of CUDA or HIP: neither libcudart.so.13 nor libcudart.so.12 is loaded or found, and no libamdhip64 "
-        "is loaded";
+  if (reason.empty()) reason = "no runtime of CUDA: neither libcudart.so.13 nor libcudart.so.12 is loaded or found";
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-// Implements the interface of device.h for CUDA, and for HIP, which has the same functions.
+// Implements the interface of device.h for CUDA.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ class CudaRuntime final : public DeviceRuntime {
   CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
   ~CudaRuntime() override;
 
-  std::string version() const;  // "CUDA runtime 13.0, driver 13.1", or "HIP runtime 6.3, …"
+  std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
   int device_count() override { return device_count_; }
   std::string device_name(int device) const;  // makes no context on it
   int current_device() const;                 // the one of this thread

@@ -1,8 +1,6 @@
-// Finds the functions of CUDA or HIP at run time: building needs no toolkit, one binary serves machines with and
-// without them, and the engine uses the framework's own runtime.
-//
-// HIP has the same functions under other names (kFunctions in cuda_api.cpp). They are declared here without headers;
-// tests/cpp/device compares them with CUDA's and HIP's. Numbers below are equal in both unless they say otherwise.
+// Finds the functions of CUDA at run time: building needs no toolkit, one binary serves machines with and without it,
+// and the engine uses the framework's own runtime. They are declared here without headers; tests/cpp/device compares
+// them with CUDA's.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +15,14 @@ using EventHandle = void*;
 using Context = void*;
 
 inline constexpr int kSuccess = 0, kOutOfMemory = 2, kNeedsNewerDriver = 36, kNotSupported = 801;
-inline constexpr int kFirstWithBatches = 12080;    // version CUDA 12.8; HIP gets no batches
+inline constexpr int kFirstWithBatches = 12080;    // version CUDA 12.8
 inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
 inline constexpr unsigned kStreamNonBlocking = 1;  // does not wait for the default stream
 inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
-inline constexpr unsigned kHostPortable = 1;        // locked for all devices
-inline constexpr int kCaptureRelaxed = 2;           // cudaStreamCaptureMode
-inline constexpr int kNotCaptured = 0;              // cudaStreamCaptureStatus
-inline constexpr int kRegisteredMemoryAsItIs = 91;  // cudaDevAttrCanUseHostPointerForRegisteredMem; HIP's is another
+inline constexpr unsigned kHostPortable = 1;                  // locked for all devices
+inline constexpr int kCaptureRelaxed = 2;                     // cudaStreamCaptureMode
+inline constexpr int kNotCaptured = 0;                        // cudaStreamCaptureStatus
+inline constexpr int kRegisteredMemoryAsItIs = 91;            // cudaDevAttrCanUseHostPointerForRegisteredMem
 inline constexpr int kLocationDevice = 1, kLocationHost = 2;  // cudaMemLocationType
 inline constexpr int kAccessInStreamOrder = 1;                // cudaMemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlapWithCompute = 1;      // cudaMemcpyFlags
@@ -41,8 +39,6 @@ struct CopyAttributes {
 };
 
 struct Api {
-  const char* platform = "CUDA";  // or "HIP"
-
   int (*get_device_count)(int* count);
   int (*device_attribute)(int* value, int attribute, int device);
   int (*pci_address)(char* address, int length, int device);
@@ -72,7 +68,7 @@ struct Api {
   int (*host_register)(void* memory, size_t bytes, unsigned flags);
   int (*host_unregister)(void* memory);
 
-  // nullptr if the runtime lacks it. HIP has the first.
+  // nullptr if the runtime lacks it.
   int (*current_device)(int* device);
   int (*clear)(void* memory, int value, size_t bytes, Stream stream);
 
@@ -82,12 +78,9 @@ struct Api {
   int (*copy_batch_13)(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                        CopyAttributes* attributes, size_t* attribute_starts, size_t attribute_count, Stream stream);
 
-  // HIP's. Its hipCtxPopCurrent leaves the device that was pushed current, so its devices are set and set back.
-  int (*set_device)(int device);
-
-  // These are the driver's functions. HIP uses the first two, and has no kernel. Contexts are pushed and popped,
-  // because every cudaSetDevice makes a context of hundreds of MiB on its device, even if it only restores the current
-  // device. The driver launches kernels, so that the image of one version of CUDA loads beside every later version.
+  // These are the driver's functions. Contexts are pushed and popped, because every cudaSetDevice makes a context of
+  // hundreds of MiB on its device, even if it only restores the current device. The driver launches kernels, so that
+  // the image of one version of CUDA loads beside every later version.
   int (*device_get)(int* device, int ordinal);
   int (*device_name)(char* name, int length, int device);
   int (*context_retain)(Context* context, int device);
@@ -101,23 +94,11 @@ struct Api {
                 unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra);
 };
 
-struct Platform {
-  const char* name;
-  std::vector<const char*> runtimes;
-  const char* driver;  // nullptr: the runtime has the driver's functions, too
-};
-
-struct Runtime {
-  const Platform& platform;
-  void* library;
-};
-
-// Returns the runtimes in the order of trial: with `loaded`, those of CUDA and HIP that are loaded already, which are
-// the framework's and perhaps one of another library; otherwise those of CUDA that the system finds. (HIP is never
-// linked into a framework, so a HIP that is not loaded is nobody's.)
-std::vector<Runtime> runtimes(bool loaded);
+// Returns the libraries of the runtime in the order of trial: with `loaded`, those that are loaded already, which are
+// the framework's and perhaps one of another library; otherwise those that the system finds.
+std::vector<void*> runtimes(bool loaded);
 
 // Fills `api` from a runtime; false, with the reason, if the runtime or the driver lacks a function.
-bool load(const Runtime& runtime, Api& api, std::string& reason);
+bool load(void* runtime, Api& api, std::string& reason);
 
 }  // namespace vescale_ckpt::device::cuda

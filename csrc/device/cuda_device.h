@@ -47,7 +47,7 @@ inline bool is_sticky(int code) {
 // Returns the runtime's text of an error. Clears the error there, where the framework would find it at its next check.
 inline std::string error_text(const Api& api, int code) {
   api.get_last_error();
-  return std::string(api.platform) + ": " + api.error_string(code) + ", " + api.error_name(code);
+  return std::string("CUDA: ") + api.error_string(code) + ", " + api.error_name(code);
 }
 
 // Throws if `code` is an error. `operation` returns a text, and is called only on failure.
@@ -69,22 +69,11 @@ void check_before_copies(const Device& device, int code, const Operation& operat
 class Current {
  public:
   explicit Current(const Device& device) : api_(device.api) {
-    int code = kSuccess;
-    if (api_.set_device == nullptr) {
-      code = api_.context_push(device.context);
-    } else {
-      code = api_.current_device(&before_);
-      if (code == kSuccess) code = api_.set_device(device.index);
-    }
-    check(api_, code, [&] { return "use " + device.name; });
+    check(api_, api_.context_push(device.context), [&] { return "use " + device.name; });
     api_.exchange_capture_mode(&mode_);
   }
   ~Current() {
     api_.exchange_capture_mode(&mode_);
-    if (api_.set_device != nullptr) {
-      api_.set_device(before_);
-      return;
-    }
     Context popped = nullptr;
     api_.context_pop(&popped);
   }
@@ -94,7 +83,6 @@ class Current {
  private:
   const Api& api_;
   int mode_ = kCaptureRelaxed;
-  int before_ = 0;  // HIP's device that was current
 };
 
 // Runs an action in a destructor. A device that cannot be used any more has freed everything.

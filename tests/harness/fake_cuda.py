@@ -1,4 +1,4 @@
-"""A CUDA of two devices for tests, or a HIP, without one: the engine's own code runs against a library of our making
+"""A CUDA of two devices for tests, without one: the engine's own code runs against a library of our making
 (tests/cpp/fakes/fake_cuda.cpp), whose streams are threads and whose devices' memory is the host's.
 
 Tensors of more than `LEAST` elements in host memory count as being on a device. The storage of each is an allocation
@@ -34,7 +34,6 @@ _BUILD = Path(__file__).parents[2] / "build" / "fake_cuda"
 _KERNEL = Path(__file__).parents[2] / "csrc" / "device" / "pack_rows.h"
 # By which the engine finds what is loaded.
 _RUNTIME, _DRIVER, _OTHER_RUNTIME = "libcudart.so.13", "libcuda.so.1", "libcudart.so.12"
-_HIP = "libamdhip64.so.6"
 # cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorAssert
 OUT_OF_MEMORY, INSUFFICIENT_DRIVER, ASSERT = 2, 35, 710
 
@@ -90,23 +89,13 @@ class FakeCuda:
             ctypes.c_void_p(stream), ctypes.c_void_p(tensor.data_ptr()), value, ctypes.c_size_t(tensor.nbytes), delay_ms
         )
 
-    def set_device(self, device: int) -> None:
-        """Makes a device of HIP current on this thread, as the trainer does."""
-        assert self._library.hipSetDevice(device) == 0
-
-    def current_device(self) -> int:
-        """HIP's device that is current on this thread."""
-        device = ctypes.c_int(-1)
-        assert self._library.hipGetDevice(ctypes.byref(device)) == 0
-        return device.value
-
     def drain(self, stream: int) -> None:
         self._library.fake_drain(ctypes.c_void_p(stream))
 
 
 @contextmanager
-def fake_cuda(hip: bool = False) -> Iterator[FakeCuda]:
-    fake = FakeCuda(_load(_HIP)) if hip else load_runtime()
+def fake_cuda() -> Iterator[FakeCuda]:
+    fake = load_runtime()
     read = tensor_table.tensor_row
 
     def row_on_device(tensor: torch.Tensor) -> list[int]:
@@ -137,7 +126,7 @@ def copies_from_cuda() -> bool:
 
 
 def no_copies_from_cuda() -> Any:
-    """A context in which the engine finds neither CUDA nor HIP, so that torch copies."""
+    """A context in which the engine finds no CUDA, so that torch copies."""
     return mock.patch.object(_C, "copies_from_cuda", lambda *_: False)
 
 
@@ -193,7 +182,6 @@ def library(name: str = _RUNTIME) -> Path:
         with tempfile.TemporaryDirectory(dir=_BUILD) as folder:
             made = Path(folder) / name
             flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{name}", "-pthread"]
-            flags += ["-DFAKE_HIP"] if name == _HIP else []
             compiler = os.environ.get("CXX", "g++")
             subprocess.run([compiler, *flags, *source, "-o", str(made)], check=True)
             made.replace(path)  # by whichever process is last

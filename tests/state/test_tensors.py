@@ -208,7 +208,7 @@ class OnRocm:
         return 10, 1
 
 
-def test_devices_that_dlpack_calls_rocm_are_those_that_torch_calls_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_rocm_are_not_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (ctypes.c_int64 * 1)(3)
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Borrowed))
@@ -222,8 +222,8 @@ def test_devices_that_dlpack_calls_rocm_are_those_that_torch_calls_cuda(monkeypa
     capsule = new_capsule(ctypes.addressof(functions), b"dlpack_exchange_api", None)
     monkeypatch.setattr(OnRocm, "__dlpack_c_exchange_api__", capsule, raising=False)
     table = array("q", _C.tensor_table([OnRocm()], (OnRocm,), DTYPE_CODES, list))  # type: ignore[list-item]
-    assert table.tolist() == [4096, DTYPE_CODES[torch.float32], 2 + (1 << 32), 1, 3, 1]
-    assert tensor_table_of_state._device(OnRocm()) == 2 + (1 << 32)  # type: ignore[arg-type]
+    assert table.tolist() == [4096, DTYPE_CODES[torch.float32], 10 + (1 << 32), 1, 3, 1]
+    assert tensor_table_of_state._device(OnRocm()) == 10 + (1 << 32)  # type: ignore[arg-type]
 
 
 def test_python_is_asked_only_where_dlpack_is_silent() -> None:

@@ -18,6 +18,8 @@ Streams = Mapping[Any, Any]
 
 def copies_from_cuda() -> bool:
     """Whether the engine copies from and to CUDA devices. Starts CUDA if it can be used."""
+    if torch.version.hip is not None:  # torch calls devices of ROCm "cuda", too
+        return False
     return _C.copies_from_cuda(bool(settings.number("copy_batches")))
 
 

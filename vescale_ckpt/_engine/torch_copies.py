@@ -105,7 +105,7 @@ def note_device(kind: str) -> None:
     if kind in _noted_kinds:
         return
     _noted_kinds.add(kind)
-    which, why = "tensors", "the engine has functions of CUDA and HIP alone"
+    which, why = "tensors", "the engine has functions of CUDA alone"
     if kind == "cuda":
         why = str(_C.device_info()["reason"])
         if not why:

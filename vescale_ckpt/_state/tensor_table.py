@@ -22,7 +22,7 @@ from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-HOST_DEVICE, _CUDA, _ROCM = 1, 2, 10  # DLPack's codes; torch calls devices of ROCm "cuda", and so does a table
+HOST_DEVICE = 1  #: DLPack's code
 
 # These are the flags of `TensorReads.ready`. ON_DEVICE + i means CUDA device i.
 NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
@@ -57,7 +57,7 @@ def _device(tensor: torch.Tensor) -> int:
         return HOST_DEVICE
     try:
         kind, number = tensor.__dlpack_device__()
-        return (_CUDA if int(kind) == _ROCM else int(kind)) + (int(number) << 32)
+        return int(kind) + (int(number) << 32)
     except (BufferError, ValueError):  # DLPack has no code for the device
         return -1
 

@@ -1,5 +1,5 @@
 // A CUDA runtime and driver for tests: the functions that the engine looks up (csrc/device/cuda_api.h), over the host's
-// memory. With FAKE_HIP they have HIP's names, and devices are set as HIP's are. Streams are threads, so that copies
+// memory. Streams are threads, so that copies
 // are late and ThreadSanitizer sees every order that is missing. Allocations of a device have borders, which no copy
 // may cross, and addresses that crash who follows them, except those of fake_allocation. Any call can fail. Python's
 // tests load it as a library (tests/harness/fake_cuda.py).
@@ -23,9 +23,6 @@
 
 #include "device/pack_rows.h"
 #include "fake_queue.h"
-#ifdef FAKE_HIP
-#include "hip_names.h"
-#endif
 
 namespace {
 
@@ -352,18 +349,10 @@ int cudaDeviceGetPCIBusId(char* address, int, int) {
   return std::strcpy(address, "0000:00:00.0"), called(__func__, false);
 }
 int cudaRuntimeGetVersion(int* version) {
-#ifdef FAKE_HIP
-  return *version = 60342134, 0;
-#else
   return *version = 13000, 0;
-#endif
 }
 int cudaDriverGetVersion(int* version) {
-#ifdef FAKE_HIP
-  return cudaRuntimeGetVersion(version);
-#else
   return *version = answer("driver version"), 0;
-#endif
 }
 int cudaGetLastError() {
   return std::exchange(last_error, 0);
@@ -446,7 +435,6 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
   copy_later(to, from, to_pitch, from_pitch, width, height, kind, stream);
   return 0;
 }
-#ifndef FAKE_HIP
 int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
                          Attributes* attributes, size_t* starts, size_t attribute_count, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
@@ -466,7 +454,6 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
   }
   return 0;
 }
-#endif
 int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
   stream_of(stream).push([=] { std::memset(behind(memory), value, bytes); });
@@ -529,16 +516,6 @@ int cuDeviceGet(int* device, int ordinal) {
 int cuDeviceGetName(char* name, int, int) {
   return std::strcpy(name, "Fake"), 0;
 }
-#ifdef FAKE_HIP
-
-int hipSetDevice(int device) {
-  if (const int code = called(__func__, false); code != 0) return code;
-  contexts.assign(1, device);  // as AMD's, one device is current until the next call
-  return 0;
-}
-
-#else
-
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__, false);
 }
@@ -589,7 +566,5 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
   });
   return 0;
 }
-
-#endif
 
 }  // extern "C"
