@@ -19,14 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.children import Shared, fork, kill, wait_until
+from harness.children import Shared, fork, kill, killed_before, wait_until
 from harness.files import only_named_files
 from harness.saves import load, outcome, save
 from harness.states import State, same, state
+from harness.steps import CHANGES_BY_THE_ENGINE, CHANGES_OF_FOLDERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt import SavePlanner, StorageWriter
+from vescale_ckpt import SavePlanner, StorageWriter, verify
 
 KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "36"))
 BOUND = 120.0  # seconds after which a process counts as hung
@@ -94,6 +95,26 @@ def save_on_and_on(options: dict[str, bool], directory: Path, committed: Shared)
         k += 1
         save(directory, state(k), **options)
         committed[0] = k
+
+
+def test_a_kill_before_any_change_of_the_folder_leaves_the_old_checkpoint_or_the_new_one(checkpoint: Path) -> None:
+    save(checkpoint, state(0))
+    last, killed = 0, 0
+    for number in range(100):
+
+        def body(number: int = number, new: int = last + 1) -> None:
+            with killed_before(number, CHANGES_BY_THE_ENGINE + CHANGES_OF_FOLDERS):
+                save(checkpoint, state(new))
+
+        _, status = os.waitpid(fork(body), 0)
+        last = old_or_new(checkpoint, last)
+        assert verify(checkpoint).ok
+        if not os.WIFSIGNALED(status):
+            break
+        killed += 1
+    else:
+        pytest.fail("the save never ended")
+    assert killed >= 5 and only_named_files(checkpoint)
 
 
 # --- Two ranks
