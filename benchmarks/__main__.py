@@ -10,7 +10,6 @@ BENCHMARKS = {
     "loading": "loads by several ranks",
     "first_loads": "the first load of a safetensors file in a process, beside other loaders",
     "background": "asynchronous saves, and what they take from training",
-    "delta": "saves of a LoRA training that write only what changed",
     "export": "exports by several ranks",
     "convert": "a DCP checkpoint becomes safetensors",
     "quantized": "loads of quantised models into bfloat16, and of experts as stacks",

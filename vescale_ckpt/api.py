@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, overload
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
@@ -21,11 +20,10 @@ from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import chosen_format
 from ._ranks.groups import PerGroup
-from ._state.application import check_is_mapping, trained_tensors
+from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
 from ._state.stacking import Stack
 from ._storage.open_storage import checkpoint_path, storage_at
-from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate, as_gate
@@ -36,7 +34,6 @@ from .settings import Broadcast, checked_flag, checked_path
 
 # One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
 _planners = PerGroup(SavePlanner)
-_frozen = PerGroup(FrozenContents)
 
 
 def save(
@@ -52,8 +49,6 @@ def save(
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
     extra_files: Mapping[str, bytes] | None = None,
-    base: str | os.PathLike[str] | None = None,
-    frozen: Iterable[torch.Tensor] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -86,14 +81,6 @@ def save(
         extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). The files
             of rank 0 count. The contents are committed with the checkpoint, and `load` returns them. After the commit a
             copy of each is written into the directory, for other programs. For format "dcp".
-        base: an older checkpoint in a folder beside `path`, saved with `base=`. If it has the bytes of a tensor, they
-            are not written again: the new checkpoint names the older one's files. The base must stay as long as the new
-            checkpoint; a `CheckpointManager` ensures that. If the base cannot be used, the save warns and writes
-            everything. For the first save, give `path` itself.
-        frozen: with `base`: tensors of the state (parameters that do not require grad) that change only by operations
-            that raise torch's version counter. While their counter and storage are those of an earlier save of this
-            process, they are not even read. docs/guarantees.md lists the operations that do not raise the counter.
-            Other names of trained tensors (`state_dict().values()`, `.data`) must not be among them.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -119,26 +106,16 @@ def save(
             "extra_files: a model in format='safetensors' has no place for files that are committed with it. Write "
             "them into its folder before the save, as save_pretrained does with config.json"
         )
-    if safetensors is not None and base is not None:
-        raise ValueError("base: a model in format='safetensors' cannot name the files of another")
-    if frozen is not None and base is None:
-        raise ValueError("frozen: only a save with base= can leave tensors unread")
-    older = None if base is None else checkpoint_path(checked_path("base", base))
     directory = checkpoint_path(path)  # absolute: the working directory may change later
-    guard = as_gate(gate)
-    unchanged = None
-    if frozen is not None:
-        trained = trained_tensors(state, () if guard is None else guard.optimizers)
-        unchanged = FrozenTensors(frozen, _frozen.of(process_group), trained)
 
     def layout(options: SaveOptions) -> Layout:
         if safetensors is None:
-            return NativeLayout(options, extra_files, older, unchanged)
+            return NativeLayout(options, extra_files)
         return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
 
     return start_save(
         path, directory, state, layout, planner or _planners.of(process_group),
-        async_checkpoint=async_checkpoint, process_group=process_group, overwrite=overwrite, gate=guard,
+        async_checkpoint=async_checkpoint, process_group=process_group, overwrite=overwrite, gate=as_gate(gate),
         timeout=timeout, on_busy=on_busy,
     )  # fmt: skip
 

@@ -59,8 +59,6 @@ class SaveStats(TransferStats):
     """The statistics of one rank's writes."""
 
     file_bytes: int  #: length of the files that the rank wrote
-    reused_bytes: int = field(default=0, kw_only=True)  #: with `base=`: bytes of tensors that an older checkpoint has
-    reused_tensors: int = field(default=0, kw_only=True)  #: with `base=`: chunks of tensors that were not written
     plan_reused: bool | None = field(default=None, kw_only=True)  #: whether the plan of an earlier save was used again
     #: texts about what devices of this process have refused so far; the log has each once. Copies from them are slower
     device_notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -215,17 +213,6 @@ class CheckpointInfo:
     def extra_files(self) -> list[str]:
         """The names of the files that were saved with `extra_files=`."""
         return [key.removeprefix(EXTRA_FILES) for key in self.objects if key.startswith(EXTRA_FILES)]
-
-    @property
-    def referred_files(self) -> list[str]:
-        """The data files of other checkpoints that this one names, after a save with `base=`."""
-        return [name for name in self.files if name.startswith("../")]
-
-    @property
-    def referred_bytes(self) -> int:
-        """The bytes of the records that it has in such files."""
-        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
-        return sum(chunk.bytes for chunk in chunks if chunk.file.startswith("../"))
 
     @property
     def file_bytes(self) -> int:

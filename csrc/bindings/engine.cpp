@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,7 +24,6 @@
 #include "read/archive_file.h"
 #include "read/read_table.h"
 #include "read/reader.h"
-#include "write/block_hashes.h"
 #include "write/samples.h"
 #include "write/write_table.h"
 #include "write/writer.h"
@@ -116,23 +114,6 @@ py::bytes sample_hashes(const py::buffer& table, const py::buffer& devices, uint
 
 py::bytes body_bytes(const py::buffer& buffer) {
   return bytes_of(write::body_bytes(Table(buffer).values()));
-}
-
-// Of each tensor the hashes of its blocks, and the CRC-32.
-std::vector<std::pair<py::bytes, uint32_t>> hash_tensors(const py::buffer& buffer, const py::bytes& key,
-                                                         const io::EngineOptions& options) {
-  const Table table(buffer);
-  std::vector<uint64_t> words(view(key).size() / sizeof(uint64_t));
-  std::memcpy(words.data(), view(key).data(), words.size() * sizeof(uint64_t));
-  const auto hashes =
-      without_gil([&] { return write::hash_tensors(write::parse_write_table(table.values()), words, options); });
-  std::vector<std::pair<py::bytes, uint32_t>> result;
-  result.reserve(hashes.size());
-  for (const write::TensorHashes& of : hashes) {
-    result.emplace_back(py::bytes(reinterpret_cast<const char*>(of.blocks.data()), of.blocks.size() * sizeof(uint64_t)),
-                        of.crc);
-  }
-  return result;
 }
 
 py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>& objects) {
@@ -274,10 +255,6 @@ void bind_engine(py::module_& module) {
   module.def("sample_hashes", &sample_hashes, py::arg("table"), py::arg("devices"), py::arg("elements"),
              "a hash of a few elements of each tensor of a table to write");
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
-  module.def("hash_tensors", &hash_tensors, py::arg("table"), py::arg("key"), py::arg("options"),
-             "of each tensor of a table to write: the hashes of its blocks, and its CRC-32");
-  module.attr("UNCHANGING") = io::kUnchanging;
-  module.attr("HASH_KEY_BYTES") = write::kHashKeyWords * sizeof(uint64_t);
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");

@@ -23,7 +23,7 @@ RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
   for (size_t rank = 0; rank < files.size(); ++rank) {
     if (tables_[rank].size() % kWords != 0) malformed(rank, "not whole rows");
     first_file_.push_back(file_numbers_.size());
-    for (const std::string& name : files[rank]) {  // ranks may name the same file of an older checkpoint
+    for (const std::string& name : files[rank]) {  // ranks may name the same file
       const auto [found, is_new] = numbers.emplace(name, static_cast<uint32_t>(files_.size()));
       if (is_new) files_.push_back(name);
       file_numbers_.push_back(found->second);

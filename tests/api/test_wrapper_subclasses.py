@@ -116,20 +116,6 @@ def test_forms(checkpoint: Path, kind: str) -> None:
         assert found.bits() == given.bits()
 
 
-def test_it_takes_part_in_delta_saves(tmp_path: Path) -> None:
-    given = {"q": Quantized.random(2000), "x": torch.rand(5000), "r": Quantized.random(2000, seed=1)}
-    vescale_ckpt.save(tmp_path / "1", given, base=tmp_path / "1")
-    given["r"].codes[0] += 1
-    stats = vescale_ckpt.save(tmp_path / "2", given, base=tmp_path / "1").result()
-    assert stats.reused_tensors == 2
-    found = {"q": Quantized.zeros(2000), "x": torch.zeros(5000), "r": Quantized.zeros(2000)}
-    vescale_ckpt.load(tmp_path / "2", found)
-    assert found["q"].bits() == given["q"].bits()
-    assert found["r"].bits() == given["r"].bits()
-    assert torch.equal(found["x"], given["x"])
-    assert vescale_ckpt.verify(tmp_path / "2").ok
-
-
 def test_a_plan_is_not_used_for_a_plain_tensor_of_the_same_shape(checkpoint: Path) -> None:
     plain = {"q": torch.rand(ROWS, 8)}
     vescale_ckpt.save(checkpoint, plain)

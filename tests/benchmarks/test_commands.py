@@ -74,12 +74,6 @@ def test_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "x dcp-4" in capsys.readouterr().out
 
 
-def test_delta(tmp_path: Path) -> None:
-    rows = run("delta", tmp_path, "--mib=2")
-    assert steps(rows)["delta, unread"] == {"save", "blocked", "durable"}
-    assert rows["save", "delta"]["calls"] < rows["save", "full"]["calls"]
-
-
 def test_safetensors(tmp_path: Path) -> None:
     written = ("ceiling", "vescale-safetensors", "safetensors", "safetensors-memory", "numpy", "numpy-save", "torch")
     options = ("--state=one", "--ops=save", "--baseline=safetensors", f"--candidates={','.join(written)}")

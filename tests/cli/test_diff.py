@@ -142,10 +142,10 @@ def _saved(path: Path, state: State, **options: Any) -> Path:
     return path
 
 
-def test_objects_extra_files_and_delta_saves(tmp_path: Path, capsys: Any) -> None:
+def test_objects_and_extra_files(tmp_path: Path, capsys: Any) -> None:
     rank = vescale_ckpt.PerRank
     state = {**_state(), "rng": rank({"seed": 1}), "history": [1.0, {"a": np.ones(2)}]}
-    one = _saved(tmp_path / "1", state, extra_files={"c.json": b"1"}, base=tmp_path / "1")
+    one = _saved(tmp_path / "1", state, extra_files={"c.json": b"1"})
     assert _difference(one, _saved(tmp_path / "2", state, extra_files={"c.json": b"1"}), capsys)[0] == EQUAL
     others = [
         {**state, "rng": rank({"seed": 2})},
@@ -156,9 +156,9 @@ def test_objects_extra_files_and_delta_saves(tmp_path: Path, capsys: Any) -> Non
         path = _saved(tmp_path / f"other {number}", other, extra_files={"c.json": b"1" if other is not state else b"2"})
         status, found = _difference(one, path, capsys)
         assert status == DIFFERENT and len(found.objects) == 1
-    delta = _saved(tmp_path / "3", _changed(state, "b"), extra_files={"c.json": b"1"}, base=one)
-    assert _difference(one, delta, capsys)[1].checksums == ["b"]
-    renamed = diff(one, delta, keys="w", rename={"w": "w"})
+    other = _saved(tmp_path / "3", _changed(state, "b"), extra_files={"c.json": b"1"})
+    assert _difference(one, other, capsys)[1].checksums == ["b"]
+    renamed = diff(one, other, keys="w", rename={"w": "w"})
     assert not renamed.checksums and renamed.compared == 1
 
 

@@ -24,7 +24,6 @@ from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, StorageFull
 BOUND = 60.0  # seconds after which something counts as hung
 WAYS: dict[str, dict[str, Any]] = {
     "dcp": {},
-    "delta": {},
     "nodes": {},
     "safetensors": {"format": "safetensors"},
 }
@@ -44,8 +43,7 @@ def _wait_for(path: Path) -> None:
 def _save(way: str, path: Path, state: dict[str, torch.Tensor]) -> vescale_ckpt.SaveHandle:
     if way == "nodes":  # a folder of each node, as managers have it
         return save_on_nodes(path, state, async_checkpoint=True)
-    base = {"base": path.parent / "a"} if way == "delta" else {}
-    return vescale_ckpt.save(path, state, **WAYS[way], async_checkpoint=True, **base)
+    return vescale_ckpt.save(path, state, **WAYS[way], async_checkpoint=True)
 
 
 @contextlib.contextmanager
@@ -83,8 +81,6 @@ def _held_at(moment: str, cancelled: Path) -> Any:
 
 def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     rank, path, cancelled = dist.get_rank(), directory / "c", directory / "cancelled"
-    if way == "delta":
-        _save(way, directory / "a", _state(0)).result(BOUND)
     _save(way, path, _state(1)).result(BOUND)
     dist.barrier()
     before = sorted(os.listdir(path))
@@ -142,9 +138,8 @@ def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("callers", [[0], [1]])
-@pytest.mark.parametrize("way", ["dcp", "delta"])
-def test_a_save_whose_metadata_is_written_is_cancelled(way: str, callers: list[int], tmp_path: Path) -> None:
-    _check(run_ranks(2, _cancels, way, "when .metadata is written", callers, tmp_path), callers)
+def test_a_save_whose_metadata_is_written_is_cancelled(callers: list[int], tmp_path: Path) -> None:
+    _check(run_ranks(2, _cancels, "dcp", "when .metadata is written", callers, tmp_path), callers)
 
 
 def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:

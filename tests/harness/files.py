@@ -21,9 +21,6 @@ from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
 from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
 from vescale_ckpt._storage import locks
 
-#: As docs/format.md names them.
-METADATA_NAME, DELTA_NAME, LEASE_MARKER, LOCK_NAME = ".metadata", ".metadata.delta", ".referred", ".lock"
-
 
 @dataclass(frozen=True)
 class Record:

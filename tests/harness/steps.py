@@ -134,8 +134,7 @@ CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names
 CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C.PendingFile, "commit"), (_C, "sync_directory")]
 #: What changes a directory in a save or a clean-up, for `children.killed_before`.
 CHANGES_OF_FOLDERS = [
-    (FileSystem, name)
-    for name in ("write", "commit", "remove", "keep_marker", "make_marker", "sync", "set_aside", "remove_folder")
+    (FileSystem, name) for name in ("write", "commit", "remove", "make_marker", "sync", "set_aside", "remove_folder")
 ]
 #: Seconds by which ranks may learn of each other's failures after a timeout.
 SECONDS_OF_GRACE = GRACE

@@ -19,9 +19,9 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(step)), "step": step}
 
 
-def cancel_on_one(directory: Path, who: int, delta: bool) -> Any:
+def cancel_on_one(directory: Path, who: int) -> Any:
     rank = dist.get_rank()
-    with CheckpointManager(directory, delta=delta) as saver:
+    with CheckpointManager(directory) as saver:
         assert not saver.cancel()
         saver.save(1, state_of(1), metrics={"loss": 1})
         saver.wait()
@@ -50,10 +50,9 @@ def cancel_on_one(directory: Path, who: int, delta: bool) -> Any:
     return said, told, left, saver.steps(), saver.metrics(1)
 
 
-@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int, delta: bool) -> None:
-    for rank, (said, told, *others) in enumerate(run_ranks(2, cancel_on_one, checkpoint, who, delta)):
+def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
+    for rank, (said, told, *others) in enumerate(run_ranks(2, cancel_on_one, checkpoint, who)):
         assert said is (True if rank == who else None)
         assert told == ("" if rank == who else "SaveCancelledError")
         assert others == [["step-1"], [1, 3, 4], {"loss": 1}]

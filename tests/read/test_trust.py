@@ -477,6 +477,13 @@ def outside(directory: Path) -> str:
     return "../outside.distcp"
 
 
+def in_a_folder_beside(directory: Path) -> str:
+    other = directory.parent / "other"
+    other.mkdir()
+    (other / "file.distcp").write_bytes(data_files(directory)[0].read_bytes())
+    return "../other/file.distcp"
+
+
 def absolute(directory: Path) -> str:
     outside(directory)
     return str(directory.parent / "outside.distcp")
@@ -502,6 +509,7 @@ def folder(directory: Path) -> str:
 
 NAMES: dict[str, Callable[[Path], Any]] = {
     "outside": outside,
+    "in a folder beside": in_a_folder_beside,
     "outside in a roundabout way": lambda directory: "a/b/../../" + outside(directory),
     "absolute": absolute,
     "a device": lambda _: "/dev/zero",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -19,12 +18,10 @@ from harness.states import assert_same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._checkpoint.native.file_names import LEASE_MARKER
 from vescale_ckpt._checkpoint.record_reader import RecordReader
-from vescale_ckpt._storage import object_leases, object_looks, object_store
+from vescale_ckpt._storage import object_looks, object_store
 from vescale_ckpt._storage.open_storage import storage_at
-from vescale_ckpt._write import delta_base
-from vescale_ckpt.manager import clean_up, step_directories
+from vescale_ckpt.manager import step_directories
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -45,10 +42,6 @@ def _elsewhere(call: Callable[[], Any]) -> None:
     assert not thread.is_alive()
     if raised:
         raise raised[0]
-
-
-def _lora(step: int) -> dict[str, Any]:
-    return {"frozen": torch.arange(40_000), "adapter": torch.full((3000,), float(step)), "step": step}
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -251,37 +244,6 @@ def test_an_end_is_that_of_one_version_where_it_takes_two_requests(url: str, mon
 # --- Decisions
 
 
-def test_a_base_that_is_removed_while_a_save_waits_for_the_remover_is_not_named(url: str) -> None:
-    """Retention of another process writes its notice; the save writes its lease, sees the notice, and waits."""
-    for step in (1, 2):
-        vescale_ckpt.save(f"{url}/step-{step}", _state(1), base=f"{url}/step-1")
-    vescale_ckpt.save(f"{url}/step-2", _state(1))  # names nothing of step 1
-    notice = f"{LEASE_MARKER}.remover.0123456789abcdef"
-    stores.write(f"{url}/step-1", notice, b"")
-    real, polls = time.sleep, 0
-
-    def remove_then(seconds: float) -> None:
-        nonlocal polls
-        polls += 1
-        if polls == 1:
-
-            def remove() -> None:
-                for name in stores.names(f"{url}/step-1"):
-                    if ".user." not in name:
-                        stores.remove(f"{url}/step-1", name)
-
-            _elsewhere(remove)
-        real(0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_leases.time, "sleep", remove_then)
-        base = delta_base.DeltaBase(f"{url}/step-1", f"{url}/step-3")
-    assert polls == 1
-    assert not base.table.files and not [*base.table.rows()]
-    base.release()
-    assert not stores.names(f"{url}/step-1") - {LEASE_MARKER}
-
-
 def test_orphans_of_a_folder_into_which_another_process_saves_now_stay(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,35 +267,6 @@ def test_orphans_of_a_folder_into_which_another_process_saves_now_stay(
     with storage_at(url).look(lists=True, fresh=True):
         assert step_directories.remove_orphans(url) == [7]
     assert stores.names(f"{url}/step-7") == set()
-
-
-@pytest.mark.parametrize("moment", ["before", "behind"])
-def test_a_delta_save_between_the_list_and_the_removal_keeps_its_files(
-    url: str, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Another process names files of a step while retention has decided to remove it."""
-    decide = clean_up._to_remove
-
-    def save_beside() -> None:
-        vescale_ckpt.save(f"{url}/step-9", _lora(9), base=f"{url}/step-2")
-
-    def decide_and_wait(*arguments: Any) -> Any:
-        if moment == "before":
-            _elsewhere(save_beside)
-        found = decide(*arguments)
-        if moment == "behind":
-            _elsewhere(save_beside)
-        return found
-
-    with CheckpointManager(url, max_to_keep=1, delta=True, async_checkpoint=False) as manager:
-        manager.save(1, _lora(1))
-        vescale_ckpt.save(f"{url}/step-2", _lora(2), base=f"{url}/step-1")
-        with monkeypatch.context() as patch:
-            patch.setattr(clean_up, "_to_remove", decide_and_wait)
-            manager.save(3, _lora(3))
-        assert vescale_ckpt.verify(f"{url}/step-9").ok and vescale_ckpt.verify(f"{url}/step-3").ok
-        assert_same(loaded(f"{url}/step-9", _lora(0)), _lora(9))
-        assert_same(loaded(f"{url}/step-3", _lora(0)), _lora(3))
 
 
 def test_loads_beside_saves_to_the_same_folder_are_of_one_save(url: str) -> None:

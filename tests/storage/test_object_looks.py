@@ -16,9 +16,6 @@ from harness.states import assert_same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager
-from vescale_ckpt._checkpoint.native import delta_table
-from vescale_ckpt._checkpoint.native.file_names import LEASE_MARKER
-from vescale_ckpt._checkpoint.native.named_files import needed_beside
 from vescale_ckpt._storage import object_clients, object_looks, object_store
 from vescale_ckpt._storage.open_storage import storage_at
 
@@ -184,38 +181,6 @@ def test_an_end_that_comes_cut_off_is_asked_for_again(url: str, monkeypatch: pyt
     monkeypatch.setattr(obstore, "get", cut_off)
     assert_same(loaded(url, state), state)
     assert left == 2, "three answers, then the ranges"
-
-
-def test_a_lease_without_a_marker_keeps_the_files_of_a_replaced_checkpoint(url: str) -> None:
-    """A delta save has leased the folder, and has not yet made the marker file, when another one replaces its base."""
-    vescale_ckpt.save(url, {"w": torch.zeros(5)})
-    before = stores.data_files(url)
-    stores.write(url, f"{LEASE_MARKER}.user.0123456789abcdef", b"")
-    vescale_ckpt.save(url, {"w": torch.ones(5)})
-    assert stores.data_files(url) > before
-    stores.remove(url, f"{LEASE_MARKER}.user.0123456789abcdef")
-    before = stores.data_files(url)
-    vescale_ckpt.save(url, {"w": torch.ones(5)})
-    assert len(stores.data_files(url)) == 2  # its own, and the one that `repair` finds
-
-
-def test_a_delta_save_reads_its_base_under_a_lease(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever replaces the base without a notice relies on it: files that the save may name are those of a lease."""
-    read, needed = delta_table.read, list[set[str] | None]()
-
-    def look_and_read(directory: str) -> Any:
-        def look() -> None:
-            with storage_at(directory).look(lists=True), needed_beside(directory, unnamed=True) as found:
-                needed.append(found)
-
-        _elsewhere(look)
-        return read(directory)
-
-    vescale_ckpt.save(f"{url}/a", {"w": torch.zeros(5000)}, base=f"{url}/a")
-    with monkeypatch.context() as patch:
-        patch.setattr(delta_table, "read", look_and_read)
-        stats = vescale_ckpt.save(f"{url}/b", {"w": torch.zeros(5000)}, base=f"{url}/a").result()
-    assert stats.reused_bytes == 20_000 and needed == [None], "files of the base must stay"
 
 
 def test_a_step_that_another_process_replaces_is_loaded_as_it_is_now(url: str) -> None:

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import children, faults
-from harness.files import data_files, only_named_files, read_metadata
+from harness.files import only_named_files
 from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._checkpoint.native import delta_table
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage.file_system import FileSystem
 
@@ -69,8 +68,8 @@ def holds(path: Path, k: int) -> bool:
     return all(bool((value == k).all()) for value in state.values())
 
 
-def saving(path: Path, k: int, state: dict[str, torch.Tensor] | None = None, **options: Any) -> Callable[[], Any]:
-    return partial(vescale_ckpt.save, path, state or model(k), overwrite=False, **options)
+def saving(path: Path, k: int, **options: Any) -> Callable[[], Any]:
+    return partial(vescale_ckpt.save, path, model(k), overwrite=False, **options)
 
 
 def test_of_native_saves_one_commits(tmp_path: Path) -> None:
@@ -82,20 +81,6 @@ def test_of_native_saves_one_commits(tmp_path: Path) -> None:
     assert report.ok and report.indexed
     (path / "note").unlink()
     assert only_named_files(path)
-
-
-def test_of_delta_saves_one_commits(tmp_path: Path) -> None:
-    base, path = tmp_path / "0", tmp_path / "1"
-    vescale_ckpt.save(base, model(0), base=tmp_path / "none")
-    saves = [saving(path, k, {**model(0), "b": model(k)["b"]}, base=base) for k in range(SAVERS)]
-    k = race(saves, (FileSystem, "commit"), tmp_path / "outcomes")
-    target = model(-1)
-    vescale_ckpt.load(path, target)
-    assert torch.equal(target["b"], model(k)["b"]) and holds(base, 0)
-    assert delta_table.belongs(str(path))
-    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
-    assert any(name.startswith("../0/") for name in named)
-    assert {path.name for path in data_files(path)} == {name for name in named if "/" not in name}
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

@@ -385,11 +385,8 @@ def _other_saves(fake: FakeDevice, folder: Path) -> None:
     vescale_ckpt.prepare(state)
     _save(folder / "first", state, True)
     expect_saved("first")
-    for base, name in (("first", "second"), ("second", "third")):
-        handle = vescale_ckpt.save(folder / name, state, async_checkpoint=True, base=folder / base)
-        stats = handle.result(BOUND)
-        expect_saved(name)
-    assert stats.reused_tensors > 0, "what did not change is named where it is"
+    vescale_ckpt.save(folder / "second", state, async_checkpoint=True).result(BOUND)
+    expect_saved("second")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     for name, stager in (("stock stager", None), ("own stager", vescale_ckpt.Stager())):
         dcp.async_save(state, storage_writer=StorageWriter(folder / name), async_stager=stager).result(BOUND)
@@ -397,7 +394,7 @@ def _other_saves(fake: FakeDevice, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_prepared_saves_delta_saves_and_asynchronous_saves_of_dcp(tmp_path: Path) -> None:
+def test_prepared_saves_and_asynchronous_saves_of_dcp(tmp_path: Path) -> None:
     _run(_other_saves, tmp_path)
 
 

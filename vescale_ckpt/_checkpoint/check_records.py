@@ -14,7 +14,6 @@ from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
-from .._storage.paths import data_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import Damage, VerifyReport
 from .checkpoint import Checkpoint, PlacedChunk
@@ -58,7 +57,7 @@ def check_records(
 ) -> set[tuple[str, int]]:
     """Reads all records except those in files of `missing`, and adds damage to the report. Returns file and offset of
     the records of wrapper subclasses. `missing`: whether it is damage that a file is not there; else it may exist."""
-    paths = {name: data_path(checkpoint.root, name) for name in file_ends(checkpoint)}
+    paths = {name: os.path.join(checkpoint.root, name) for name in file_ends(checkpoint)}
 
     def there() -> Iterator[PlacedChunk]:
         for placed in checkpoint.chunks():

@@ -1,29 +1,21 @@
-"""Lists the files of a checkpoint that a copy takes, and makes the metadata of a copy of a delta save."""
+"""Lists the files of a checkpoint that a copy takes."""
 
 from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import replace
 
 from .._storage.open_storage import is_file, is_folder, storage_at
-from .._storage.paths import data_path, in_sibling
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CorruptCheckpointError
-from .native import delta_table, metadata_file, metadata_pickle
-from .native.delta_table import DeltaTable
 from .native.file_names import (
     DATA_SUFFIX,
-    DELTA_NAME,
     INDEX_NAME,
-    LEASE_MARKER,
-    METADATA_NAME,
     METRICS_NAME,
     is_data_file,
     is_metadata_file,
     is_temporary_file,
 )
-from .native.metadata_check import TRAILER_BYTES
 from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
 from .safetensors.headers import INDEX_SUFFIX, SUFFIX
@@ -36,26 +28,22 @@ class CopiedFiles:
     def __init__(self, source: str) -> None:
         self.source = source
         self._versions = _metadata_files(source)  # Listed before the metadata is read, so that a later save is seen.
-        of_checkpoint = files_of_checkpoint(source)
-        names, self.left_out = names_to_copy(source, of_checkpoint)
-        self._made = _make_self_contained(source, of_checkpoint)  # These replace files of the source.
-        if self._made:
-            names = [name for name in names if name not in (INDEX_NAME, DELTA_NAME)]
+        self.of_checkpoint = files_of_checkpoint(source)
+        names, self.left_out = names_to_copy(source, self.of_checkpoint)
         self._last = [name for name in names if completes(name)]
-        #: The paths of the files that do not complete a checkpoint, by their names in the copy.
-        self.paths = {name_in_copy(name): data_path(source, name) for name in names if not completes(name)}
-        self.of_checkpoint = set(map(name_in_copy, of_checkpoint))
+        #: The paths of the files that do not complete a checkpoint, by name.
+        self.paths = {name: os.path.join(source, name) for name in names if not completes(name)}
 
     @property
     def names(self) -> set[str]:
         """The names of all files in the copy."""
-        return {*self.paths, *self._last, *self._made}
+        return {*self.paths, *self._last}
 
     def last(self) -> dict[str, bytes]:
         """The contents of the files that complete the checkpoint, by name, in the order to write them. Raises
         `CheckpointError` if a save has changed the source since it was listed."""
         storage = storage_at(self.source)
-        found = {name: storage.read(name) for name in self._last if name not in self._made} | self._made
+        found = {name: storage.read(name) for name in self._last}
         if _metadata_files(self.source) != self._versions:
             raise CheckpointError(f"{self.source} was saved to while it was copied", path=self.source)
         return found
@@ -68,7 +56,7 @@ class CopiedFiles:
         except CheckpointError as error:
             raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
         replaced, left_out = names_to_copy(path, of_checkpoint)
-        expected = {*self.names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
+        expected = {*self.names, *of_checkpoint, INDEX_NAME}
         foreign = [name for name in left_out if is_folder(os.path.join(path, name))]
         foreign += [name for name in replaced if name not in expected and not is_metadata_file(name)]
         return sorted(foreign)
@@ -116,7 +104,7 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
     """The names of the files to copy, and the names that a copy leaves out."""
     other, left_out = set(), []
     for name in storage_at(path).names():
-        if name == LOCK_NAME or name.startswith(LEASE_MARKER) or name in of_checkpoint:
+        if name == LOCK_NAME or name in of_checkpoint:
             continue
         is_temporary = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
         is_foreign = holds_data(name)  # The file belongs to another save or model.
@@ -125,31 +113,7 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
         else:
             other.add(name)
     for name in sorted(of_checkpoint):
-        file = data_path(path, name)
+        file = os.path.join(path, name)
         if not is_file(file):
             raise CorruptCheckpointError(f"data file {file} is missing or is not a file", key=None, file=file)
     return sorted(of_checkpoint | other), sorted(left_out)
-
-
-def name_in_copy(name: str) -> str:
-    """The name that a data file gets in a copy. A delta save also names files of other checkpoints."""
-    found = in_sibling(name)
-    return name if found is None else found.file
-
-
-def _make_self_contained(source: str, of_checkpoint: set[str]) -> dict[str, bytes]:
-    """The metadata files of a copy that names only its own files. Empty if the source names only its own files."""
-    if not any(map(in_sibling, of_checkpoint)):
-        return {}
-    if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
-        raise CheckpointError(f"{source} names files of equal names in several folders: convert it", path=source)
-    metadata = metadata_file.read_metadata(source)
-    for info in {id(info): info for info in metadata.storage_data.values()}.values():
-        info.relative_path = name_in_copy(info.relative_path)
-    content = metadata_pickle.dumps(metadata)
-    try:
-        table = delta_table.read(source)
-    except CheckpointError:  # Neither the source nor the copy can be the base of a delta save.
-        table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
-    delta = replace(table, files=[*map(name_in_copy, table.files)]).pack(len(content), content[-TRAILER_BYTES:])
-    return {DELTA_NAME: delta, METADATA_NAME: content}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
 from .._storage.open_storage import is_inconclusive, read_twice, storage_at
-from .._storage.paths import check_relative, data_path
+from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..settings import DirectIO
 from .checkpoint import Checkpoint, Chunk
@@ -120,7 +121,7 @@ class RecordReader:
         `UntrustedCheckpointError` with `key` if its name leads out of the root."""
         number = self.file_numbers.get(name)
         if number is None:
-            path = data_path(self._root, check_relative(name, key))
+            path = os.path.join(self._root, check_relative(name, key))
             self._seen.look(path)
             number = self.file_numbers[name] = len(self.paths)
             self.paths.append(path)

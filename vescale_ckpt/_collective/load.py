@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ from .._state.stacking import Composite
 from .._state.stored_entries import StoredEntries
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
-from .._storage.paths import check_relative, data_path
+from .._storage.paths import check_relative
 from ..errors import (
     CheckpointError,
     IncompatibleStateError,
@@ -163,7 +164,7 @@ class _Source:
         each."""
         return stored.size.numel() <= 8 * room and all(
             stored_class(
-                data_path(self.checkpoint.root, check_relative(info.relative_path, key)), info.offset, info.length
+                os.path.join(self.checkpoint.root, check_relative(info.relative_path, key)), info.offset, info.length
             )
             for info in infos
             if info is not None

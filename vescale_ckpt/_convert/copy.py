@@ -22,7 +22,7 @@ from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, 
 from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
-from .._checkpoint.native.named_files import check_replaceable, named_files
+from .._checkpoint.native.named_files import named_files
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
@@ -51,9 +51,7 @@ def copy(
     """Copies the checkpoint `src` to `dst`, which appears whole or not at all, and durably.
 
     Of a folder it copies the files of the checkpoint, and other files beside them, as a model's configuration. Folders
-    and what dead saves have left stay behind. The copy of a delta save names no files of other checkpoints: it has
-    copies of them, and metadata of its own, without an index. `progress` is called with the bytes copied or checked so
-    far, and in all.
+    and what dead saves have left stay behind. `progress` is called with the bytes copied or checked so far, and in all.
 
     Raises `CheckpointError` if there is no checkpoint, `dst` exists, or the source changes meanwhile;
     `CorruptCheckpointError` and `UntrustedCheckpointError` for a damaged source; `StorageFullError`. `dst` is then
@@ -267,7 +265,6 @@ class FolderCopy:
             return
         if not self._overwrite:
             raise _exists(path)
-        check_replaceable(path)
         if others := files.foreign_in(path):
             raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
 

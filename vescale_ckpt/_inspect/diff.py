@@ -95,6 +95,8 @@ def diff(
     of reading.
     """
     with closing(open_checkpoint(checkpoint_path(a))) as first, closing(open_checkpoint(checkpoint_path(b))) as second:
+        for checkpoint in (first, second):
+            checkpoint.check_malformed()
         selection = Selection(keys)
         with_values = with_values or bits
         if rename is None:

@@ -14,7 +14,6 @@ from .._checkpoint.plain_values import MOST_REQUESTED, MOST_VALUES, plain_value
 from .._checkpoint.recognize import recognize
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of, storage_at
-from .._storage.paths import data_path
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
 
@@ -83,7 +82,7 @@ def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
         value = plain_value(part, key) if has_value else None
         info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, value)
     for name in part.file_names():
-        info.files.setdefault(name, _length(data_path(part.root, name)))
+        info.files.setdefault(name, _length(os.path.join(part.root, name)))
 
 
 def _length(path: str) -> int:

@@ -81,9 +81,6 @@ def summary(stats: SaveStats | LoadStats) -> str:
     count = stats.bytes if job is None else job.bytes
     texts = [f"{size(count)} in {seconds_text(total)} ({size(count / max(total, 1e-9))}/s)"]
     if isinstance(stats, SaveStats):
-        if stats.reused_bytes:
-            of_rank = " of this rank" if job is not None and job.ranks > 1 else ""
-            texts.append(f"{size(stats.reused_bytes)}{of_rank} not written again")
         if stats.blocked_seconds < total:
             texts.append(f"training waited {seconds_text(stats.blocked_seconds)}")
         if stats.plan_reused is not None:

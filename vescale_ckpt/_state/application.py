@@ -10,7 +10,7 @@ are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .flatten import flatten, with_forms
-from .stateful_parts import ModulePart, OptimizerPart, Part, find_parts, stateful_objects
+from .stateful_parts import Part, find_parts, stateful_objects
 from .stored_entries import StoredEntries
 from .structure import Path
 
@@ -36,21 +36,6 @@ def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
 def optimizer_keys(state: Mapping[str, Any]) -> list[str]:
     """Returns the keys of all optimizers, and of wrappers of some."""
     return [".".join(map(str, path)) for path, value in stateful_objects(state, ()) if hasattr(value, "param_groups")]
-
-
-def trained_tensors(state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
-    """Returns {name: tensor} of all tensors that training may change: in `state`, in its modules and optimizers, and in
-    `optimizers`."""
-    found: dict[str, torch.Tensor] = {}
-    parts = find_parts(state)
-    for part in parts:
-        if isinstance(part, ModulePart):
-            found.update({part.prefix + name: tensor for name, tensor in part.value.named_parameters()})
-    for optimizer in (*optimizers, *(part.value for part in parts if isinstance(part, OptimizerPart))):
-        for index, tensor in enumerate(tensor for group in optimizer.param_groups for tensor in group["params"]):
-            found.setdefault(f"parameter {index} of a {type(optimizer).__name__}", tensor)
-    values, _ = flatten(with_forms(state, {part.path: {} for part in parts}))
-    return {**found, **{key: value for key, value in values.items() if isinstance(value, torch.Tensor)}}
 
 
 def check_is_mapping(state: object, function: str) -> None:

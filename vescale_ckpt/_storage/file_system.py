@@ -23,7 +23,6 @@ from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
 logger = logging.getLogger(__name__)
 
 _STALE_ATTEMPTS = 3  # other machines may keep replacing a file
-_LEASE_ATTEMPTS = 3  # a clean-up of another process may remove the marker file before it is locked
 _MOST_NAMES = 10_000  # this many directories are remembered as durable
 _SET_ASIDE = ".deleting"
 # These errors mean that there is no such file, or nothing that could be a file of a checkpoint.
@@ -222,17 +221,6 @@ class FileSystem(Storage):
     def make_marker(self, name: str) -> None:
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
-    def keep_marker(self, name: str) -> None:
-        path, made = self._at(name), False
-        with contextlib.suppress(FileExistsError):
-            self.make_marker(name)
-            made = True
-        os.utime(path)
-        status = os.stat(path)
-        if made or (path, status.st_dev, status.st_ino) not in _durable_names:  # its maker may have died before a sync
-            self.sync()
-            _note_durable(path, status)
-
     def sees_marker(self, name: str) -> bool:
         # An open directory makes the client of a network file system ask its server about it again.
         try:
@@ -268,22 +256,6 @@ class FileSystem(Storage):
 
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         return locks.lock_exclusively(self.path, held, tested)
-
-    # --- Those who name its data files from elsewhere
-
-    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> FileLock | None:
-        for _ in range(_LEASE_ATTEMPTS):
-            if not make and not self.has(marker):
-                return None
-            self.keep_marker(marker)
-            if (lock := locks.share(self._at(marker))) is not None:
-                return lock
-            if self.has(marker):
-                return FileLock.of_nothing()  # the file system has no locks: the time of the file counts
-        raise CheckpointError(f"{self.path} is being cleaned up by another process", path=self.path)
-
-    def lock_if_unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
-        return locks.lock_if_abandoned(self._at(marker), grace_seconds)
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)

@@ -55,11 +55,6 @@ class FileLock:
 
     __del__ = release
 
-    @classmethod
-    def of_nothing(cls) -> FileLock:
-        """Returns a lock for a file system without locks, where the file's time shows its use."""
-        return cls(None, -1)
-
 
 _held: LiveObjects[FileLock] = LiveObjects()  # the locks of this process
 

@@ -24,7 +24,7 @@ from .. import settings
 from .._engine import _C, options
 from .._engine.engine_errors import of_system
 from ..errors import CheckpointError
-from . import object_leases, object_looks, paths
+from . import object_looks, paths
 from .object_clients import (
     ObjectChangedError,
     ObjectExistsError,
@@ -40,7 +40,6 @@ from .object_clients import (
     refuses,
     store_at,
 )
-from .object_leases import ObjectLease
 from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, LOCK_NAME, CheckBeginning, Stat, Storage
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
@@ -484,10 +483,6 @@ class ObjectStore(Storage):
     def make_marker(self, name: str) -> None:
         self._client.at(name).put(b"", create=True)
 
-    def keep_marker(self, name: str) -> None:
-        if not self.has(name):  # its time does not matter: leases show who uses it
-            self.write(name, b"")
-
     def sees_marker(self, name: str) -> bool:
         try:
             return self.has(name)
@@ -511,14 +506,6 @@ class ObjectStore(Storage):
         self, held: Iterable[str], tested: Iterable[str]
     ) -> contextlib.AbstractContextManager[bool | None]:
         return contextlib.nullcontext(None)
-
-    # --- Those who name its data files from elsewhere
-
-    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
-        return object_leases.lease(self, marker, grace_seconds, make=make)
-
-    def lock_if_unleased(self, marker: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
-        return object_leases.removing(self, marker, grace_seconds)
 
 
 def _last(key: str) -> str:

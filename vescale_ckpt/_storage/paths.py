@@ -1,21 +1,18 @@
-"""Parses URLs of object stores, and resolves the names of data files in metadata, for storages and checkpoints.
+"""Parses URLs of object stores, and checks the names of data files in metadata, for storages and checkpoints.
 
 URLs are `s3://bucket/key`, `gs://bucket/key`, `az://container/key` and `memory://key`. A data file lies in the
-directory of its checkpoint, or of one beside it.
+directory of its checkpoint, or below it.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
 from ..errors import UntrustedCheckpointError
 
 SCHEMES = ("s3", "gs", "az", "memory")
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)")
-_IN_SIBLING = re.compile(r"\.\./([^/\0]+)/([^/\0]+\.distcp)")
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://(.*)", re.DOTALL)
 
 
@@ -73,50 +70,12 @@ def joined(root: str, key: str) -> str:
 
 def check_relative(name: object, key: str) -> str:
     """Returns a data file's name from metadata. Raises `UntrustedCheckpointError` if it leads out of the checkpoint's
-    directory, except to a data file of a checkpoint beside it."""
+    directory."""
     if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
         raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
     path = PurePosixPath(name)
-    if (path.is_absolute() or ".." in path.parts) and in_sibling(name) is None:
+    if path.is_absolute() or ".." in path.parts:
         raise UntrustedCheckpointError(
             f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
         )
     return name
-
-
-class InSibling(NamedTuple):
-    """A file of another checkpoint in the same directory above."""
-
-    folder: str
-    file: str
-
-    @property
-    def name(self) -> str:
-        """Its name in the metadata of a checkpoint beside `folder`."""
-        return f"../{self.folder}/{self.file}"
-
-
-def in_sibling(name: str) -> InSibling | None:
-    """Returns the folder and file of a name `../folder/file.distcp`. None for every other name."""
-    match = _IN_SIBLING.fullmatch(name)
-    return None if match is None or match[1] in (os.curdir, os.pardir) else InSibling(match[1], match[2])
-
-
-def data_path(root: str, name: str) -> str:
-    """Returns the path of a data file. `name`: from the metadata in `root`, checked by `check_relative`.
-
-    The operating system resolves `..`. If `root` is a link, `..` is the directory above its target, as for stock DCP.
-    An object store has no `..`, so it is resolved here.
-    """
-    if is_url(root) and (place := in_sibling(name)) is not None:
-        return os.path.join(folder_above(root)[0], *place)
-    return os.path.join(root, name)
-
-
-def folder_above(directory: str) -> tuple[str, str]:
-    """Returns the directory above a checkpoint and the checkpoint's name in it. Follows links."""
-    if is_url(directory):
-        above, _, name = directory.rstrip("/").rpartition("/")
-        return above, name
-    above, name = os.path.split(os.path.realpath(directory))
-    return above, name

@@ -1,4 +1,4 @@
-"""`Storage` reads, writes, lists, removes and leases the files of one folder for all that handle checkpoints.
+"""`Storage` reads, writes, lists, removes and locks the files of one folder for all that handle checkpoints.
 
 Files appear whole, and reads see all earlier writes. Users of a storage do not rename or lock anything themselves, and
 do not ask what kind it is. The engine reads and writes large files by their paths.
@@ -221,11 +221,6 @@ class Storage(ABC):
         """Makes an empty marker file, without a sync. Raises OSError if it exists."""
 
     @abstractmethod
-    def keep_marker(self, name: str) -> None:
-        """Makes an empty marker file if it is missing, and makes it durable. Gives it the present time if only the age
-        of a file shows whether it is in use."""
-
-    @abstractmethod
     def sees_marker(self, name: str) -> bool:
         """Whether the folder holds the marker file now. Bypasses caches of clients. Raises nothing."""
 
@@ -256,16 +251,3 @@ class Storage(ABC):
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         """A context that gives whether nobody else uses the folder; None if the storage has no locks. No new use begins
         while it lasts. `held`: the files that loads lock. `tested`: the files that saves lock."""
-
-    # --- Those who name its data files from elsewhere, as delta saves do
-
-    @abstractmethod
-    def lease(self, marker: str, grace_seconds: float, *, make: bool) -> Lease | None:
-        """Keeps the files of the folder from being removed while a save may reference them. `marker`: the marker file
-        of the folder. `make`: whether to make it if it is missing; otherwise the result is None then. `grace_seconds`:
-        as for `lock_if_unleased`. Raises `CheckpointError` if others go on removing files there."""
-
-    @abstractmethod
-    def lock_if_unleased(self, marker: str, grace_seconds: float) -> AbstractContextManager[bool]:
-        """A context that gives whether nobody has leased files of the folder. No lease begins while it lasts.
-        `grace_seconds`: without locks, an older lease counts as one of a dead process."""

@@ -45,8 +45,6 @@ class Written(NamedTuple):
     tensor_bytes: int
     file_bytes: int
     of_files: Sequence[dict[str, int]]  #: the engine's statistics of each file
-    reused_bytes: int = 0  #: size of tensors that older checkpoints have
-    reused_tensors: int = 0
 
 
 class Layout(ABC):
@@ -99,10 +97,6 @@ class Layout(ABC):
         """For each rank what it commits; empty: nothing. `messages`: of all ranks."""
 
     # --- This rank's files
-
-    @abstractmethod
-    def stored(self, items: PackedItems) -> Collection[int]:
-        """The rows of the rank's part that are stored already, and need not be read. Call it before `open`."""
 
     @abstractmethod
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:

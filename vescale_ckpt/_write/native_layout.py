@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
-from .._checkpoint.native.delta_table import DeltaTable
 from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import data_name, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
@@ -37,16 +35,10 @@ from .._state.describe import Description
 from .._state.extra_files import with_files
 from .._storage.locks import drop_dead_locks
 from .._storage.open_storage import storage_at
-from .._storage.paths import in_sibling
 from .._storage.pending import make_locked, new_token
 from .._storage.storage import COMMITTED_MEANWHILE, Lease
 from ..errors import CheckpointError
-from .delta import Delta, table_of_new_checkpoint
-from .delta_base import DeltaBase
-from .frozen import FrozenTensors
 from .layout import Layout, SaveOptions, Written
-
-logger = logging.getLogger(__name__)
 
 
 class NativeLayout(Layout):
@@ -54,17 +46,9 @@ class NativeLayout(Layout):
 
     Args:
         extra_files: contents by name, which the commit also copies into the directory.
-        base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
-        frozen: tensors that need not be read again, either. For a save with `base`.
     """
 
-    def __init__(
-        self,
-        options: SaveOptions,
-        extra_files: Mapping[str, bytes] | None = None,
-        base: str | None = None,
-        frozen: FrozenTensors | None = None,
-    ) -> None:
+    def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options)
         self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
         self._extra_files = extra_copies.check_files(extra_files)
@@ -79,11 +63,7 @@ class NativeLayout(Layout):
         self._tensor_bytes = self._file_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
         self._placed: list[tuple[int, Sequence[int], list[int]]] = []  # file, rows; offset, length and CRC-32 of each
-        self._base_path, self._frozen = base, frozen
-        self._delta: Delta | None = None  # what need not be written
-        self._base: DeltaBase | None = None  # the same, on the coordinator
         self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
-        self._open_later: Callable[[Any], None] | None = None  # makes the file of a delta save, if it needs one
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
@@ -118,36 +98,23 @@ class NativeLayout(Layout):
         return ()
 
     def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
-        """Files are the rank's own. With a base, the ranks learn which of its records they may name."""
-        if (base := self._base_path) is None:
-            return
-        if steps.exchange.is_coordinator:
-            self._base = steps.take(DeltaBase, base, self.options.path)
-        steps.raise_together("base")
-        known = None if self._base is None else self._base.table.pack(0, b"")
-        table = DeltaTable.unpack(steps.exchange.broadcast(known, steps.phase("base")))
-        self._delta = Delta(table, self._frozen)
+        """Files are the rank's own."""
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
         """Each rank writes for itself."""
 
     def message(self) -> bytes:
         locations, names = self.located()
-        ids = b"" if self._delta is None else self._delta.ids()
-        return pack(locations, ids, *map(str.encode, names))
+        return pack(locations, *map(str.encode, names))
 
     def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         of_all = list(map(unpack, messages))
         of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
-        names = [[name.decode() for name in names] for _, _, *names in of_all]
+        names = [[name.decode() for name in names] for _, *names in of_all]
         self._of_all = names
         locations = [locations for locations, *_ in of_all]
         save_id = stamped(self.options.save_id, len(of_all))
         of_ranks[0] = planned.files(locations, names, self.options.path, save_id, target=self._begin_metadata())
-        if self._base is not None and self._delta is not None:
-            delta = table_of_new_checkpoint(self._delta.seed, locations, [ids for _, ids, *_ in of_all], names)
-            self._base.check(delta.files)
-            of_ranks[0] = (*of_ranks[0], delta.pack(*self._length_and_end(of_ranks[0][0])))
         return of_ranks
 
     def _begin_metadata(self) -> _C.PendingFile | None:
@@ -161,23 +128,9 @@ class NativeLayout(Layout):
 
     # --- Data files
 
-    def stored(self, items: PackedItems) -> Collection[int]:
-        if self._delta is None:
-            return ()
-        found = self._delta.unread(items)
-        self._note(list(found), [number for placed in found.values() for number in placed])
-        return found.keys()
-
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
         self._in_background = in_background
-        if self._delta is None:
-            self._open(body_bytes, part)
-        else:  # how much will be written is not known yet
-            self._open_later = lambda body_bytes: self._open(body_bytes, part)
-
-    def _open(self, body_bytes: Any, part: int | None) -> None:
         self._finish_file()
-        self._open_later = None
         options, self._needed = self.options, _C.expected_bytes(body_bytes)
         name = ""
 
@@ -209,42 +162,18 @@ class NativeLayout(Layout):
         return os.path.join(self.options.path, self._names[-1])
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
-        if self._delta is not None:
-            self._note(rows, self._delta.write(table, key_of, rows, self._for_engine(), self._write_new))
-        else:
-            self._note(rows, self._write_table(table, key_of))
-
-    def _write_new(self, table: Any, key_of: Callable[[int], str], body_bytes: Any) -> list[int]:
-        """Writes tensors that no older checkpoint has."""
-        if self._open_later is not None:
-            self._open_later(body_bytes)
-        else:
-            self._tensor_bytes += sum(body_bytes)
-        return self._write_table(table, key_of)
-
-    def _write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
         assert self._file is not None
         with named_errors(key_of, self.options.path, self._needed):
-            return words(self._file.write_tensors(table)).tolist()
+            self._note(rows, words(self._file.write_tensors(table)).tolist())
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
-        if of_tensors and self._delta is not None:
-            self._note(rows, self._delta.write_archives(records, keys, rows, self._write_records))
-        else:
-            self._note(rows, self._write_records(records, keys))
-
-    def _write_records(self, records: list[bytes], keys: list[str]) -> list[int]:
-        if not records:
-            return []
-        if self._open_later is not None:
-            self._open_later(b"")
         assert self._file is not None
         needed = self._needed + sum(map(len, records))
         with named_errors(keys.__getitem__, self.options.path, needed):
-            return words(self._file.write_objects(records)).tolist()
+            self._note(rows, words(self._file.write_objects(records)).tolist())
 
     def _note(self, rows: Sequence[int], placed: list[int]) -> None:
-        self._placed.append((max(0, len(self._names) - 1), rows, placed))
+        self._placed.append((len(self._names) - 1, rows, placed))
 
     def located(self) -> tuple[bytes, list[str]]:
         """A table of the places of all rows that were written, and the names of the files."""
@@ -259,7 +188,7 @@ class NativeLayout(Layout):
                 for index, row in enumerate(rows):
                     place = file, *placed[3 * index : 3 * index + 3]
                     table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = array("q", place)
-        return (table.tobytes(), self._names) if self._delta is None else self._delta.locate(table, self._names)
+        return table.tobytes(), self._names
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
@@ -281,8 +210,7 @@ class NativeLayout(Layout):
         if self.options.sync_files and self._names:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
                 storage_at(self.options.path).sync()  # makes the names durable, too
-        reused = (0, 0) if self._delta is None else (self._delta.reused_bytes, self._delta.reused_tensors)
-        return Written(self._tensor_bytes, self._file_bytes, self._stats_of_files, *reused)
+        return Written(self._tensor_bytes, self._file_bytes, self._stats_of_files)
 
     def progress(self) -> int:
         file = self._file
@@ -307,11 +235,10 @@ class NativeLayout(Layout):
 
     def commit(self, *content: bytes) -> None:
         """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
-        metadata, or its end if it is pending, and if there are such files those of the index and, of a save with
-        `base=`, of `.metadata.delta`."""
+        metadata, or its end if it is pending, and that of the index if there is one."""
         path = self.options.path
         extra = ExtraFiles(path, self._extra_files, self.metadata_rank)
-        metadata, index, delta = (*content, None, None)[:3]
+        metadata, index = (*content, None)[:2]
         assert metadata is not None
         length, end = self._length_and_end(metadata)
         try:
@@ -322,18 +249,17 @@ class NativeLayout(Layout):
                     with storage_at(path).look():
                         extra.withdraw(self._replaced.extra_names(path, self.metadata_rank))
                 commit_metadata.commit(
-                    path, self.metadata_rank, self._pending or metadata, index, delta, self.options.overwrite
+                    path, self.metadata_rank, self._pending or metadata, index, self.options.overwrite
                 )
         except BaseException as error:
             extra.put_back(length, end)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
-                self._remove(name for of_rank in self._of_all for name in of_rank if in_sibling(name) is None)
+                self._remove(name for of_rank in self._of_all for name in of_rank)
                 raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
         extra.publish()
-        self._release_base()  # the new metadata keeps its files from now on
         if (superseded := self._replaced.files) or storage_at(path).has_locks:
             with storage_at(path).look(lists=True, fresh=True):
                 commit_metadata.remove_orphans(path, superseded, only_rank=self.metadata_rank)
@@ -344,17 +270,11 @@ class NativeLayout(Layout):
         if storage_at(self.options.path).has_locks:
             commit_metadata.remove_orphans(self.options.path, only_rank=self.metadata_rank)
 
-    def _release_base(self) -> None:
-        if self._base is not None:
-            self._base.release()
-        self._base = None
-
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""
         if self._pending is not None:
             self._pending.discard()  # or it is committed
         self._pending = None
-        self._release_base()
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -365,8 +285,6 @@ class NativeLayout(Layout):
         return plans
 
     def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
-        if self._base_path is not None:
-            logger.warning("saving to %s: all is written, without the base: DCP planned the save", self.options.path)
         return plan.items
 
     def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:

@@ -52,14 +52,13 @@ class RankSave:
         with self, phase("write"):
             if not items:
                 return self.finish(0, 0)
-            stored = layout.stored(items)
-            if items.description.all_ready and not stored:
+            if items.description.all_ready:
                 table = items.write_table()
                 layout.open(_C.body_bytes(table))
                 layout.write_table(table, items.key, tensors)
             else:
                 layout.open(items.body_bytes())
-                write_rows(layout, items, [row for row in tensors if row not in stored])
+                write_rows(layout, items, tensors)
             if keys := items.objects():
                 contents = [objects.dump(items.description.objects[key], key) for key in keys]
                 layout.write_records(contents, keys, range(len(tensors), len(items)), of_tensors=False)
@@ -125,8 +124,6 @@ class RankSave:
             io_path=used_paths(total),
             device_notes=device_notes(),
             file_bytes=written.file_bytes,
-            reused_bytes=written.reused_bytes,
-            reused_tensors=written.reused_tensors,
             **total,
         )
 

@@ -246,9 +246,6 @@ class SafetensorsLayout(Layout):
 
     # --- This rank's boxes in the files
 
-    def stored(self, items: PackedItems) -> Collection[int]:
-        return ()
-
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
         options, paths = self.options, self._paths
         for_engine = engine_options(options.thread_count, options.direct_io, in_background)

@@ -60,7 +60,6 @@ class StagedPlan:
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
         self._samples = memoryview(b"").cast("Q")  # hashes of these rows, when the constructor returned
-        self._stored = self._layout.stored(items)
         self._early_bytes = 0
         with self._save:
             try:
@@ -143,8 +142,6 @@ class StagedPlan:
 
     def _copy_all(self, items: PackedItems) -> None:
         where_they_are: Sequence[int] = range(self._tensors)
-        if self._stored:
-            where_they_are = [row for row in where_they_are if row not in self._stored]
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]

@@ -81,9 +81,8 @@ COMMANDS = (
             "`path`, `format`, `writer`, `save_id`, `bytes` (of tensors), `file_bytes`, `tensors` (by key: "
             "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
             "`objects` (by key: `file`, `offset`, `bytes`, `value`; null: not plain), `aliases` (other names of "
-            "tensors), `files` (length by name; -1: missing), `referred_files` (of these: of other checkpoints), "
-            "`referred_bytes` (of records in them), `is_node_part` (whether other machines may have what is missing), "
-            "`saved_by` (`time`, `ranks`, `torch`, `vescale_ckpt`; null: not recorded)"
+            "tensors), `files` (length by name; -1: missing), `is_node_part` (whether other machines may have what is "
+            "missing), `saved_by` (`time`, `ranks`, `torch`, `vescale_ckpt`; null: not recorded)"
         ),
     ),
     Command(
@@ -177,8 +176,7 @@ COMMANDS = (
             _QUIET,
             _JSON,
         ),
-        "A checkpoint in use stays, and at least one sound one stays. Of a removed one, files stay that others name "
-        "(delta saves).",
+        "A checkpoint in use stays, and at least one sound one stays.",
         ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
         json=("`removed`, `kept` (steps), `dry_run`"),
     ),
@@ -213,8 +211,7 @@ COMMANDS = (
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
         "command goes on with the files that are missing. In an object store `--overwrite` replaces files that lie "
         "beside the old checkpoint, as `config.json`, when the copy has taken its place: a kill between the two leaves "
-        "the old ones, until the same command goes on. The copy of a delta save has copies of the files of other "
-        "checkpoints that it names. Exit status 1 if SRC is damaged: then nothing is at DST.",
+        "the old ones, until the same command goes on. Exit status 1 if SRC is damaged: then nothing is at DST.",
         ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
         json=(
             "`path`, `seconds`, `files`, `bytes`, `resumed_files` and `resumed_bytes` (of these: complete when the "

@@ -26,7 +26,6 @@ def inspect(options: Namespace) -> int:
     info = inspect(options.path, options.keys)
     if options.json:
         content = asdict(info) | {"bytes": info.bytes, "file_bytes": info.file_bytes}
-        content |= {"referred_files": info.referred_files, "referred_bytes": info.referred_bytes}
         output.print_json("inspect/1", content)
         return FINE
     chunks = sum(len(tensor.chunks) for tensor in info.tensors.values())
@@ -42,7 +41,6 @@ def inspect(options: Namespace) -> int:
             ("objects", f"{len(info.objects):,}, {_size(info.objects.values())}"),
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
             ("files", f"{len(info.files):,}, {size(info.file_bytes)}"),
-            *([("elsewhere", _elsewhere(info))] if info.referred_files else []),
             *([("part", "of one machine: others may have what is missing")] if info.is_node_part else []),
             *([("missing", f"{len(missing):,} files: {', '.join(missing[:5])}")] if missing else []),
             *([("in part", f"{len(parts):,} tensors: {', '.join(parts[:5])}")] if parts else []),
@@ -63,12 +61,6 @@ def _saved(info: CheckpointInfo) -> str:
         return "not recorded"
     ranks = f"{by.ranks:,} rank{'s' * (by.ranks != 1)}"
     return f"{by.time}, by {ranks}, with vescale_ckpt {by.vescale_ckpt} and torch {by.torch}"
-
-
-def _elsewhere(info: CheckpointInfo) -> str:
-    """What a checkpoint names in the files of others, which must stay as long as it."""
-    folders = sorted({name.split("/")[1] for name in info.referred_files})
-    return f"{size(info.referred_bytes)} of it in {len(info.referred_files):,} of them: {', '.join(folders[:10])}"
 
 
 def _print_ranks(info: CheckpointInfo) -> None:

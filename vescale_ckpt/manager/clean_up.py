@@ -89,15 +89,14 @@ class Pruned:
 
 
 def prune(root: str, retention: Retention, *, dry_run: bool) -> Pruned:
-    """Removes the checkpoints that retention does not keep, and what older removals had left for delta saves. Raises
-    `CheckpointError` if there are none. `dry_run`: removes nothing, and returns what would be done."""
+    """Removes the checkpoints that retention does not keep. Raises `CheckpointError` if there are none. `dry_run`:
+    removes nothing, and returns what would be done."""
     last = SavedOrder(root).last
     if last is None:
         raise CheckpointError(f"{root} holds no checkpoints of a CheckpointManager", path=root)
     removed = steps = sorted(to_remove(root, retention, last))
     if not dry_run:
         removed = sorted(step_directories.remove(root, steps))
-        step_directories.remove_unneeded(root)
     kept = [step for step in SavedOrder(root).newest_first()[::-1] if step not in removed]
     return Pruned(removed, sorted(set(steps) - set(removed)), kept)
 

@@ -18,7 +18,6 @@ from signal import Signals
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -37,7 +36,7 @@ from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, is_inconclusive, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, SaveCancelledError, some
-from ..settings import checked_count, checked_flag, checked_seconds
+from ..settings import checked_count, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
@@ -108,8 +107,6 @@ class CheckpointManager:
             made, and what is not durable at the deadline is cancelled. The last save is left out if the running one has
             become durable and less time is left than earlier saves took. `preempted` is True if either is durable. If
             neither is, the checkpoint before is whole, and a process that lives on saves as before the signal.
-        delta: whether tensors whose bytes the checkpoint saved last has are not written again: `base=` of
-            `vescale_ckpt.save`. A checkpoint that is removed leaves the files that others name.
         on_error: what to do about a save that fails. "raise", or "warn": it is logged as an error, counted in
             `failed_saves`, and told to the listeners of `vescale_ckpt.metrics`; `save` returns None, and `wait` and
             `close` return as if it had not been. The next save that is due is made. A handle's `result` raises the
@@ -156,7 +153,6 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         save_on_signal: Signals | None = None,
         deadline_seconds: float | None = None,
-        delta: bool = False,
         on_error: OnError = "raise",
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
@@ -186,7 +182,6 @@ class CheckpointManager:
         # the decision of `should_save` for a step, until `save` or a failed call of any rank
         self._decided: tuple[int, Decision, int] | None = None
         self.async_checkpoint = async_checkpoint
-        self.delta = checked_flag("delta", delta)
         self.process_group = process_group
         Exchange.begin_connecting(process_group)
         self.timeout = checked_seconds("timeout", timeout, zero=False)
@@ -203,14 +198,11 @@ class CheckpointManager:
         self._running: RunningSave | None = None  # the save that began last, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
         self._spared: frozenset[str] = frozenset()  # paths that `restore` could not load, but that may be sound
-        self._found_damage = False  # whether damage was found since the last save that wrote everything
         limit = settings.timeout(self.timeout)
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory, limit)
         # None: all ranks see one folder
         with calling("CheckpointManager", process_group):
             self._nodes = None if self._tier is None else find_nodes(self._exchange(), self._tier)
-        if self._nodes is not None and self.delta:
-            raise ValueError("delta: with a local= folder of each node, saves write everything")
         if self._nodes is not None and on_commit is not None:
             raise ValueError("on_commit: with a local= folder of each node, no path holds the whole checkpoint")
         if on_commit is not None and not callable(on_commit):
@@ -272,7 +264,6 @@ class CheckpointManager:
         gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
         extra_files: Mapping[str, bytes] | None = None,
-        frozen: Iterable[torch.Tensor] | None = None,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
@@ -280,7 +271,7 @@ class CheckpointManager:
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
         some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
-        (for an asynchronous save), `extra_files`, `frozen` (with `delta`) and errors are those of `vescale_ckpt.save`.
+        (for an asynchronous save), `extra_files` and errors are those of `vescale_ckpt.save`.
 
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
@@ -291,7 +282,7 @@ class CheckpointManager:
         """
         step = self._checked(step)
         flag = self._open_signal
-        options = {"gate": gate, "extra_files": extra_files, "frozen": frozen}
+        options = {"gate": gate, "extra_files": extra_files}
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
             decided, self._decided = self._decided, None
             is_decided = decided is not None and decided[0] == step and (decided[1].due or not force)
@@ -390,8 +381,8 @@ class CheckpointManager:
         running = self._running = RunningSave(self.directory, step, self._writes_notes(), self._running)
         if self._node_work is not None:
             self._node_work.begin(running)
-        base = self._prepare(running, numbers)
-        handle = self._begin_save(running, state, base, async_checkpoint=in_background, **options)
+        self._prepare(running, numbers)
+        handle = self._begin_save(running, state, async_checkpoint=in_background, **options)
         self.schedule.began(began)
         return handle
 
@@ -426,11 +417,10 @@ class CheckpointManager:
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
         votes = [] if self._node_work is None else self._node_work.votes()
-        answers = exchange.agree((*ours, int(not self._found_damage), *votes), "beginning to save")
-        least, not_most, low, not_high, missing_on, undamaged, *votes = answers
+        answers = exchange.agree((*ours, *votes), "beginning to save")
+        least, not_most, low, not_high, missing_on, *votes = answers
         if self._node_work is not None:
             self._node_work.decide(votes)
-        self._found_damage = not undamaged
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
         error = wrong
@@ -460,22 +450,19 @@ class CheckpointManager:
             ).encode()
         return exchange.broadcast(answer, phase).decode()
 
-    def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> str | None:
-        """Prepares the step's directory on the coordinator. Returns the base of a delta save. Raises on all ranks if
-        the branch cannot be recorded."""
+    def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
+        """Prepares the step's directory on the coordinator. Raises on all ranks if the branch cannot be recorded."""
         abandoned: list[int] = []
-        base: str | None = None
         phase = f"preparing {running.path}"
 
-        def prepare() -> str | None:
-            is_coordinator = running.is_coordinator
-            with storage_at(running.root).look(lists=True, fresh=True) if is_coordinator else nullcontext():
-                if is_coordinator:
-                    branch, abandoned[:] = self._branches.branch_of(running.step)
-                    if self._tier is not None:
-                        self._tier.write_run(shares_local=True)
-                    running.prepare(numbers, branch)
-                return self._base(running)
+        def prepare() -> None:
+            if not running.is_coordinator:
+                return
+            with storage_at(running.root).look(lists=True, fresh=True):
+                branch, abandoned[:] = self._branches.branch_of(running.step)
+                if self._tier is not None:
+                    self._tier.write_run(shares_local=True)
+                running.prepare(numbers, branch)
 
         def prepare_on_node(work: NodeWork, branch: Branch, removal: Any) -> None:
             work.prepare(running, removal)
@@ -483,7 +470,7 @@ class CheckpointManager:
 
         try:
             if (work := self._node_work) is None:
-                base = self._exchange().together(prepare, phase)
+                self._exchange().together(prepare, phase)
             else:
                 metric = (numbers or {}).get(self.retention.best or "")
                 planned, abandoned, removal = self._from_coordinator(
@@ -501,7 +488,6 @@ class CheckpointManager:
                 some([*map(str, abandoned)]),
                 running.root,
             )
-        return base
 
     def _wait_for_previous_save(self, *, is_last: bool) -> None:
         """Waits for the last save of the process group, whoever has begun it. The next save raises its error."""
@@ -520,18 +506,15 @@ class CheckpointManager:
         self,
         running: RunningSave,
         state: Mapping[str, Any],
-        base: str | None,
         *,
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
         extra_files: Mapping[str, bytes] | None,
-        frozen: Iterable[torch.Tensor] | None,
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         running.has_begun = True
         nodes, node_work = self._nodes, self._node_work
         save = api.save if nodes is None else nodes.save
-        others = {"base": base, "frozen": frozen} if nodes is None else {}
         try:
             handle = running.handle = save(
                 running.path,
@@ -541,7 +524,6 @@ class CheckpointManager:
                 gate=gate if async_checkpoint else None,
                 timeout=self._patience(),
                 extra_files=extra_files,
-                **others,
             )
         except BaseException:
             running.end(None)
@@ -549,13 +531,10 @@ class CheckpointManager:
 
         if self.on_error == "warn":
             handle.notice.raised = True  # the log tells of a failure, and nobody else
-        was_full = self._found_damage
 
         def committed() -> None:
             self._damaged -= {running.path}
             self._spared -= {running.path}
-            if was_full:
-                self._found_damage = False
             if node_work is not None:
                 node_work.committed(running)
             elif running.is_coordinator:
@@ -583,23 +562,6 @@ class CheckpointManager:
         sound = {paths[step] for step in clean_up(saved.root, self.retention, saved.step, doubted, spared)}
         self._damaged -= sound
         self._spared |= sound
-
-    def _base(self, running: RunningSave) -> str | None:
-        """Returns the checkpoint that was saved last, which is read on the coordinator alone; the path of the save
-        itself if there is none. Returns None for a save that writes everything: without `delta`, and after damage was
-        found, because many checkpoints may name the damaged file."""
-        if not self.delta:
-            return None
-        if self._found_damage:
-            if running.is_coordinator:
-                logger.warning("step %d is saved without a base: damage was found in %s", running.step, self.directory)
-            return None
-        try:
-            last = SavedOrder(self.directory).last if running.is_coordinator else None
-        except (OSError, CheckpointError) as error:  # other ranks would not know
-            logger.warning("step %d is saved without a base: %s", running.step, error)
-            last = None
-        return running.path if last is None else path_of(self.directory, last)
 
     def wait(self) -> None:
         """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once, unless
@@ -909,11 +871,7 @@ class CheckpointManager:
             logger.warning("the next save has to plan: %s", error)
 
     def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
-        try:
-            api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
-        except CorruptCheckpointError:
-            self._found_damage = True
-            raise
+        api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
 
     def _newest_sound(
         self, phase: str, *, quick: bool, but: AbstractSet[str] = frozenset(), roots: Sequence[str] | None = None
@@ -921,7 +879,6 @@ class CheckpointManager:
         """The step, and the path of its checkpoint. `roots`: where it may be; None: all of the manager's."""
 
         def warn(step: int, reason: str) -> None:
-            self._found_damage = True
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:

@@ -11,12 +11,14 @@ from .. import api
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.extra_copies import write_missing
-from .._checkpoint.native.file_names import LEASE_MARKER, is_metadata_file, is_of_a_save
+from .._checkpoint.native.file_names import is_metadata_file, is_of_a_save
+from .._checkpoint.native.named_files import named_by_any
 from .._checkpoint.native.step_order import all_steps, path_of
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import format_of
 from .._checkpoint.safetensors.export_folder import left_by_exports
 from .._convert.formats import is_part_of_export
+from .._engine import _C
 from .._state.extra_files import names_in
 from .._storage import orphans
 from .._storage.open_storage import is_file, is_folder, storage_at
@@ -36,9 +38,16 @@ class RepairReport:
 
 
 def repair(root: str, *, dry_run: bool) -> RepairReport:
-    """Repairs a manager's directory, or a checkpoint's. With `dry_run` it changes nothing and only reports."""
-    removed = [path_of(root, step) for step in step_directories.remove_orphans(root, dry_run=dry_run)]
+    """Repairs a manager's directory, or a checkpoint's. With `dry_run` it changes nothing and only reports.
+
+    If metadata below the directory cannot be read, or names files of another folder, folders without metadata stay:
+    they may have these files."""
     directories = [root, *(path_of(root, step) for step in all_steps(root))]
+    removed: list[str] = []
+    if all(map(_names_own_files, directories)):
+        removed += [path_of(root, step) for step in step_directories.remove_orphans(root, dry_run=dry_run)]
+    else:
+        directories = [path for path in directories if metadata_file.has_metadata(path, None)]
     for directory in directories:
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_orphans(directory, dry_run=dry_run)]
@@ -49,6 +58,14 @@ def repair(root: str, *, dry_run: bool) -> RepairReport:
         if directory not in removed:
             written += [os.path.join(directory, name) for name in _write_copies(directory, dry_run)]
     return RepairReport(removed, written, uploads)
+
+
+def _names_own_files(directory: str) -> bool:
+    try:
+        named_by_any(directory)
+    except (CheckpointError, OSError, _C.EngineError):
+        return False
+    return True
 
 
 def _write_copies(directory: str, dry_run: bool) -> list[str]:
@@ -83,4 +100,4 @@ def _left_by_conversions(root: str) -> Iterator[Orphan]:
 
 def _is_of_checkpoint(name: str) -> bool:
     name = final_name(name) or name
-    return is_of_a_save(name) or name == LEASE_MARKER or is_metadata_file(name) or is_part_of_export(name)
+    return is_of_a_save(name) or is_metadata_file(name) or is_part_of_export(name)

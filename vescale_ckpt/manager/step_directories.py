@@ -2,10 +2,6 @@
 
 A directory is first renamed, in one step, to a name that no reader takes for a checkpoint. Then `.metadata` is removed,
 and after it the other files. An interruption therefore leaves each `step-N` whole, or without `.metadata`.
-
-If newer checkpoints name data files of a directory (delta saves), it keeps its name and these files. `.metadata` is
-removed first, so that the directory is no checkpoint any more, and then all other files. When no checkpoint names its
-files any more, the rest is removed as an orphan.
 """
 
 from __future__ import annotations
@@ -13,33 +9,27 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Container, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 
 from .._checkpoint.native import file_names, step_order
-from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.native.named_files import named_beside, needed_beside
-from .._engine import _C
-from .._storage.open_storage import is_folder, stat_of, storage_at
+from .._storage.open_storage import stat_of, storage_at
 from .._storage.orphans import SAVE_GRACE
-from .._storage.paths import folder_above, is_url
+from .._storage.paths import is_url
 from .._storage.storage import LOCK_NAME
-from ..errors import CheckpointError
 from . import step_metrics
 
 logger = logging.getLogger(__name__)
 
 
 def remove(root: str, which: Iterable[int]) -> list[int]:
-    """Removes the checkpoints that nobody reads or saves to, and returns their steps. Checkpoints in use stay whole. Of
-    a removed checkpoint, the files stay that other checkpoints name."""
+    """Removes the checkpoints that nobody reads or saves to, and returns their steps. Checkpoints in use stay
+    whole."""
     gone = []
     for step in which:
         path = step_order.path_of(root, step)
         # `unused` is None if the file system has no locks. Then a running load loses its files, and raises.
-        with exclusive(path) as unused, needed_beside(path) as needed:
-            if unused is False or needed is None:
-                continue
-            if _strip(path, needed) if needed else _set_aside(root, step):
+        with exclusive(path) as unused, storage_at(path).look(lists=True, fresh=True):
+            if unused is not False and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
@@ -47,7 +37,7 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
 def remove_unused(path: str) -> bool:
     """Removes a checkpoint unless it is in use; whatever its name is. An interruption leaves it whole, or without its
     name. What earlier interruptions have left beside it is removed, too."""
-    above, name = folder_above(path) if is_url(path) else os.path.split(os.path.abspath(path))
+    above, name = os.path.split(path.rstrip("/") if is_url(path) else os.path.abspath(path))
     with exclusive(path) as unused:
         if unused is False:
             return False
@@ -73,12 +63,6 @@ def remove_orphan(root: str, step: int) -> None:
     _remove_orphans(root, [step], dry_run=False)
 
 
-def remove_unneeded(root: str) -> list[int]:
-    """Does the same only for directories of removed checkpoints of which files were kept for other checkpoints."""
-    marked = [step for step in step_order.all_steps(root) if is_marked(step_order.path_of(root, step))]
-    return _remove_orphans(root, marked, dry_run=False)
-
-
 def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
     gone = []
     for step in which:
@@ -86,16 +70,14 @@ def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]
         found = _names(path)
         if found is None or file_names.METADATA_NAME in found:
             continue
-        if file_names.LEASE_MARKER in found and not dry_run and (_is_needed(path, found) or not _strip_again(path)):
-            continue
         if not _is_orphan(path):
             continue
         versions, old = _versions(path), _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
-        with exclusive(path) as unused, needed_beside(path, dry_run=dry_run) as needed:
+        with exclusive(path) as unused, storage_at(path).look(lists=True, fresh=True):
             # Checked again under the lock: a save may have committed in the meantime.
-            removable = (unused or (unused is None and old)) and _is_orphan(path) and needed == set()
+            removable = (unused or (unused is None and old)) and _is_orphan(path)
             if removable and _versions(path) == versions and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
@@ -111,59 +93,12 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
     )
 
 
-def is_marked(path: str) -> bool:
-    """Whether checkpoints beside a directory may name its data files."""
-    return storage_at(path).has(file_names.LEASE_MARKER)
-
-
-def _is_needed(path: str, found: Iterable[str]) -> bool:
-    """Whether checkpoints beside a directory need all of its files, so that no notice of a removal is written."""
-    if not storage_at(path).by_requests:
-        return False
-    with suppress(CheckpointError, OSError):
-        return {name for name in found if not name.startswith(file_names.LEASE_MARKER)} <= named_beside(path)
-    return False
-
-
-def _strip_again(path: str) -> bool:
-    """Removes the unneeded files of a directory without `.metadata`. An interrupted `_strip` may have left some.
-    Returns whether none of its files is needed."""
-    with exclusive(path) as unused, needed_beside(path) as needed:
-        if unused is not False and needed and not has_metadata(path, None):
-            _strip(path, needed)
-    return needed == set()
-
-
-def _strip(path: str, needed: set[str]) -> bool:
-    """Removes all files of a checkpoint except `needed`, the marker file and the lock file. If this is interrupted
-    before `.metadata` is removed, the checkpoint is whole; afterwards all its files count as orphans."""
-    kept, leases = {*needed, LOCK_NAME}, file_names.LEASE_MARKER  # the notice of this removal begins so, too
-    storage = storage_at(path)
-    try:
-        found = [name for name in storage.names() if name not in kept and not name.startswith(leases)]
-        foreign = [name for name in found if name != file_names.METADATA_NAME and not _is_ours(name)]
-        is_whole = file_names.METADATA_NAME in found
-        if not is_whole:  # other programs wrote the foreign files later
-            found = [name for name in found if name not in foreign]
-            foreign = []
-        for name in [*foreign, file_names.METADATA_NAME] if is_whole else []:
-            if is_folder(os.path.join(path, name)):
-                storage.remove_folder(name)
-            else:
-                storage.remove(name)
-        storage.sync()
-        storage.remove_all(name for name in found if name not in foreign and name != file_names.METADATA_NAME)
-    except (OSError, _C.EngineError) as error:
-        logger.warning("cannot remove all of %s now: %s", path, error)
-    return not has_metadata(path, None)
-
-
 def _is_ours(name: str) -> bool:
-    """Whether a save, its manager or `_strip` may have left the file."""
+    """Whether a save or its manager may have left the file."""
     return (
         file_names.is_of_a_save(name)
         or name == LOCK_NAME
-        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME, file_names.LEASE_MARKER))
+        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME))
     )
 
 
@@ -193,11 +128,9 @@ def _tells_if_in_use(path: str) -> bool:
 
 
 def _versions(path: str) -> dict[str, tuple[int, ...]]:
-    """The versions of a directory's files, but for leases and notices, where no lock tells that a save has begun to
-    write some."""
+    """The versions of a directory's files, where no lock tells that a save has begun to write some."""
     storage = storage_at(path)
-    names = () if storage.has_locks else _names(path) or ()
-    return {name: storage.stat(name).identity for name in names if not name.startswith(file_names.LEASE_MARKER)}
+    return {name: storage.stat(name).identity for name in (() if storage.has_locks else _names(path) or ())}
 
 
 def _age(path: str) -> float:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from ..._engine import _C
 from ..._engine.engine_errors import of_system
 from ..._storage.open_storage import is_inconclusive, stat_of, storage_at
-from ..._storage.paths import check_relative, data_path
+from ..._storage.paths import check_relative
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
 from ..damage import add_error
 from . import metadata_check, metadata_file
 from .explain_missing import explained
-from .file_names import DELTA_NAME, NODE_MARKER, index_name, metadata_name
+from .file_names import NODE_MARKER, index_name, metadata_name
 from .index_checkpoint import says_the_same
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ def _check_tables(
 ) -> None:
     """Checks the tables of block checksums at the end of data files of this package. A damaged table is harmless:
     without it a load of a part of a tensor reads and verifies the whole record. `wrappers`: from `check_records`."""
-    # The files of a delta save, and the files that it names, may hold records that only older metadata names.
     storage = storage_at(checkpoint.root)
-    may_hold_others = storage.has(DELTA_NAME)
     crcs: dict[str, dict[int, int]] = {}
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:
@@ -108,7 +106,7 @@ def _check_tables(
             if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
                 crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
     for name, expected in crcs.items():
-        path = data_path(checkpoint.root, name)
+        path = os.path.join(checkpoint.root, name)
         try:
             rows, offset = _C.checksum_table(path)
             if rows is None and storage.rereads:
@@ -120,7 +118,7 @@ def _check_tables(
         if rows is None:
             reason = f"{path} does not end in a sound table of checksums: it is damaged or truncated"
             report.harmless.append(Damage(None, path, offset, reason))
-        elif not expected.items() <= dict(rows).items() or not (may_hold_others or len(rows) == len(expected)):
+        elif not expected.items() <= dict(rows).items() or len(rows) != len(expected):
             reason = f"the table of checksums of {path} is of other records than the metadata"
             report.harmless.append(Damage(None, path, offset, reason))
 
@@ -137,7 +135,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     for name, end in ends.items():
         if known.get(name, -1) >= end:
             continue
-        path = data_path(directory, name)
+        path = os.path.join(directory, name)
         try:
             found = stat_of(path)
         except OSError as error:

@@ -46,7 +46,7 @@ def _is_allowed(name: str) -> bool:
         not name
         or not name.isprintable()
         or "/" in name
-        or name in (".", "..", LOCK_NAME, ORDER_NAME, file_names.METRICS_NAME, file_names.LEASE_MARKER)
+        or name in (".", "..", LOCK_NAME, ORDER_NAME, file_names.METRICS_NAME)
     ):
         return False
     if len(os.fsencode(name)) > 200:  # a file system allows 255, and a temporary name is longer

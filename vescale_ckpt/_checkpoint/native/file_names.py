@@ -11,8 +11,6 @@ from ..._storage.storage import MARKER_PREFIX
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"  #: that of stock DCP
 INDEX_NAME = METADATA_NAME + ".index"
-DELTA_NAME = METADATA_NAME + ".delta"  #: later saves need this file to name records of the checkpoint
-LEASE_MARKER = ".referred"  #: an empty file; it shows that checkpoints beside the directory may name its data files
 NODE_MARKER = ".node"  #: in a folder that has one node's part of a checkpoint: other nodes may have the other files
 METRICS_NAME = "metrics.json"  #: a manager writes it
 _OF_DATA = r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DATA_SUFFIX)
@@ -20,7 +18,7 @@ _OUR_DATA_FILE = re.compile(_OF_DATA)
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DATA_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 _TEMPORARY_DATA = re.compile(_OF_DATA + r"\.tmp\.\d+\.\d+")
-_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index|\.delta)?\.tmp.*")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index)?\.tmp.*")
 _OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.\d+\.([0-9a-f]{8})")  # csrc/io/commit.h
 
 
@@ -82,4 +80,4 @@ def may_be_in_use(temporary: str) -> bool:
 
 def is_of_a_save(name: str) -> bool:
     """Whether a save that died may have left a file of that name."""
-    return is_data_file(name) or is_temporary_file(name) or name in (INDEX_NAME, DELTA_NAME, NODE_MARKER)
+    return is_data_file(name) or is_temporary_file(name) or name in (INDEX_NAME, NODE_MARKER)

@@ -21,7 +21,7 @@ from ..._engine.rows import int_table
 from ..._state import objects
 from ..._state.structure import Path, Structure, structure_of
 from ..._storage.open_storage import is_inconclusive, read_twice, storage_at
-from ..._storage.paths import check_relative, data_path
+from ..._storage.paths import check_relative
 from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ...reports import SavedBy
@@ -154,14 +154,15 @@ class NativeCheckpoint(LoadableCheckpoint):
         return self._listing.malformed
 
     def named_files(self) -> set[str]:
-        """Returns all files that the index or the metadata names, also for keys that are malformed or missing."""
+        """Returns all files that the index or the metadata names, also for keys that are malformed or missing. Raises
+        `UntrustedCheckpointError` if one lies outside of the checkpoint's directory."""
         if self.index is not None:
             with suppress(_C.EngineError):  # the index is damaged
-                return {posixpath.normpath(path) for path in self.index.files}
+                return {posixpath.normpath(check_relative(path, self.path)) for path in self.index.files}
         storage = self.metadata.storage_data
         values = storage.values() if isinstance(storage, dict) else ()
         paths = (getattr(info, "relative_path", None) for info in values)
-        return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
+        return {posixpath.normpath(check_relative(path, self.path)) for path in paths if isinstance(path, str)}
 
     @cached_property
     def _listing(self) -> _Listing:
@@ -204,13 +205,13 @@ class NativeCheckpoint(LoadableCheckpoint):
     def checksum(self, key: str, chunk: Chunk) -> int:
         if chunk.crc >= 0 or chunk.is_transformed:
             return chunk.crc
-        path = data_path(self.root, chunk.file)
+        path = os.path.join(self.root, chunk.file)
         with named_system_errors(path):
             return record_checksum(path, chunk.offset, chunk.bytes, self.tensors[key].dtype, chunk.sizes)
 
     def whole_checksum(self, key: str) -> int:
         for chunk in self.tensors[key].chunks[:1]:
-            if stored_class(data_path(self.root, chunk.file), chunk.offset, chunk.bytes):
+            if stored_class(os.path.join(self.root, chunk.file), chunk.offset, chunk.bytes):
                 return -1  # the checksums are those of archives
         return super().whole_checksum(key)
 
@@ -232,7 +233,7 @@ class NativeCheckpoint(LoadableCheckpoint):
         chunk = part.chunk
         if part.is_whole:
             return False
-        path = data_path(self.root, chunk.file)
+        path = os.path.join(self.root, chunk.file)
         self._seen.look(path)
         if self._has_table(chunk.file):
             return False
