@@ -71,7 +71,7 @@ def test_header_that_has_no_rows(tensor: Any, texts: dict[str, str] | None, tmp_
 
 def test_more_files_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {name: torch.arange(3) + number for number, name in enumerate("abc")}
-    vescale_ckpt.save(tmp_path, state, format="safetensors", max_shard_size=24)
+    vescale_ckpt.save(tmp_path, state, format=vescale_ckpt.Safetensors(max_shard_size=24))
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     monkeypatch.setattr(headers, "_MOST_OPEN", 2)
     monkeypatch.setattr(headers._C, "header_rows", None)
