@@ -11,7 +11,6 @@ constexpr unsigned char kImage[1] = {};
 
 const cuda::Api& fake_api() {
   static const cuda::Api api = {
-      .platform = "CUDA",
       .get_device_count = cudaGetDeviceCount,
       .device_attribute = cudaDeviceGetAttribute,
       .pci_address = cudaDeviceGetPCIBusId,
@@ -43,7 +42,6 @@ const cuda::Api& fake_api() {
       .clear = cudaMemsetAsync,
       .copy_batch_12 = nullptr,
       .copy_batch_13 = nullptr,  // Python's tests have it
-      .set_device = nullptr,
       .device_get = cuDeviceGet,
       .device_name = cuDeviceGetName,
       .context_retain = cuDevicePrimaryCtxRetain,
