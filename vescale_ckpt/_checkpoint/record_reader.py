@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from .. import settings
 from .._engine import _C, device_streams
 from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors, of_system
-from .._engine.options import engine_options
+from .._engine.options import batch_bytes, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
@@ -339,7 +338,7 @@ class RecordReader:
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
     """Cuts the targets into groups. The number of targets limits a group, and so do the bytes of memory for targets
     that are not filled in place. Two groups hold such memory at a time."""
-    budget = settings.number("memory_bytes") // 2
+    budget = batch_bytes()
     group, memory_bytes = _Group(), 0
     for target in targets:
         record, filled = target.record, target.filled

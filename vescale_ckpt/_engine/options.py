@@ -32,6 +32,11 @@ def threads_of(argument: int | None) -> int:
     return settings.number("threads") if argument is None else argument
 
 
+def batch_bytes() -> int:
+    """Most memory of one batch of tensors that are copied, of which two are under way."""
+    return settings.number("memory_bytes") // 2
+
+
 def engine_options(
     threads: int | None,
     direct_io: DirectIO,

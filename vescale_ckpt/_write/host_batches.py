@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .. import settings
 from .._engine import _C
 from .._engine.device_streams import producers
 from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors
-from .._engine.options import threads_of
+from .._engine.options import batch_bytes, threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import NO_LIMIT, PLAN_ROW, int_table, words
 from .._engine.tensor_checks import as_host_tensor, dense, is_on_device
@@ -124,7 +123,7 @@ def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequenc
 
 
 def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
-    budget, sizes = settings.number("memory_bytes") // 2, words(items.body_bytes())
+    budget, sizes = batch_bytes(), words(items.body_bytes())
     start, held = 0, 0
     for index, row in enumerate(rows):
         if held and held + sizes[row] > budget:
@@ -140,7 +139,7 @@ def item_batches(
     """Cuts a rank's tensors into batches, bounded in number and in bytes. Only tensors outside the state's own memory
     count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
     written, two batches at a time."""
-    budget = settings.number("memory_bytes") // 2
+    budget = batch_bytes()
     batch, held = ItemBatch([], [], []), 0
     with TorchCopies() as copies:
         for item in items:

@@ -128,7 +128,7 @@ def _tells_if_in_use(path: str) -> bool:
 
 
 def _versions(path: str) -> dict[str, tuple[int, ...]]:
-    """The versions of a directory's files, where no lock tells that a save has begun to write some."""
+    """The versions of a directory's files, in storages without locks: a change shows that a save has begun there."""
     storage = storage_at(path)
     return {name: storage.stat(name).identity for name in (() if storage.has_locks else _names(path) or ())}
 
