@@ -105,7 +105,7 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     after = sorted(os.listdir(path))
     kept = {key: float(value[0]) for key, value in vescale_ckpt.load(path).items()}
     dist.barrier()
-    _save(way, path, _state(3)).result(BOUND)  # and nobody is told of the one before
+    _save(way, path, _state(3)).result(BOUND)  # the cancel before does not reach it
     dist.barrier()
     new = {float(value[0]) for value in vescale_ckpt.load(path).values()}
     assert no_snapshot_is_left()

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.harness.page_cache import drop_file
-from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
 from vescale_ckpt._storage import locks
 
@@ -35,10 +35,6 @@ class Record:
 
 def read_metadata(directory: Path) -> Metadata:
     return metadata_file.read_metadata(str(directory))
-
-
-def metadata_from(content: bytes) -> Metadata:
-    return metadata_pickle.loads(content, "what was made")
 
 
 def rewrite_metadata(directory: Path, metadata: Metadata) -> None:
