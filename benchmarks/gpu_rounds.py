@@ -47,10 +47,10 @@ def measured(
     return rows
 
 
-def peak(rounds: int, *, device: str = "cuda", size: int = GiB, to_host: bool = True) -> float:
+def peak(rounds: int, *, to_host: bool = True) -> float:
     """Bytes a second of one large pinned copy, in this process."""
-    on_device = torch.empty(size, dtype=torch.uint8, device=device)
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    on_device = torch.empty(GiB, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
     source, target = (on_device, pinned) if to_host else (pinned, on_device)
     turn: Turn = lambda: {"copy": timed(lambda: target.copy_(source, non_blocking=True))}  # noqa: E731
-    return size / summarize(alternate("", {"": turn}, rounds, warmup=1))[0].seconds
+    return GiB / summarize(alternate("", {"": turn}, rounds, warmup=1))[0].seconds

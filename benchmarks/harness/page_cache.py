@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.harness.usage import opened
+
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 RESIDENT_LIMIT = 0.01  #: a load counts as cold up to this fraction of its pages in memory
 _ATTEMPTS = 5
@@ -87,12 +89,9 @@ def drop(directory: Path) -> float:
 
 def drop_file(path: Path) -> None:
     """Drops one file from memory. The kernel drops clean pages only, so the file is synced first."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def files_under(directory: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from benchmarks.harness import random_states
 from benchmarks.harness.random_states import Shapes, State
 from benchmarks.harness.raw_file import RawFile
 from benchmarks.harness.room import BenchmarkError
-from benchmarks.harness.usage import Usage, measure, settle
+from benchmarks.harness.usage import Usage, measure, opened, settle
 from vescale_ckpt import api
 
 
@@ -122,11 +122,8 @@ class SavesAndLoads:
 
 def sync(path: Path) -> None:
     """Makes a file or directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- Candidates that users ask for. Each is kept over all rounds as a training job would keep it.

@@ -7,7 +7,8 @@ import gc
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,16 @@ def settle(directory: Path) -> None:
 
 
 def sync_file_system(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with opened(directory) as descriptor:
         _libc.syncfs(descriptor)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A context that gives a descriptor of a file or directory, to read or sync it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -29,6 +29,7 @@ from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.shard_chunks import chunks_at
 
 _Result = TypeVar("_Result")
+_Placed = tuple[tuple[int, ...], tuple[Placement, ...]]  # mesh, placements
 
 _RECORD_BYTES = 704 + 832  # of the archive around a tensor of two dimensions
 # The dimension that tensor parallelism cuts, by a component of the key.
@@ -47,7 +48,7 @@ class Parallelism:
     tensor: int = 1
     expert: int = 1  #: divides fsdp x tensor, or the ranks if nothing is fully sharded
 
-    def mesh_and_placements(self, entry: Entry) -> tuple[tuple[int, ...], tuple[Placement, ...]] | None:
+    def mesh_and_placements(self, entry: Entry) -> _Placed | None:
         """The mesh and placements of an entry. None: a plain tensor, whole on every rank."""
         dims = len(entry.shape)
         components = entry.name.split(".")
@@ -81,18 +82,18 @@ class SimulatedState:
         self.names = [entry.name for entry in entries]
         # Layers repeat: chunks are computed once for each distinct entry.
         numbers: dict[object, int] = {}
-        self._distinct: list[Entry] = []
+        self._distinct: list[tuple[Entry, _Placed | None]] = []
         self._numbers: list[int] = []
         for entry in entries:
             placed = None if entry.dtype is None else parallelism.mesh_and_placements(entry)
             number = numbers.setdefault((entry[1:], placed), len(numbers))
             if number == len(self._distinct):
-                self._distinct.append(entry)
+                self._distinct.append((entry, placed))
             self._numbers.append(number)
 
     def inventory(self, rank: int, node: int = 0) -> bytes:
         """The inventory of a rank (csrc/state/inventory.h)."""
-        rows = [self._rows(entry, rank) for entry in self._distinct]
+        rows = [_rows(entry, placed, rank) for entry, placed in self._distinct]
         names = [name for name, number in zip(self.names, self._numbers, strict=True) for _ in rows[number]]
         return _C.pack_inventory(names, [row for number in self._numbers for row in rows[number]], node)
 
@@ -101,26 +102,27 @@ class SimulatedState:
         of_entries = [
             [(1, (entry.bytes,))]
             if entry.dtype is None
-            else [(entry.dtype.itemsize, tuple(chunk.size)) for chunk in self._chunks(entry, rank)]
-            for entry in self._distinct
+            else [(entry.dtype.itemsize, tuple(chunk.size)) for chunk in _chunks(entry, placed, rank)]
+            for entry, placed in self._distinct
         ]
         return [box for number in self._numbers for box in of_entries[number]]
 
-    def _rows(self, entry: Entry, rank: int) -> list[bytes]:
-        if entry.dtype is None:
-            return [packed_row(OBJECT, 0, False, entry.bytes, ShardChunk((), (), ()), ())]
-        kind = TENSOR if self.parallelism.mesh_and_placements(entry) is None else SHARD
-        code, itemsize = dtype_code(entry.dtype, entry.name), entry.dtype.itemsize
-        return [packed_row(kind, code, False, itemsize, chunk, entry.shape) for chunk in self._chunks(entry, rank)]
 
-    def _chunks(self, entry: Entry, rank: int) -> Sequence[ShardChunk]:
-        placed = self.parallelism.mesh_and_placements(entry)
-        if placed is None:
-            origin = (0,) * len(entry.shape)
-            return [ShardChunk(origin, entry.shape, origin)]
-        mesh, placements = placed
-        layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
-        return chunks_at(layout, mesh, coordinate(rank, mesh))
+def _rows(entry: Entry, placed: _Placed | None, rank: int) -> list[bytes]:
+    if entry.dtype is None:
+        return [packed_row(OBJECT, 0, False, entry.bytes, ShardChunk((), (), ()), ())]
+    kind, code = TENSOR if placed is None else SHARD, dtype_code(entry.dtype, entry.name)
+    chunks = _chunks(entry, placed, rank)
+    return [packed_row(kind, code, False, entry.dtype.itemsize, chunk, entry.shape) for chunk in chunks]
+
+
+def _chunks(entry: Entry, placed: _Placed | None, rank: int) -> Sequence[ShardChunk]:
+    if placed is None:
+        origin = (0,) * len(entry.shape)
+        return [ShardChunk(origin, entry.shape, origin)]
+    mesh, placements = placed
+    layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
+    return chunks_at(layout, mesh, coordinate(rank, mesh))
 
 
 class Gathered(NamedTuple):
