@@ -67,7 +67,7 @@ def test_steps_that_fail_or_hang_leave_what_they_had(
     assert "| measures | what | ok |" in report and "a table" in report
     assert "| hangs | what | failed |" in report and "not done after 5 s" in report
     assert json.loads((tmp_path / "out" / "figures.json").read_text()) == {"speed": 0.7, "begun": 1}
-    assert (tmp_path / "out" / "fails.log").read_text().startswith("the reason")
+    assert (tmp_path / "out" / "logs.txt").read_text().startswith("===== fails\nthe reason\n")
 
 
 def test_after_a_build_that_failed_nothing_runs(monkeypatch: pytest.MonkeyPatch, check_gpu: Any, capsys: Any) -> None:

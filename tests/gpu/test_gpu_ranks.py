@@ -28,7 +28,7 @@ import vescale_ckpt
 from benchmarks.figures import record
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._engine import _C
-from vescale_ckpt._ranks import nccl
+from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.nccl import DeviceGroup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,6 +41,7 @@ def _two_on_one(with_nccl: bool) -> Iterator[None]:
     """Lets this rank seem to be a host with a device of its own; without NCCL, one without NCCL."""
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = f"host{rank}"
+    exchange._groups.clear()  # ranks outlive tests: in another one they may have found that they share their device
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.zeros(1, device="cuda")
