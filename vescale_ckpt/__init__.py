@@ -49,7 +49,7 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-_MODULES = ("errors", "integrations", "reports", "settings")  # public, but seldom asked for by their names
+_MODULES = ("errors", "integrations", "reports")  # public, but seldom asked for by their names
 
 __all__ = sorted(_MODULE_OF)
 

@@ -5,7 +5,6 @@ from . import integrations as integrations
 from . import metrics as metrics
 from . import reports as reports
 from . import safetensors as safetensors
-from . import settings as settings
 from ._checkpoint.verify import verify as verify
 from ._collective.handle import SaveHandle as SaveHandle
 from ._convert.convert import ConvertReport as ConvertReport

@@ -7,6 +7,27 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+__all__ = [
+    "CheckpointError",
+    "CheckpointTimeoutError",
+    "CorruptCheckpointError",
+    "IncompatibleStateError",
+    "LoadFailedError",
+    "Mismatch",
+    "MissingKeysError",
+    "RankFailedError",
+    "SaveCancelledError",
+    "SaveFailedError",
+    "SaveInProgressError",
+    "StorageFullError",
+    "UntrustedCheckpointError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _NOTHING = "; nothing was committed"
 
 

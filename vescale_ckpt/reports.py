@@ -9,6 +9,25 @@ from typing import Any, NamedTuple
 
 from .errors import Mismatch
 
+__all__ = [
+    "CheckpointInfo",
+    "Damage",
+    "JobStats",
+    "LoadReport",
+    "LoadStats",
+    "SaveStats",
+    "SavedBy",
+    "StoredChunk",
+    "StoredObject",
+    "StoredTensor",
+    "TransferStats",
+    "VerifyReport",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclass(frozen=True)
 class JobStats:

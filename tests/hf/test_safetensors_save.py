@@ -39,6 +39,7 @@ from vescale_ckpt import (
     StorageFullError,
     StorageWriter,
     safetensors,
+    settings,
 )
 from vescale_ckpt._checkpoint.safetensors import export_folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors import model_names
@@ -160,7 +161,7 @@ def test_an_empty_state_is_one_empty_file(checkpoint: Path) -> None:
     [(7, 7), ("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("20 kb", 20_000), ("3", 3), ("3B", 3), ("4.5GiB", 9 << 29)],
 )
 def test_sizes_of_files(size: int | str, bytes_: int) -> None:
-    assert vescale_ckpt.settings.checked_bytes("max_shard_size", size) == bytes_
+    assert settings.checked_bytes("max_shard_size", size) == bytes_
 
 
 @pytest.mark.parametrize("size", ["", "5XB", "GB", "-1", 0, "0.1", "5 apples", "1iB"])

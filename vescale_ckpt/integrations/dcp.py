@@ -23,6 +23,13 @@ from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import Broadcast, checked_count, checked_flag
 
+__all__ = ["Defaults", "dcp_defaults", "enable"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 logger = logging.getLogger(__name__)
 
 
