@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,7 @@ def _mixed_up(directory: Path, pairs: list[tuple[str, str]], confused: int) -> l
     return wrong
 
 
-def _error_of(call: Callable[[], None]) -> CheckpointError | None:
+def _error_of(call: Callable[[], object]) -> CheckpointError | None:
     try:
         call()
     except CheckpointError as error:
@@ -164,3 +166,23 @@ def _beside_a_running_save(directory: Path) -> list[str]:
 
 def test_a_save_in_the_background_goes_on(tmp_path: Path) -> None:
     assert run_ranks(2, _beside_a_running_save, tmp_path) == [[], []]
+
+
+def _a_save_fails_without_the_store(directory: Path) -> list[str]:
+    """Rank 1 writes too late, and does not reach the store to learn why the save has failed."""
+    job = _Job(directory)
+    job.load()
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(steps.before("write tensors", lambda *_: time.sleep(4 * TIMEOUT)))
+            for step in ("ask the store for the failure", "settle the failure"):
+                stack.enter_context(steps.failing(step, steps.StoreGoneError()))
+        handle = vescale_ckpt.save(directory / "c", _state(), async_checkpoint=True, timeout=TIMEOUT)
+        assert _error_of(lambda: handle.result(FOREVER)) is not None
+    job.timeout = 8.0
+    after = [job.load, job.latest, job.save_async]
+    return [f"{call.__name__}: {error}" for call in after if (error := _error_of(call)) is not None]
+
+
+def test_a_rank_without_the_store_counts_failures_as_others_do(tmp_path: Path) -> None:
+    assert run_ranks(2, _a_save_fails_without_the_store, tmp_path) == [[], []]

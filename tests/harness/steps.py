@@ -40,7 +40,7 @@ from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
-from vescale_ckpt.manager import node_work
+from vescale_ckpt.manager import node_tier, node_work
 from vescale_ckpt.manager.node_copies import NodeCopies
 from vescale_ckpt.manager.node_tier import NodeTier
 from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
@@ -76,6 +76,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "connect to the store": (Rendezvous, "next"),
     "may commit": (Exchange, "may_commit"),
     "ask the store whether to commit": (Rendezvous, "may_commit"),
+    "ask the store for the failure": (Rendezvous, "failure"),
+    "settle the failure": (Rendezvous, "settle"),
     "ask the store for the first word": (FirstWord, "say"),
     "decide to commit": (Save, "_commit"),
     "commit": (NativeLayout, "commit"),
@@ -118,7 +120,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "copy a file to the durable place": (PartCopy, "_copy"),
     "commit in the durable place": (PartCopy, "_commit"),
     "clean up the durable place": (NodeUploads, "_clean_up"),
-    "tell the steps of a machine": (NodeTier, "_parts"),
+    "tell the steps of a machine": (node_tier, "parts_in"),
     "install metadata": (NodeTier, "_install"),
     "bring files": (NodeFiles, "bring"),
     "read a checkpoint": (StorageReader, "read"),

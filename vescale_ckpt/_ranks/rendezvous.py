@@ -121,7 +121,7 @@ class Rendezvous:
         def diagnose(notes: Notes) -> FailureReport:
             absent = [rank for rank, note in notes.items() if note is None]
             text = f"{phase}: {self.named(absent)} did not come within {timeout:g} s{self.last_seen(absent)}"
-            return FailureReport(0, phase, absent, text)
+            return FailureReport(0, phase, absent, text, in_background=is_in_background())
 
         self._store_thread.ask(come, max(STORE_SECONDS, deadline - time.monotonic()))
         self._look_until(lambda store: store.check([outcome]), deadline)
@@ -265,7 +265,6 @@ class Rendezvous:
     def _leave(self, failure: FailureReport) -> FailureReport:
         """Writes the report if there is none yet. Returns the report in the store."""
         key = self._key("failure")
-        failure = replace(failure, in_background=is_in_background())
 
         def leave(store: Store) -> FailureReport:
             there, mine = b"", failure
