@@ -19,9 +19,9 @@ from .._checkpoint.native.transformed_records import TargetPlanner, read_transfo
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
-from .._engine.tensor_checks import overlapping
+from .._engine.tensor_checks import is_plain_tensor, overlapping
 from .._engine.torch_private import bump_versions
-from .._engine.wrapper_tensors import any_wrapper, is_wrapper
+from .._engine.wrapper_tensors import is_wrapper
 from .._plan.read_plan import PackedReads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
@@ -165,7 +165,7 @@ class ItemLoad:
         """
         placed = [(item, record, self.resolve(item, record.dtype)) for item, record in self._tensors]
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
-        if any_wrapper([tensor for _, _, tensor in placed]):  # the state's own tensors are not known here
+        if not all(is_plain_tensor(tensor) for _, _, tensor in placed):  # the state's own tensors are not known here
             return None
         description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
         if description.other or len(description.names) != len(placed):
