@@ -252,7 +252,6 @@ PLANNERS = {"ours": vescale_ckpt.LoadPlanner, "stock": dcp.DefaultLoadPlanner}
 READERS = {"ours": vescale_ckpt.StorageReader, "stock": dcp.FileSystemReader}
 WAYS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "load": vescale_ckpt.load,
-    "load by a planner": lambda path, state: vescale_ckpt.load(path, state, planner=vescale_ckpt.LoadPlanner()),
     "restore": lambda path, state: _restore(path, state),
     **{
         f"dcp.load, planner {planner}, reader {reader}": _by_dcp(PLANNERS[planner], READERS[reader])

@@ -23,6 +23,7 @@ from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
+from .._engine.wrapper_tensors import type_name
 from .._plan import replicas
 from .._plan.plan_cache import KeptLocalPlan, PlanCache, describe_changes
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
@@ -223,8 +224,23 @@ class SavePlanner(DefaultSavePlanner):
         """The state's description. None if a subclass or a value of the state needs DCP's own planning."""
         if not self.packs():
             return None
-        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        description = self._described()
         return None if description.other else description
+
+    def describe_all(self) -> Description:
+        """The state's description. Raises `CheckpointError` with the key of a value that needs DCP's own planning."""
+        description = self._described()
+        for key, value in description.other.items():
+            raise CheckpointError(
+                f"{key}: a {type_name(value)} is neither a tensor of one shape, nor chunks of one, nor an object: "
+                f"{_INSTEAD}",
+                key=key,
+            )
+        return description
+
+    def _described(self) -> Description:
+        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        return description
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.

@@ -331,7 +331,7 @@ class SafetensorsLayout(Layout):
     def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
         storage_at(self.options.path).check_mounted(
             "a model in format='safetensors' that is saved in the steps of dcp.save",
-            "vescale_ckpt.save(path, state, format='safetensors') saves it there, without a planner of your own",
+            "vescale_ckpt.save(path, state, format='safetensors') saves it there",
         )
         if not all(plan.usable for plan in plans):  # DCP would reuse the answers of an earlier save, with its names
             raise CheckpointError(
