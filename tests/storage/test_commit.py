@@ -20,8 +20,9 @@ from harness.files import data_files, only_named_files, read_metadata
 from harness.ranks import run_ranks
 from harness.saves import cause, load, outcome, save, stock_load, stock_save
 from harness.states import State, blank, same, small_state, state
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
@@ -383,7 +384,8 @@ def test_ranks_that_save_alone_do_not_hide_behind_a_checkpoint_of_all(checkpoint
 
 
 def load_past_damage(directory: Path) -> str:
-    save_alone(directory, 1)
+    older = {**small_state(1), "rank": dist.get_rank()}
+    dcp.save(older, storage_writer=FileSystemWriter(directory), planner=DefaultSavePlanner(), use_collectives=False)
     dcp.save({**small_state(2), "rank": -1}, storage_writer=StorageWriter(directory), planner=SavePlanner())
     values = state_to_fill(2)
     dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
