@@ -87,8 +87,8 @@ def plans_made(planner: SavePlanner) -> list[int]:
     made: list[int] = []
     original = planner.global_plan_of
 
-    def counted(plans: list[SavePlan], *alone: bool) -> Any:
-        planned, fresh = original(plans, *alone)
+    def counted(plans: list[SavePlan]) -> Any:
+        planned, fresh = original(plans)
         if fresh:
             made.append(len(plans))
         return planned, fresh

@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # keys in a message
 _INSTEAD = "save the tensors that it is made of, or leave it out"
+NO_COLLECTIVES = (
+    "use_collectives=False: with the planner or the writer of this package all ranks save together. Leave it out: "
+    "plans are kept, and nothing is gathered again while the state keeps its form"
+)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -161,14 +165,12 @@ class SavePlanner(DefaultSavePlanner):
     @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP calls it on the coordinator, with the plans of all ranks. The answers go to the ranks."""
+        if not self.is_coordinator or len(all_plans) < len(self.ranks or ()):
+            raise CheckpointError(NO_COLLECTIVES)
         packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
         if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
             return super().create_global_plan(all_plans)
-        alone = bool(packed) and not self.is_coordinator  # each rank saves for itself, without collectives
-        if alone:
-            assert self._description is not None
-            all_plans = [self.full_local_plan(self._description)]
-        planned, fresh = self.global_plan_of(all_plans, alone)
+        planned, fresh = self.global_plan_of(all_plans)
         answers: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
             if not isinstance(plan, PackedSavePlan):
@@ -274,9 +276,9 @@ class SavePlanner(DefaultSavePlanner):
     def _offered_hashes(self, description: Description, on_devices: bool = True) -> bytes:
         return replicas.offered_hashes(description, on_devices) if this_rank()[1] > 1 else b""
 
-    def global_plan_of(self, plans: Sequence[SavePlan], alone: bool = False) -> tuple[GlobalSavePlan, bool]:
-        """The plan for all ranks, and whether it is new to them. Called on the coordinator, and on a rank that saves
-        `alone`. It is kept for later saves, but not on such a rank."""
+    def global_plan_of(self, plans: Sequence[SavePlan]) -> tuple[GlobalSavePlan, bool]:
+        """The plan for all ranks, and whether it is new to them. Called on the coordinator. It is kept for later
+        saves."""
         named = {
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
@@ -310,7 +312,7 @@ class SavePlanner(DefaultSavePlanner):
         replicas.warn_of_objects(_objects_of(plan) for plan in plans)
         pieces = len(packed) == len(plans)  # plans of items hold whole tensors
         hashes = [plan.replicas for plan in packed] if pieces and len(plans) > 1 else []
-        structure, keep = Structure.merged(structures), self.reuse_plans and not alone
+        structure, keep = Structure.merged(structures), self.reuse_plans
         planned = GlobalSavePlan(inventories, paths, structure, self.placement, hashes, pieces, keep)
         if found := {key: (one, other) for key, one, other in planned.plan.differences}:
             replicas.warn(found)

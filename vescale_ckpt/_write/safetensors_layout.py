@@ -117,8 +117,6 @@ class SafetensorsLayout(Layout):
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
-        if self.options.alone:
-            raise CheckpointError("safetensors files are written by all ranks together", path=path)
         storage_at(path).make()
         if not self.options.overwrite and holds_export(path):
             raise holds_model(path)
