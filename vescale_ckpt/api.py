@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, overload
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
 from . import settings
@@ -15,7 +14,6 @@ from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
-from ._dcp.load_planner import LoadPlanner
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import chosen_format
@@ -42,7 +40,6 @@ def save(
     *,
     async_checkpoint: bool = False,
     format: SaveFormat | Safetensors = "dcp",
-    planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
     gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
@@ -68,8 +65,6 @@ def save(
             ranks write into the same files (one rank sends each file to an object store). The state may then hold only
             tensors. Of several tensors in the same memory, the first is stored, and the header maps the other names to
             it. The keys of a value under the name "" (a module, say) get no prefix.
-        planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
-            None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
         gate: optimizers. An asynchronous save copies their parameters and state after it has returned, while forward
@@ -95,11 +90,6 @@ def save(
     if gate is not None and not async_checkpoint:
         raise ValueError("gate: only an asynchronous save copies while training goes on")
     check_is_mapping(state, "save")
-    if planner is not None and not isinstance(planner, SavePlanner):
-        raise TypeError(
-            f"planner: expected a vescale_ckpt.SavePlanner or one derived from it, got {type(planner).__name__}. "
-            "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
-        )
     safetensors = chosen_format(format)
     if safetensors is not None and extra_files is not None:
         raise ValueError(
@@ -114,7 +104,7 @@ def save(
         return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
 
     return start_save(
-        path, directory, state, layout, planner or _planners.of(process_group),
+        path, directory, state, layout, _planners.of(process_group),
         async_checkpoint=async_checkpoint, process_group=process_group, overwrite=overwrite, gate=as_gate(gate),
         timeout=timeout, on_busy=on_busy,
     )  # fmt: skip
@@ -149,7 +139,6 @@ def load(
     verify: bool = True,
     allow_cast: bool = False,
     weights_only: bool = True,
-    planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     extra_files: dict[str, bytes] | None = None,
@@ -168,7 +157,6 @@ def load(
     verify: bool = True,
     allow_cast: bool = False,
     weights_only: bool = True,
-    planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     extra_files: dict[str, bytes] | None = None,
@@ -202,9 +190,6 @@ def load(
             quantised models need no `allow_cast` (docs/loading.md).
         weights_only: False unpickles any object of the checkpoint, which may run any code. Only for checkpoints that
             you trust as you trust code.
-        planner: a planner of your own. It is called in the steps of `dcp.load` and decides which missing keys are an
-            error. Of the options above it allows `verify` and `weights_only` only. A `LoadPlanner` stands for `strict`
-            and `allow_cast` only.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         extra_files: a dict that is cleared and filled with the contents of the files that were saved with
@@ -227,23 +212,12 @@ def load(
     if state is not None:
         check_is_mapping(state, "load")
     settings.broadcast(broadcast_checkpoint)
-    if state is None and (rename is not None or allow_cast or planner is not None):
-        raise ValueError("rename, allow_cast and planner are for loading into a state")
-    if planner is not None:
-        if not isinstance(planner, DcpLoadPlanner):
-            raise TypeError(f"planner: expected a planner of loads, got {type(planner).__name__}")
-        if keys is not None or rename is not None or allow_cast or not strict or extra_files is not None:
-            raise ValueError(
-                "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
-            )
-        if type(planner) is LoadPlanner and planner.flatten_state_dict:  # it plans as a load without a planner does
-            strict, allow_cast, planner = not planner.allow_partial_load, planner.allow_cast, None
+    if state is None and (rename is not None or allow_cast):
+        raise ValueError("rename and allow_cast are for loading into a state")
     selection = Selection(keys)
     reader = StorageReader(path, verify=verify, weights_only=weights_only, stack=stack)
     with start_load(reader, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
-        if state is None:
-            return loading.all()
-        return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
+        return loading.all() if state is None else loading.into(state, rename, allow_cast)
 
 
 def prepare(

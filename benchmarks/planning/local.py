@@ -25,7 +25,9 @@ from benchmarks.planning.models import MODELS, with_adam
 from benchmarks.planning.simulated_job import Parallelism
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.planning.stopwatch import Stopwatch
+from vescale_ckpt import api
 from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks.groups import PerGroup
 
 _SHAPES = ((256,), (16, 16), (4, 64), (2, 8, 16))  # 1 KiB each
 
@@ -60,7 +62,8 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
             dcp_save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)
 
         def ours(planner: SavePlanner) -> None:
-            vescale_ckpt.save(path, state, planner=planner)
+            with mock.patch.object(api, "_planners", PerGroup(lambda: planner)):
+                vescale_ckpt.save(path, state)
 
         def stock(planner: SavePlanner) -> None:
             dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner)

@@ -39,7 +39,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     state = SimulatedState(entries, parallelism)
     plan, parts = planned(gather(state).inventories, "balanced")
     metadata, index = metadata_files(plan, written(state, parts))
-    commit_metadata.commit(str(directory), None, metadata, index)
+    commit_metadata.commit(str(directory), metadata, index)
     return state
 
 
@@ -87,7 +87,7 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
         watch = Stopwatch()
         metadata, index = metadata_files(plan, results)
         watch.lap("make .metadata and index")
-        commit_metadata.commit(str(directory), None, metadata, index)
+        commit_metadata.commit(str(directory), metadata, index)
         watch.lap("write and sync")
         del metadata
         found = metadata_file.read_index(str(directory))

@@ -46,7 +46,7 @@ def _turn(ranks: Ranks, name: str, path: Path) -> Steps:
 
 def _hold(rank: Rank, tensors: int) -> None:
     """A state, and all candidates with planners that they keep."""
-    our_planner, own_planner, cached = vescale_ckpt.SavePlanner(), vescale_ckpt.SavePlanner(), stock_save_planner()
+    our_planner, cached = vescale_ckpt.SavePlanner(), stock_save_planner()
     our_load_planner = vescale_ckpt.LoadPlanner()
     candidates: tuple[Candidate, ...] = (
         (
@@ -55,7 +55,7 @@ def _hold(rank: Rank, tensors: int) -> None:
                 state, storage_reader=vescale_ckpt.StorageReader(path), planner=our_load_planner
             ),
         ),
-        (lambda state, path: vescale_ckpt.save(path, state, planner=own_planner), None),
+        (lambda state, path: vescale_ckpt.save(path, state), None),
         (
             lambda state, path: dcp_save(
                 state, storage_writer=FileSystemWriter(path, sync_files=False), planner=cached

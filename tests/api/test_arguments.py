@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
 from harness.saves import cause
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_ckpt import (
@@ -100,8 +99,6 @@ CASES = [
     refused(save, "gate", 3, "expected a torch.optim.Optimizer or several, got int"),
     refused(save, "gate", [1], "expected a torch.optim.Optimizer, got int"),
     refused(save, "on_busy", "perhaps", "on_busy"),
-    refused(save, "planner", DefaultSavePlanner(), "expected a vescale_ckpt.SavePlanner"),
-    refused(load, "planner", LoadPlanner, "expected a planner of loads"),
     refused(load, "keys", 3, "expected names or patterns"),
     *(refused(load, "rename", value, "rename: ") for value in (3, "x", {1: 2})),
     *(refused(convert, "rename", value, "rename: ") for value in (3, "x", {1: 2})),

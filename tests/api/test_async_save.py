@@ -196,26 +196,11 @@ def test_what_fails_while_copying_is_told_by_the_handle(checkpoint: Path) -> Non
         def __reduce__(self) -> Any:
             raise RuntimeError("cannot be pickled today")
 
-    planner = SavePlanner()
-    vescale_ckpt.save(checkpoint, {**state(1), "object": 1}, planner=planner)
+    vescale_ckpt.save(checkpoint, {**state(1), "object": 1})
     with pytest.raises(CheckpointError, match="today"):
-        vescale_ckpt.save(
-            checkpoint, {**state(2), "object": Unwilling()}, planner=planner, async_checkpoint=True
-        ).result()
-    vescale_ckpt.save(checkpoint, {**state(3), "object": 1}, planner=planner)
+        vescale_ckpt.save(checkpoint, {**state(2), "object": Unwilling()}, async_checkpoint=True).result()
+    vescale_ckpt.save(checkpoint, {**state(3), "object": 1})
     assert load(checkpoint, state(0))["step"] == 3
-
-
-def test_planner_of_a_class_of_its_own_saves_before_training_goes_on(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Mine(SavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            return super().lookup_object(index)
-
-    handle = vescale_ckpt.save(checkpoint, state(1), planner=Mine(), async_checkpoint=True)
-    assert handle.done() and "before training went on" in caplog.text
-    assert same(load(checkpoint, state(0)), state(1))
 
 
 # --- Gates

@@ -19,7 +19,6 @@ from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleStateError,
-    LoadPlanner,
     Mismatch,
     MissingKeysError,
     UntrustedCheckpointError,
@@ -156,8 +155,6 @@ def test_a_module_by_another_name(checkpoint: Path) -> None:
 def test_options_that_have_no_meaning_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="into a state"):
         vescale_ckpt.load(checkpoint, rename={})  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="planner"):
-        vescale_ckpt.load(checkpoint, {}, planner=LoadPlanner(), strict=False)
 
 
 # --- dtypes, memory
@@ -267,20 +264,3 @@ def test_no_checkpoint_is_a_named_error(checkpoint: Path) -> None:
     for state in (None, {"x": 1}):
         with pytest.raises(CheckpointError, match=r"no \.metadata: not a checkpoint"):
             vescale_ckpt.load(checkpoint, state)  # type: ignore[call-overload]
-
-
-def test_a_planner_of_ones_own_goes_through_dcp(checkpoint: Path) -> None:
-    class Planner(dcp.DefaultLoadPlanner):
-        called = False
-
-        def create_global_plan(self, plans: Any) -> Any:
-            self.called = True
-            return super().create_global_plan(plans)
-
-    layer = nn.Linear(2, 3)
-    vescale_ckpt.save(checkpoint, {"layer": layer.state_dict(), "n": {"step": 3}})
-    other, planner = nn.Linear(2, 3), Planner()
-    state = {"layer": other, "n": {"step": 0}}
-    vescale_ckpt.load(checkpoint, state, planner=planner)
-    assert planner.called and state["n"] == {"step": 3}
-    assert_same(other.state_dict(), layer.state_dict())

@@ -179,7 +179,6 @@ def test_between_two_that_tell(checkpoint: Path, kind: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_an_answer_that_changes_gives_another_plan(checkpoint: Path) -> None:
     value: Any = torch.arange(6.0)
-    planner = SavePlanner()
     for number, starts in enumerate([None, (0, 3), (3, 0), None]):
         if starts is None:
             for name in [name for name in vars(value) if name.startswith(("global", "local"))]:
@@ -187,7 +186,7 @@ def test_an_answer_that_changes_gives_another_plan(checkpoint: Path) -> None:
         else:
             value.global_shape, value.global_offsets = (6,), tuple((start,) for start in starts)
             value.local_offsets, value.local_sizes = ((0,), (3,)), ((3,), (3,))
-        vescale_ckpt.save(checkpoint / str(number), {"a": value}, planner=planner)
+        vescale_ckpt.save(checkpoint / str(number), {"a": value})
         expected = torch.arange(6.0) if starts != (3, 0) else torch.tensor([3.0, 4, 5, 0, 1, 2])
         assert torch.equal(vescale_ckpt.load(checkpoint / str(number))["a"], expected)
 
@@ -240,14 +239,31 @@ def test_what_cannot_be_so_is_refused_by_name(checkpoint: Path, make: Callable[[
         vescale_ckpt.save(checkpoint, {"the": {"key": make()}})
 
 
+class _ListsItems:
+    def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("what", ["object", "tensor"])
+def test_what_lists_other_items_than_chunks_is_refused_by_name(checkpoint: Path, what: str) -> None:
+    value: Any = _ListsItems()
+    if what == "tensor":
+        value = torch.ones(2)
+        value.__create_write_items__ = partial(_ListsItems.__create_write_items__, value)
+    with pytest.raises(CheckpointError, match=r"^the\.key: a \S+ is neither a tensor of one shape, nor chunks of one"):
+        vescale_ckpt.save(checkpoint, {"a": torch.ones(2), "the": {"key": value}})
+    assert not (checkpoint / ".metadata").exists()
+
+
 @pytest.mark.skipif(knows_fields, reason="this torch's own planning knows CheckpointableTensor")
 def test_what_torch_plans_is_refused_where_torch_does_not_know_the_fields(checkpoint: Path) -> None:
     class Own(SavePlanner):
         def create_local_plan(self) -> SavePlan:
             return super().create_local_plan()
 
-    with pytest.raises(CheckpointError, match=r"^a: this torch does not know CheckpointableTensor"):
-        vescale_ckpt.save(checkpoint, {"a": with_fields()}, planner=Own())
+    with pytest.raises(CheckpointException, match="a: this torch does not know CheckpointableTensor"):
+        dcp.save({"a": with_fields()}, storage_writer=StorageWriter(checkpoint), planner=Own())
     assert not (checkpoint / ".metadata").exists()
 
 

@@ -17,7 +17,7 @@ from harness.children import Shared, fork, kill, wait_until
 from harness.ranks import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
+from vescale_ckpt import CheckpointError, UntrustedCheckpointError
 from vescale_ckpt.cli import main
 
 
@@ -110,16 +110,6 @@ def test_an_object_in_their_place_is_not_trusted(tmp_path: Path) -> None:
     dcp.save({"__extra_files__.f": 3, "w": torch.ones(1)}, checkpoint_id=tmp_path)
     with pytest.raises(UntrustedCheckpointError, match="bytes"):
         vescale_ckpt.load(tmp_path, {"w": torch.ones(1)}, extra_files={})
-
-
-def test_a_planner_of_dcps_items_keeps_them_too(tmp_path: Path) -> None:
-    class Own(SavePlanner):
-        def create_local_plan(self):  # type: ignore[no-untyped-def]
-            return super().create_local_plan()
-
-    vescale_ckpt.save(tmp_path, state(1), planner=Own(), extra_files=files(1))
-    assert loaded(tmp_path) == (1, files(1))
-    assert (tmp_path / "meta.pt").read_bytes() == files(1)["meta.pt"]
 
 
 def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:

@@ -120,9 +120,8 @@ def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str, phase: str)
 
 def _die(directory: str, phase: str, who: int) -> None:
     path = f"{directory}/c"
-    planner = SavePlanner()
     old = replicated(1)
-    vescale_ckpt.save(path, old, planner=planner)
+    vescale_ckpt.save(path, old)
     if dist.get_rank() == who and phase == "within the metadata":
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the write behind the middle kills the process
@@ -131,7 +130,7 @@ def _die(directory: str, phase: str, who: int) -> None:
         act = steps.behind if phase == "finish files" else steps.before
         act(phase, lambda *_, **__: os.kill(os.getpid(), 9)).start()
     with pytest.raises(CheckpointTimeoutError) as caught:
-        vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
+        vescale_ckpt.save(path, replicated(2), timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value
     assert_same(saves.load(path, old), old)
 

@@ -24,6 +24,7 @@ from vescale_ckpt import (
     PerRank,
     SavePlanner,
     StorageReader,
+    StorageWriter,
 )
 
 ERRORS = (CheckpointError, CheckpointException)
@@ -84,7 +85,8 @@ def test_a_subclass_of_per_rank_and_states_that_stay_nested(tmp_path: Path) -> N
     target = {"a": _MyPerRank(0)}
     dcp.load(target, storage_reader=StorageReader(tmp_path / "c"), planner=LoadPlanner())
     assert target["a"].obj == 1
-    vescale_ckpt.save(tmp_path / "d", {"a": PerRank(1)}, planner=SavePlanner(flatten_state_dict=False))
+    writer, planner = StorageWriter(tmp_path / "d"), SavePlanner(flatten_state_dict=False)
+    dcp.save({"a": PerRank(1)}, storage_writer=writer, planner=planner)
     nested = {"a": PerRank(0)}
     dcp.load(nested, storage_reader=StorageReader(tmp_path / "d"), planner=LoadPlanner(flatten_state_dict=False))
     assert nested["a"].obj == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.logs import logged
 from harness.ranks import run_ranks
 from harness.states import assert_same, blank
@@ -25,11 +26,8 @@ from torch.distributed.tensor import DTensor
 import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
-    CheckpointTimeoutError,
-    LoadFailedError,
     LoadPlanner,
     PerRank,
-    SaveFailedError,
     SavePlanner,
     StorageReader,
     StorageWriter,
@@ -44,7 +42,8 @@ def save(way: str, path: str, state: dict[str, Any], planner: SavePlanner | None
     if way == "dcp":
         dcp.save(state, storage_writer=StorageWriter(path), planner=planner or SavePlanner(), process_group=group)
     else:
-        vescale_ckpt.save(path, state, planner=planner, process_group=group)
+        with nullcontext() if planner is None else steps.planned_by(planner):
+            vescale_ckpt.save(path, state, process_group=group)
 
 
 def blanked(state: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def plans_made(planner: SavePlanner) -> list[int]:
     made: list[int] = []
     original = planner.global_plan_of
 
-    def counted(plans: list[SavePlan], *alone: bool) -> Any:
-        planned, fresh = original(plans, *alone)
+    def counted(plans: list[SavePlan]) -> Any:
+        planned, fresh = original(plans)
         if fresh:
             made.append(len(plans))
         return planned, fresh
@@ -247,66 +246,6 @@ def _other_paths(directory: str) -> None:
 
 def test_different_arguments_on_ranks_are_an_error_on_all(tmp_path: Path) -> None:
     run_ranks(2, _other_paths, str(tmp_path), timeout=BOUND)
-
-
-class _PlansItems(SavePlanner):
-    """Wants to see lists of items."""
-
-    def create_local_plan(self) -> SavePlan:
-        return super().create_local_plan()
-
-
-class _WritesTooLate(_PlansItems):
-    def __init__(self, gave_up: Path) -> None:
-        super().__init__()
-        self.gave_up = gave_up
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        while dist.get_rank() == 1 and not self.gave_up.exists():  # the run has a limit
-            time.sleep(0.01)
-        return super().finish_plan(new_plan)
-
-
-def _plan_items(path: str) -> None:
-    state = {"a": torch.arange(5.0), "step": 3, "of all": torch.full((4,), 1.0 + dist.get_rank())}
-    vescale_ckpt.save(path, state, planner=_PlansItems())
-    error: CheckpointTimeoutError | None = None
-    try:
-        planner = _WritesTooLate(Path(path) / "gave up")
-        vescale_ckpt.save(path, {"a": torch.zeros(5)}, planner=planner, timeout=60.0 if dist.get_rank() else 2.0)
-    except CheckpointTimeoutError as raised:
-        error = raised
-        planner.gave_up.touch()
-    assert error is not None and error.late_ranks == [1] and error.committed is False
-    assert_same(load(path, {"a": torch.zeros(5), "step": 0}), {"a": torch.arange(5.0), "step": 3})
-    with pytest.raises(LoadFailedError, match="rank 1: ZeroDivisionError: in the load planner of rank 1"):
-        vescale_ckpt.load(path, {"a": torch.zeros(5)}, planner=_ExplodingLoads())
-    target = {"a": torch.zeros(5), "step": 0}
-    vescale_ckpt.load(path, target, planner=_OwnLoadPlanner())
-    assert_same(target, {"a": torch.arange(5.0), "step": 3})
-    with pytest.raises(SaveFailedError, match="rank 0: ZeroDivisionError: on the coordinator alone"):
-        vescale_ckpt.save(path, state, planner=_FailsToCommit())
-    assert_same(load(path, {"a": torch.zeros(5)}), {"a": torch.arange(5.0)})
-
-
-class _OwnLoadPlanner(dcp.DefaultLoadPlanner):
-    pass
-
-
-class _ExplodingLoads(_OwnLoadPlanner):
-    def finish_plan(self, new_plan: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("in the load planner of rank 1")
-        return super().finish_plan(new_plan)
-
-
-class _FailsToCommit(_PlansItems):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        raise ZeroDivisionError("on the coordinator alone")
-
-
-def test_saves_by_planners_of_others_have_our_bounds_and_our_errors(checkpoint: Path) -> None:
-    run_ranks(2, _plan_items, str(checkpoint), timeout=BOUND)
 
 
 def _keep_default_plan(directory: str) -> list[int]:

@@ -14,24 +14,17 @@ from harness import steps
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import run_ranks
 from harness.saves import save_on_nodes
-from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, SaveHandle, SavePlanner, StorageFullError
+from vescale_ckpt import CheckpointTimeoutError, SaveHandle, StorageFullError
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
 
 
-class PlansItems(SavePlanner):
-    def create_local_plan(self) -> SavePlan:
-        return super().create_local_plan()
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "async": {"async_checkpoint": True},
-    "items": {"planner": PlansItems()},
     "nodes": {},
     "safetensors": {"format": "safetensors"},
 }

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import faults
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import vescale_ckpt
-from vescale_ckpt import StorageReader
-from vescale_ckpt.integrations.dcp import DefaultPlanner, DefaultWriter
+from vescale_ckpt.integrations.dcp import DefaultPlanner, DefaultReader, DefaultWriter
 
 
 def test_options_without_effect_are_taken(tmp_path: Path) -> None:
@@ -41,50 +40,10 @@ def test_the_lowest_rank_has_torchs_name() -> None:
     assert DefaultPlanner().placement == "balanced"
 
 
-class Flipped(StreamTransformExtension):
-    """Writes each byte inverted."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "flipped"
-
-    @classmethod
-    def from_descriptor(cls, version: str) -> Flipped:
-        return cls()
-
-    def get_descriptor(self) -> str:
-        return "flipped/1"
-
-    def transform_to(self, output):  # type: ignore[no-untyped-def]
-        import io
-
-        class Writer(io.RawIOBase):
-            def write(self, data):  # type: ignore[no-untyped-def]
-                output.write(bytes(byte ^ 0xFF for byte in bytes(data)))
-                return len(data)
-
-            def writable(self) -> bool:
-                return True
-
-            def close(self) -> None:
-                pass
-
-        return Writer()
-
-    def transform_from(self, input):  # type: ignore[no-untyped-def]
-        import io
-
-        return io.BytesIO(bytes(byte ^ 0xFF for byte in input.read()))
-
-
-def test_a_readers_extensions_are_used(tmp_path: Path) -> None:
-    state = {"w": torch.arange(5.0)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
-    registry = ExtensionRegistry()
-    registry.extensions["flipped"] = Flipped
-    loaded = {"w": torch.zeros(5)}
-    dcp.load(loaded, storage_reader=StorageReader(tmp_path, _extension_registry=registry))
-    assert torch.equal(loaded["w"], state["w"])
+def test_a_registry_of_stream_extensions_is_refused(tmp_path: Path) -> None:
+    DefaultReader(tmp_path, None)
+    with pytest.raises(ValueError, match="FileSystemReader"):
+        DefaultReader(tmp_path, ExtensionRegistry())
 
 
 def test_the_future_of_a_save_is_done_after_its_callbacks(tmp_path: Path) -> None:

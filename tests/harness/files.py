@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,6 +98,14 @@ def flip(path: Path, bit: int) -> None:
 def drop_from_cache(path: Path) -> None:
     """The file's next readers read its disk."""
     drop_file(path)
+
+
+def ranks_alone(directory: Path) -> Path:
+    """A folder with the checkpoints of two ranks of this package that saved without collectives: metadata, an index and
+    a data file each."""
+    with tarfile.open(Path(__file__).parent.with_name("api") / "ranks_alone.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "ranks_alone"
 
 
 def data_file_names(path: Path) -> list[str]:

@@ -249,6 +249,11 @@ def no_plans_known() -> Any:
     return mock.patch.object(api, "_planners", PerGroup(SavePlanner))
 
 
+def planned_by(planner: SavePlanner) -> Any:
+    """A context in which `save` plans with this planner for all groups."""
+    return mock.patch.object(api, "_planners", PerGroup(lambda: planner))
+
+
 def patience_with_stores() -> int:
     """Seconds for which this thread waits for a store."""
     return object_clients._patience()

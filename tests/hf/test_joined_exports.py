@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import faults
+from harness import faults, steps
 from harness.ranks import run_ranks
 from harness.states import same, sharded
 from test_safetensors_save import nothing_left, read, state_of_rank, whole
 from torch.distributed.tensor import Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, SavePlanner
+from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._routes import node_buffer, routed_write
@@ -56,19 +56,18 @@ def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
     with joining(NEVER) as gather:
         save(f"{directory}/alone", state)
         assert not gather.called
-    with joining() as gather:
-        planner = SavePlanner()
+    with joining() as gather, steps.no_plans_known():
         for way in ("together", "again"):
-            written.append(save(f"{directory}/{way}", state, planner=planner).result().bytes)
+            written.append(save(f"{directory}/{way}", state).result().bytes)
             assert gather.call_count > 16, way  # rounds
             gather.reset_mock()
-        save(f"{directory}/async", state, planner=planner, async_checkpoint=True).result(60)
+        save(f"{directory}/async", state, async_checkpoint=True).result(60)
         assert gather.called
         gather.reset_mock()
         with mock.patch.dict(
             os.environ, VESCALE_CKPT_SNAPSHOT_BYTES="1000000" if dist.get_rank() == 1 else "100000000"
         ):
-            save(f"{directory}/early", state, planner=planner, async_checkpoint=True).result(60)
+            save(f"{directory}/early", state, async_checkpoint=True).result(60)
         assert not gather.called  # a rank that has written a part before cannot take part
     with joining() as gather, mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())):
         save(f"{directory}/nodes", state)

@@ -69,7 +69,6 @@ def _rank_state(seed: int, values: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _random(directory: str, seeds: list[int]) -> None:
-    planner = SavePlanner()
     for seed in seeds:
         state = _rank_state(seed, _values(seed))
         for number, size in enumerate(SIZES):
@@ -77,7 +76,6 @@ def _random(directory: str, seeds: list[int]) -> None:
                 f"{directory}/{seed}.{number}",
                 state,
                 max_shard_size=size,
-                planner=planner,
                 async_checkpoint=number % 2 == 1,
             )
             if number % 2:
@@ -111,7 +109,6 @@ def test_random_states(tmp_path: Path, ranks: int, seeds: list[int]) -> None:
 
 
 def _tied(directory: str) -> list[int]:
-    planner = SavePlanner()
     made = []
     plan_of_all = SavePlanner.global_plan_of
 
@@ -119,11 +116,11 @@ def _tied(directory: str) -> list[int]:
         made.append(len(plans))
         return plan_of_all(self, plans)
 
-    with mock.patch.object(SavePlanner, "global_plan_of", counted):
+    with steps.no_plans_known(), mock.patch.object(SavePlanner, "global_plan_of", counted):
         for k in range(3):
             tensor = sharded(torch.arange(10.0).view(5, 2) + k, Shard(0))
             other = sharded(torch.ones(5, 2) * k, Shard(0))
-            save(directory, {"other": other, "embed": tensor, "head": tensor}, planner=planner)
+            save(directory, {"other": other, "embed": tensor, "head": tensor})
     return made
 
 
@@ -149,14 +146,14 @@ def test_a_conjugate_is_not_the_tensor_whose_memory_it_has(tmp_path: Path) -> No
 
 def test_ties_that_change_while_a_save_fails(tmp_path: Path) -> None:
     """The layout of a save that failed is no layout that ranks have."""
-    planner, tensor = SavePlanner(), torch.arange(5000.0)
+    tensor = torch.arange(5000.0)
     one = {"a": tensor}
     tied = {"a": tensor, **{f"{'b' * 1000}{number}": tensor for number in range(20)}}
     for first, second in ((one, tied), (tied, one)):
-        save(tmp_path, first, planner=planner)
+        save(tmp_path, first)
         with steps.instead("ask for free space", lambda *_: 0), pytest.raises(StorageFullError):
-            save(tmp_path, second, planner=planner)
-        save(tmp_path, first, planner=planner)
+            save(tmp_path, second)
+        save(tmp_path, first)
         assert read(tmp_path)["a"].equal(tensor)
 
 

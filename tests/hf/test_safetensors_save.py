@@ -20,7 +20,7 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults
+from harness import faults, steps
 from harness.children import Shared, fork, kill, wait_until
 from harness.ranks import run_ranks
 from harness.states import Tied, layouts, same
@@ -251,28 +251,28 @@ def test_tensors_that_overlap_otherwise_are_refused(checkpoint: Path) -> None:
 
 
 def test_the_second_save_plans_and_lays_out_nothing(checkpoint: Path) -> None:
-    planner = SavePlanner()
-    save(checkpoint, model(0), planner=planner, max_shard_size="1MB")
     refused = mock.Mock(side_effect=AssertionError("planned again"))
-    with mock.patch.multiple(_C, GlobalPlan=refused, ExportLayout=refused, export_boxes=refused):
-        save(checkpoint, model(1), planner=planner, max_shard_size="1MB")
-        vescale_ckpt.save(checkpoint.parent / "dcp", model(1), planner=planner)
-    assert same(read(checkpoint), model(1))
-    save(checkpoint, model(2), planner=planner, max_shard_size="2MB")  # the same plan, other files
-    assert same(read(checkpoint), model(2))
-    tied = model(3)
-    tied["bias"] = tied["head"]
-    with mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
-        save(checkpoint, tied, planner=planner, max_shard_size="1MB")
+    with steps.no_plans_known():
+        save(checkpoint, model(0), max_shard_size="1MB")
+        with mock.patch.multiple(_C, GlobalPlan=refused, ExportLayout=refused, export_boxes=refused):
+            save(checkpoint, model(1), max_shard_size="1MB")
+            vescale_ckpt.save(checkpoint.parent / "dcp", model(1))
+        assert same(read(checkpoint), model(1))
+        save(checkpoint, model(2), max_shard_size="2MB")  # the same plan, other files
+        assert same(read(checkpoint), model(2))
+        tied = model(3)
+        tied["bias"] = tied["head"]
+        with mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
+            save(checkpoint, tied, max_shard_size="1MB")
     assert made.call_count == 1
     assert same(read(checkpoint), {name: value for name, value in tied.items() if name != "head"})
 
 
 def test_texts_that_differ_at_each_export_do_not_pile_up(checkpoint: Path) -> None:
-    planner, state = SavePlanner(), {"w": torch.ones(2)}
-    with mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
+    state = {"w": torch.ones(2)}
+    with steps.no_plans_known(), mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
         for step in (*range(9), 8, 0):  # what 8 needs is kept, and what 0 needs no more
-            save(checkpoint, state, planner=planner, metadata={"step": str(step)})
+            save(checkpoint, state, metadata={"step": str(step)})
             with stock.safe_open(checkpoint / "model.safetensors", "pt") as file:
                 assert file.metadata()["step"] == str(step)
     assert made.call_count == 10
@@ -476,10 +476,10 @@ def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
         "several": {"max_shard_size": "5MB"},
         "again": {"max_shard_size": "5MB"},
         "async": {"max_shard_size": "5MB", "async_checkpoint": True},
-        "first": {"planner": SavePlanner(placement="lowest_rank")},
     }.items():
         written.append(save(f"{directory}/{way}", state, **options).result().bytes)
-    for way, planner in {"dcp": SavePlanner(), "stock": DefaultSavePlanner()}.items():
+    planners = {"dcp": SavePlanner(), "first": SavePlanner(placement="lowest_rank"), "stock": DefaultSavePlanner()}
+    for way, planner in planners.items():
         writer = StorageWriter(f"{directory}/{way}", format=vescale_ckpt.Safetensors(max_shard_size="5MB"))
         dcp.save(state, storage_writer=writer, planner=planner)
         dcp.save(state, storage_writer=writer, planner=planner)
@@ -506,7 +506,7 @@ def test_all_ranks_write_the_final_files(checkpoint: Path, shape: tuple[int, ...
         directory = checkpoint / way
         assert same(read(directory), expected), way
         assert nothing_left(directory)
-        assert (len(files(directory)) == 1) == (way in ("one", "first"))
+        assert (len(files(directory)) == 1) == (way == "one")
     total = sum(tensor.nbytes for tensor in expected.values())
     for number in range(4):  # each byte is written once, and nobody writes much more than the others
         of_ranks = [of_rank[number] for of_rank in written]

@@ -152,8 +152,8 @@ def test_targets_of_any_strides_names_and_dtypes(tmp_path: Path, writer: Any) ->
     dcp.load(again, storage_reader=StorageReader(tmp_path / "model", stack=rules))
     assert_same(again[key], torch.stack(parts))
     again[key].zero_()
-    planner = vescale_ckpt.LoadPlanner()
-    vescale_ckpt.load(tmp_path / "model", again, stack=rules, planner=planner)
+    reader = StorageReader(tmp_path / "model", stack=rules)
+    dcp.load(again, storage_reader=reader, planner=vescale_ckpt.LoadPlanner())
     assert_same(again[key], torch.stack(parts))
 
 

@@ -27,7 +27,7 @@ from test_safetensors_save import model, state_of_rank, whole
 from torch.distributed.tensor import Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
+from vescale_ckpt import CheckpointError, StorageWriter
 from vescale_ckpt._checkpoint.safetensors import export_folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors.model_names import INDEX_NAME, SINGLE_NAME, object_names
 from vescale_ckpt._routes import routed_write
@@ -246,7 +246,7 @@ def _export(environment: dict[str, str], url: str, shape: tuple[int, ...], ranks
     os.environ.update(environment, VESCALE_CKPT_NODE=str(dist.get_rank() // ranks_of_node))
     state = state_of_rank(shape)
     state["tied"] = state["columns"]
-    options: dict[str, Any] = {"format": "safetensors", "planner": SavePlanner(), "timeout": 60.0}
+    options: dict[str, Any] = {"format": "safetensors", "timeout": 60.0}
     written = []
     with pieces_of(256 << 10):
         for _ in range(2):

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
 from harness.saves import save_on_nodes
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageFullError, StorageWriter, api
@@ -29,15 +27,8 @@ from vescale_ckpt._ranks.shared_directory import MarkerFile, SeparateDirectories
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.storage import MARKER_PREFIX
 
-
-class PlansItems(SavePlanner):
-    def create_local_plan(self) -> SavePlan:
-        return super().create_local_plan()
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
-    "items": {"planner": PlansItems()},
     "safetensors": {"format": "safetensors"},
     "nodes": {},
 }
@@ -157,23 +148,6 @@ def test_one_of_several_processes_does_not_save_alone_by_mistake(
     monkeypatch.delenv("VESCALE_CKPT_ALONE")
     monkeypatch.setenv("WORLD_SIZE", "1")
     vescale_ckpt.save(path, state)
-
-
-class PlansWhatCannotTravel(PlansItems):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        return [replace(plan, planner_data=lambda: None) for plan in plans], metadata
-
-
-def _cannot_travel(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        vescale_ckpt.save(path, _state(1), planner=PlansWhatCannotTravel(), timeout=60)
-    return str(caught.value)
-
-
-def test_plans_that_cannot_travel_fail_all_ranks_with_the_reason(tmp_path: Path) -> None:
-    for text in run_ranks(2, _cannot_travel, tmp_path / "c"):
-        assert "rank 0" in text and "pickle" in text
 
 
 def _no_room(path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import faults
 from harness.children import in_child
-from harness.files import data_files, drop_from_cache, flipped, read_metadata, records, rewrite_metadata
+from harness.files import data_files, drop_from_cache, flipped, ranks_alone, read_metadata, records, rewrite_metadata
 from harness.ranks import run_ranks
 from harness.saves import outcome, save, stock_save
 from harness.states import state
@@ -246,20 +246,13 @@ def save_on_two(directory: Path) -> None:
     vescale_ckpt.save(directory, values)
 
 
-def test_what_ranks_saved_without_collectives(checkpoint: Path) -> None:
-    run_ranks(2, save_alone, checkpoint)
+def test_what_ranks_saved_without_collectives(tmp_path: Path) -> None:
+    checkpoint = ranks_alone(tmp_path)
     report = verify(checkpoint)
-    assert report.ok and report.files == 2 and report.keys == 2
+    assert report.ok and report.indexed and report.files == 2 and report.keys == 2 * 6
+    assert vescale_ckpt.inspect(checkpoint).tensors["rows"].shape == (10, 7)
     (checkpoint / "__1.metadata").write_bytes(b"")
     assert {damage.file for damage in verify(checkpoint).damaged} == {str(checkpoint / "__1.metadata")}
-
-
-def save_alone(directory: Path) -> None:
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    writer = vescale_ckpt.StorageWriter(directory)
-    dcp.save({f"of rank {rank}": torch.ones(5)}, storage_writer=writer, use_collectives=False)
 
 
 def test_readers_can_be_pickled_while_they_hold_a_lock(checkpoint: Path) -> None:

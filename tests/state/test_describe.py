@@ -82,25 +82,48 @@ def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> No
         def __create_chunk_list__(self) -> list[Any]:
             return []
 
+    subclass: torch.Tensor = torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {}))
+
     class Local(torch.Tensor):
         def __create_write_items__(self, key: str, value: Any) -> list[Any]:
             return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
 
     local = torch.ones(2).as_subclass(Local)
     other = {
-        "write": Checkpointable(),
-        "read": Chunked(),
-        "subclass": torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {})),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        "within": DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False),
         5: torch.ones(2),
     }
+    of_saves = {
+        "write": Checkpointable(),
+        "within": DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False),
+    }
+    of_loads = {"read": Chunked(), "subclass": subclass}
+    for loading, left in ((False, of_saves | other), (True, of_loads | other)):
+        describer = Describer(loading)
+        for _ in range(2):
+            description, _ = describer.describe({"a": torch.ones(1), **left, "b": 2})
+            assert description.names == ["a", "b"]
+            assert list(description.other) == list(left)
+            assert all(description.other[key] is value for key, value in left.items())
+
+
+def test_a_subclass_is_described_as_the_memory_that_it_is() -> None:
+    class Weight(torch.nn.Parameter):
+        pass
+
+    def make(values: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_subclass(Weight, values, True)
+
+    values, plain = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.ones(2, 3))
     describer = Describer()
-    for _ in range(2):
-        description, _ = describer.describe({"a": torch.ones(1), **other, "b": 2})
-        assert description.names == ["a", "b"]
-        assert list(description.other) == list(other)
-        assert all(description.other[key] is value for key, value in other.items())
+    expected, _ = describer.describe({"a": plain, "b": plain})
+    described, same = describer.describe({"a": plain, "b": (subclass := make(values))})
+    assert same, "another inventory than that of a plain parameter"
+    assert described.inventory == expected.inventory and described.all_ready
+    assert described.tensors[1].data_ptr() == subclass.data_ptr()
+    with torch.no_grad():
+        subclass.add_(1)
+    assert described.changed() == {1}
 
 
 def test_a_collective_under_way_is_described_and_not_waited_for(mesh: DeviceMesh) -> None:

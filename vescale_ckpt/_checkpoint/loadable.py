@@ -167,6 +167,15 @@ def check_location(info: object, key: str) -> StorageInfo:
     return info
 
 
+def refused_transform(key: str) -> UntrustedCheckpointError:
+    """The error for a record of a stream transform of stock DCP, which code that the checkpoint names undoes."""
+    return UntrustedCheckpointError(
+        f"{key}: it was stored through a stream transform (compression), which only stock DCP undoes: load it with "
+        "torch's FileSystemReader and save it again",
+        key=key,
+    )
+
+
 def crc_of(info: StorageInfo) -> int:
     """The CRC-32 that saves of this package add to a record location; -1 if it has none."""
     crc = getattr(info, "crc", -1)

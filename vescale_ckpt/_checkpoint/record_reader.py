@@ -44,7 +44,6 @@ class ReadOptions:
     direct_io: DirectIO = "auto"
     allow_cast: bool = False  #: converts to the dtypes of the tensors that are filled
     timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting
-    extension_registry: Any = None  #: torch's registry, for items that were written through stream extensions
 
 
 @dataclass(slots=True)

@@ -47,15 +47,16 @@ class CollectivePlan:
         self._marker = marker
         self._planner = planner
         self._on_devices = on_devices
-        self.description: Description | None = None
-        self.reused: bool | None = None  #: whether `make` used a plan of an earlier save; None: DCP plans
+        self.reused: bool | None = None  #: whether `make` used a plan of an earlier save
+        self._description: Description | None = None
         self._local: PackedSavePlan | None = None
 
-    def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
+    def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> Description:
+        """Raises `CheckpointError` with the key of a value that cannot be described."""
         with set_rank(self._exchange.rank, self._exchange.size):
             self._planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
         self._planner.ranks = self._exchange.ranks
-        self._describe()
+        return self._describe()
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Called after `describe`: this rank saves none of these keys."""
@@ -63,23 +64,21 @@ class CollectivePlan:
         planner.state_dict = {key: value for key, value in planner.state_dict.items() if key not in keys}
         self._describe()
 
-    def _describe(self) -> None:
+    def _describe(self) -> Description:
         planner = self._planner
-        self.description = planner.describe()
-        self._local = None if self.description is None else planner.local_plan(self.description, self._on_devices)
+        self._description = planner.describe_all()
+        self._local = planner.local_plan(self._description, self._on_devices)
+        return self._description
 
-    def make(self) -> Planned | None:
-        """Plans with all ranks. None on all ranks if one of them cannot use packed plans. Raises on all ranks if one
-        has an error."""
+    def make(self) -> Planned:
+        """Plans with all ranks. Raises on all ranks if one has an error."""
         try:
-            same_plan, all_pack, number = self._vote()
+            same_plan, number = self._vote()
             if self._marker is not None and self._exchange.size > 1:
                 self._check_shared_directory(self._marker, number)
         finally:
             if self._marker is not None:
                 self._marker.remove()
-        if not all_pack:
-            return None
         assert self._local is not None
         self.reused = same_plan
         return self._plan(self._local, same_plan)
@@ -103,9 +102,9 @@ class CollectivePlan:
         if is_url(marker.directory):
             self._exchange.kept[marker.bucket] = True
 
-    def _vote(self) -> tuple[bool, bool, int]:
-        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas;
-        whether all ranks can use packed plans; and the number of the coordinator's token."""
+    def _vote(self) -> tuple[bool, int]:
+        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas, and the
+        number of the coordinator's token."""
         local, steps = self._local, self._steps
         kept = local is not None and local.inventory is None and local.position == self._exchange.rank
         plan_id = local.plan_id if local is not None and kept else bytes(16)
@@ -113,18 +112,18 @@ class CollectivePlan:
         placement = PLACEMENTS.index(self._planner.placement)
         number = NO_NUMBER if self._marker is None else self._marker.number
         checked, check = (local.checked, local.check) if local is not None else (True, 0)
-        ours = (int(steps.error is None), int(local is not None), int(kept), low, ~low, high, ~high, int(checked))
+        ours = (int(steps.error is None), int(kept), low, ~low, high, ~high, int(checked))
         votes = self._exchange.agree((*ours, placement, ~placement, number), steps.phase("agree"), [check])
-        fine, all_pack, all_kept, low, not_low, high, not_high, all_checked, least, not_most, number, differs = votes
+        fine, all_kept, low, not_low, high, not_high, all_checked, least, not_most, number, differs = votes
         if not fine:
             steps.raise_together("plan")
         if least != ~not_most:
             raise CheckpointError(f"ranks ask for different placements (here: {self._planner.placement!r})")
         same_plan = all_kept and low == ~not_low and high == ~not_high
-        return bool(same_plan and not (all_checked and differs)), bool(all_pack), number
+        return bool(same_plan and not (all_checked and differs)), number
 
     def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
-        steps, planner, description = self._steps, self._planner, self.description
+        steps, planner, description = self._steps, self._planner, self._description
         assert description is not None
         planned: GlobalSavePlan | None = None
         if same:

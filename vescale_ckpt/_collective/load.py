@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.lazy_metadata import LazyMetadata
@@ -288,31 +286,6 @@ class CollectiveLoad:
         self._end(stats)
         return loaded
 
-    def by_planner(self, planner: LoadPlanner, state: MutableMapping[str, Any]) -> LoadReport:
-        """Loads into `state` in the steps of `dcp.load`, over this package's exchanges for their timeouts and errors.
-
-        Modules, optimizers and other stateful objects get their state at the end. Raises on all ranks if one has
-        failed.
-        """
-        application = Application(state)
-
-        def hand_over() -> None:
-            values, paths = flatten(application.form)
-            for key, value in values.items():
-                if not application.owns(paths[key]):
-                    place(state, paths[key], value)
-            application.restore(set(values))
-
-        try:
-            self._together(lambda: application.prepare(None), "prepare")
-            self._read_by(planner, application.form)
-            self._together(hand_over, "hand over")
-        except BaseException:
-            application.abandon()
-            raise
-        assert self._reader.last_stats is not None
-        return LoadReport([], [], [], self._end(self._reader.last_stats))
-
     def _metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         """The metadata for planners, and the checkpoint that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
@@ -431,38 +404,6 @@ class CollectiveLoad:
         self._job = self._timeline.job(agreed)
         assert stats is not None
         return stats
-
-    def _read_by(self, planner: LoadPlanner, state: dict[str, Any]) -> None:
-        exchange, reader = self._exchange, self._reader
-
-        def plan_own() -> tuple[LoadPlan, bytes]:
-            metadata = self._own_metadata()
-            planner.set_up_planner(state, metadata, exchange.is_coordinator)
-            reader.set_up_storage_reader(metadata, exchange.is_coordinator)
-            plan = reader.prepare_local_plan(planner.create_local_plan())
-            return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
-
-        with set_rank(exchange.rank, exchange.size):
-            plan, packed = self._together(plan_own, "plan")
-        gathered = exchange.gather(packed, self._phase("gather plans"))
-        plans: list[LoadPlan] = []
-
-        def plan_all() -> list[bytes] | None:
-            if gathered is None:
-                return None
-            plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
-            plans[:] = reader.prepare_global_plan([*plans])
-            return [b"", *map(pickle.dumps, plans[1:])]
-
-        answer = exchange.scatter(self._together(plan_all, "plan for all"), self._phase("scatter plans"))
-
-        def read() -> LoadStats:
-            final = plans[0] if plans else pickle.loads(answer)
-            reader.read_data(planner.finish_plan(final), planner).wait()
-            assert reader.last_stats is not None
-            return reader.last_stats
-
-        self._read_together(read)
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
         with phase(_PHASES.get(name, "plan")):

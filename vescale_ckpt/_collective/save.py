@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from .. import settings
 from .._dcp.save_planner import SavePlanner
-from .._dcp.write_plan import write_plan
 from .._engine.engine_errors import named_system_errors
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
@@ -27,7 +24,6 @@ from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._ranks.store_thread import StoreGoneError
 from .._state.application import saved_form
-from .._state.per_rank import set_rank
 from .._storage.open_storage import storage_at
 from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
@@ -71,30 +67,25 @@ class Save:
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # whether this rank has committed
         self._given_up: CheckpointError | None = None  # why this rank writes no more
-        self._fate: FirstWord | None = None  # of the save, once it is planned
+        self._fate: FirstWord  # of the save, once it is planned
 
     @property
     def _by_node(self) -> bool:
         """Whether each node has a folder of its own."""
         return self.planner.placement == "local"
 
-    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
-        """Plans with the other ranks what each will write. Returns False if the save is already complete: it was made
-        by plans of DCP's items, because a value of the state does not allow packed plans. `error`: why this rank cannot
-        take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> None:
+        """Plans with the other ranks what each will write. Raises on all ranks if one has failed.
+
+        `error`: why this rank cannot take part. `gated`: do not wait for devices."""
         with phase("plan"):
             # From `doing` and the marker it detects ranks that are at different saves or in different directories.
             marker = MarkerFile(self.path)
             plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
-            values = self.steps.take(self._prepare, state, plan, marker)
-            planned = plan.make()
+            self.steps.take(self._prepare, state, plan, marker)
+            self._items, self._of_all = plan.make()
             self._plan_reused = plan.reused
-        if planned is None:
-            assert values is not None
-            self._save_by_items(values)
-            return False
-        self._items, self._of_all = planned
         try:
             with phase("plan", "lay out the files"):
                 self._layout.place(self.steps, self._items, self._of_all)
@@ -102,10 +93,9 @@ class Save:
             self._layout.end()
             raise
         self._fate = self.exchange.first_word()  # also of a synchronous save: that of another rank may be asynchronous
-        return True
 
-    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, marker: MarkerFile) -> dict[str, Any]:
-        """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
+    def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, marker: MarkerFile) -> None:
+        """Begins this rank's save and describes the state."""
         settings.check()
         check_alone_on_purpose()
         exchange, layout = self.exchange, self._make_layout()
@@ -117,13 +107,9 @@ class Save:
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
                 marker.make(exchange.kept)
-        plan.describe(values, self._storage_meta())
-        if plan.description is not None and (left_out := layout.left_out(plan.description)):
+        description = plan.describe(values, StorageMeta(checkpoint_id=self.path, save_id=layout.options.save_id))
+        if left_out := layout.left_out(description):
             plan.leave_out(left_out)
-        return values
-
-    def _storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._layout.options.save_id)
 
     def stage(self, gate: Gate | None) -> None:
         """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
@@ -157,7 +143,6 @@ class Save:
     def cancel(self) -> bool:
         """Makes `finish` raise `SaveCancelledError` soon on all ranks. Returns False if the commit has begun, or if the
         save is over. Any thread may call it. Raises StoreGoneError if the other ranks cannot be told."""
-        assert self._fate is not None
         return self._follow(self._fate.say(f"{_CANCELLED_BY}{self.exchange.rank}"))
 
     def abandon(self) -> None:
@@ -212,7 +197,7 @@ class Save:
     def _settle_fate(self) -> None:
         """Called before others learn of an error of this rank. Either the save was cancelled, and that is the error,
         or it cannot be cancelled any more."""
-        if self.steps.error is not None and self._fate is not None:
+        if self.steps.error is not None:
             with suppress(StoreGoneError):
                 self._follow(self._fate.say(_FAILED))
             if isinstance(self._given_up, SaveCancelledError):
@@ -267,16 +252,16 @@ class Save:
                 contents = [()] * self.exchange.size
             mine = self.exchange.scatter_contents(contents, self.steps.phase("metadata"))
         if mine:
-            self.steps.take(self._commit, self._layout.commit, *mine)
+            self.steps.take(self._commit, mine)
 
-    def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
+    def _commit(self, content: Sequence[bytes]) -> None:
+        """Commits. Raises before that if the other ranks may have timed out already."""
         self._check_not_given_up()
-        if self._fate is not None and self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
+        if self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
             self._check_not_given_up()
         self.exchange.may_commit()
         try:
-            step(*arguments)
+            self._layout.commit(*content)
         except StorageFullError as error:
             if self._by_node:
                 raise error.in_doubt() from error
@@ -295,52 +280,3 @@ class Save:
         self.stats = replace(timed, plan_reused=self._plan_reused)
         self.timeline.end(self.stats)
         return self.stats
-
-    # --- A save of DCP's items, in the steps of `dcp.save`
-
-    def _save_by_items(self, values: dict[str, Any]) -> None:
-        """Saves in the steps of `dcp.save`, over this package's exchanges for their timeouts and errors."""
-        exchange, steps, layout, planner = self.exchange, self.steps, self._layout, self.planner
-        mine: Any = None  # the coordinator's own plan, and then its results
-        metadata: Metadata | None = None
-
-        def packed(value: Any) -> bytes:
-            nonlocal mine
-            mine = value
-            return b"." if exchange.is_coordinator else pickle.dumps(value)
-
-        def plan() -> bytes:
-            with set_rank(exchange.rank, exchange.size):
-                planner.set_up_planner(values, self._storage_meta(), exchange.is_coordinator)
-                planner.ranks = exchange.ranks
-                return packed(planner.create_local_plan())
-
-        def plan_all(others: list[bytes]) -> list[bytes]:
-            nonlocal mine, metadata
-            plans, metadata = planner.create_global_plan([mine, *map(pickle.loads, others)])
-            mine, *answers = layout.answers(plans)
-            return [b"", *map(pickle.dumps, answers)]
-
-        def write() -> bytes:
-            local: SavePlan = pickle.loads(answer) if answer else mine
-            results, self.stats = write_plan(layout, planner.finish_plan(local), planner)
-            return packed(results)
-
-        def commit(others: list[bytes]) -> None:
-            assert metadata is not None
-            self._commit(layout.commit_results, metadata, [mine, *map(pickle.loads, others)])
-
-        try:
-            plans = steps.gather(plan, "gather plans")
-            answers = steps.take(plan_all, plans[1:]) if plans is not None else None
-            steps.raise_together("plan")
-            answer = exchange.scatter(answers, steps.phase("scatter plans"))
-            results = steps.gather(write, "write")
-            with exchange.commit_in_doubt(lambda: self._committed):
-                if results is not None:
-                    with phase("commit"):
-                        steps.take(commit, results[1:])
-                self._raise_or_sum_up()
-        finally:
-            layout.end()
-        self._end()

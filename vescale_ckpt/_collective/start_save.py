@@ -81,18 +81,16 @@ def start_save(
         save = Save(exchange, planner, directory, make, timeline)
         try:
             with gc_paused():
-                packed = save.begin(state, failed_before, gated=gate is not None)
-                if packed and async_checkpoint:
+                save.begin(state, failed_before, gated=gate is not None)
+                if async_checkpoint:
                     save.stage(gate)
-                elif packed:
+                else:
                     save.finish()
         finally:
             save.release_state()
-        if packed and async_checkpoint:
+        if async_checkpoint:
             timeline.returned()
             return _named(queue.finish_in_background(save), directory, process_group)
-        if async_checkpoint:
-            logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(given))
         assert save.stats is not None
         return _named(SaveHandle.of_finished(save.stats), directory, process_group)
 
@@ -119,9 +117,8 @@ def prepare_save(
         try:
             steps.take(settings.check)
             steps.take(lambda: plan.describe(saved_form(state), None))
-            planned = plan.make()
-            if planned is not None and async_checkpoint:
-                items, _ = planned
+            items, _ = plan.make()
+            if async_checkpoint:
                 needed = sum(words(items.body_bytes()))
                 devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
                 with named_errors(str, ""):

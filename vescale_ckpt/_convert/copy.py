@@ -249,7 +249,7 @@ class FolderCopy:
                 "first",
                 path=self._path,
             )
-        return named_files(self._path, None) - files.of_checkpoint
+        return named_files(self._path) - files.of_checkpoint
 
     def _check_destination(self, files: CopiedFiles) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but

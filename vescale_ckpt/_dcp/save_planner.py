@@ -23,6 +23,7 @@ from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
+from .._engine.wrapper_tensors import type_name
 from .._plan import replicas
 from .._plan.plan_cache import KeptLocalPlan, PlanCache, describe_changes
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # keys in a message
 _INSTEAD = "save the tensors that it is made of, or leave it out"
+NO_COLLECTIVES = (
+    "use_collectives=False: with the planner or the writer of this package all ranks save together. Leave it out: "
+    "plans are kept, and nothing is gathered again while the state keeps its form"
+)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -160,14 +165,12 @@ class SavePlanner(DefaultSavePlanner):
     @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP calls it on the coordinator, with the plans of all ranks. The answers go to the ranks."""
+        if not self.is_coordinator or len(all_plans) < len(self.ranks or ()):
+            raise CheckpointError(NO_COLLECTIVES)
         packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
         if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
             return super().create_global_plan(all_plans)
-        alone = bool(packed) and not self.is_coordinator  # each rank saves for itself, without collectives
-        if alone:
-            assert self._description is not None
-            all_plans = [self.full_local_plan(self._description)]
-        planned, fresh = self.global_plan_of(all_plans, alone)
+        planned, fresh = self.global_plan_of(all_plans)
         answers: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
             if not isinstance(plan, PackedSavePlan):
@@ -223,8 +226,23 @@ class SavePlanner(DefaultSavePlanner):
         """The state's description. None if a subclass or a value of the state needs DCP's own planning."""
         if not self.packs():
             return None
-        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        description = self._described()
         return None if description.other else description
+
+    def describe_all(self) -> Description:
+        """The state's description. Raises `CheckpointError` with the key of a value that needs DCP's own planning."""
+        description = self._described()
+        for key, value in description.other.items():
+            raise CheckpointError(
+                f"{key}: a {type_name(value)} is neither a tensor of one shape, nor chunks of one, nor an object: "
+                f"{_INSTEAD}",
+                key=key,
+            )
+        return description
+
+    def _described(self) -> Description:
+        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        return description
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
@@ -258,9 +276,9 @@ class SavePlanner(DefaultSavePlanner):
     def _offered_hashes(self, description: Description, on_devices: bool = True) -> bytes:
         return replicas.offered_hashes(description, on_devices) if this_rank()[1] > 1 else b""
 
-    def global_plan_of(self, plans: Sequence[SavePlan], alone: bool = False) -> tuple[GlobalSavePlan, bool]:
-        """The plan for all ranks, and whether it is new to them. Called on the coordinator, and on a rank that saves
-        `alone`. It is kept for later saves, but not on such a rank."""
+    def global_plan_of(self, plans: Sequence[SavePlan]) -> tuple[GlobalSavePlan, bool]:
+        """The plan for all ranks, and whether it is new to them. Called on the coordinator. It is kept for later
+        saves."""
         named = {
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
@@ -294,7 +312,7 @@ class SavePlanner(DefaultSavePlanner):
         replicas.warn_of_objects(_objects_of(plan) for plan in plans)
         pieces = len(packed) == len(plans)  # plans of items hold whole tensors
         hashes = [plan.replicas for plan in packed] if pieces and len(plans) > 1 else []
-        structure, keep = Structure.merged(structures), self.reuse_plans and not alone
+        structure, keep = Structure.merged(structures), self.reuse_plans
         planned = GlobalSavePlan(inventories, paths, structure, self.placement, hashes, pieces, keep)
         if found := {key: (one, other) for key, one, other in planned.plan.differences}:
             replicas.warn(found)

@@ -72,7 +72,6 @@ class StorageReader(DcpStorageReader):
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
         stack: that of `vescale_ckpt.load`.
-        _extension_registry: torch's option: of the stream extensions of items that were written through some.
 
     Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
     for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
@@ -89,7 +88,6 @@ class StorageReader(DcpStorageReader):
         direct_io: DirectIO = "auto",
         process_group: dist.ProcessGroup | None = None,
         stack: Stack | None = None,
-        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
         self.path = checkpoint_path(checked_path("path", path))
@@ -102,7 +100,6 @@ class StorageReader(DcpStorageReader):
         self.weights_only = checked_flag("weights_only", weights_only)
         self.direct_io = direct_io_setting(direct_io)
         self.stack = None if stack is None else checked_rules(stack)
-        self._extension_registry = _extension_registry
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
@@ -266,7 +263,6 @@ class StorageReader(DcpStorageReader):
             self.direct_io,
             bool(getattr(planner, "allow_cast", False)),
             self.timeout,
-            self._extension_registry,
         )
         load = RankLoad(self.checkpoint, options, self._seen)
         load.quantized = getattr(planner, "quantized", None)

@@ -30,6 +30,7 @@ from .._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveForm
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
+from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
 from .write_plan import write_plan
@@ -135,13 +136,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         """DCP calls it on each rank, before planning."""
         settings.check()
         check_alone_on_purpose()
-        alone = not kwargs.get("use_collectives", True)
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(NO_COLLECTIVES, path=self.path)
         rank = kwargs.get("rank") or 0
-        self.options = replace(self.options, rank=rank, alone=alone)
+        self.options = replace(self.options, rank=rank)
         self._is_coordinator = is_coordinator
         self._timeline = None
         if timeline.current() is None:  # else `vescale_ckpt.save` measures
-            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() and not alone else 1
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             self._timeline = Timeline("save", self.path, f"saving to {self.path}", rank, ranks)
             self._timeline.begin(" by dcp.save")
 

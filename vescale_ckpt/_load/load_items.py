@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -14,14 +14,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._checkpoint.checkpoint import incomplete_tensor
-from .._checkpoint.loadable import crc_of
-from .._checkpoint.native.transformed_records import TargetPlanner, read_transformed
+from .._checkpoint.loadable import crc_of, refused_transform
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
-from .._engine.tensor_checks import overlapping
+from .._engine.tensor_checks import is_plain_tensor, overlapping
 from .._engine.torch_private import bump_versions
-from .._engine.wrapper_tensors import any_wrapper, is_wrapper
+from .._engine.wrapper_tensors import is_wrapper
 from .._plan.read_plan import PackedReads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
@@ -32,6 +31,14 @@ from ..reports import LoadStats
 from .check_fit import check_fits, target_elements
 from .load_packed import begin_reading, fill_packed
 from .rank_load import RankLoad, overlaps_itself
+
+
+class TargetPlanner(Protocol):
+    """The methods of DCP's `LoadPlanner` that take what is read."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor: ...
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,6 @@ class ItemLoad:
         # The items, by the way in which they are read.
         self._tensors: list[tuple[ReadItem, Record]] = []
         self._objects: list[tuple[ReadItem, Record]] = []
-        self._transformed: list[ReadItem] = []
 
     def run(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None = None) -> LoadStats:
         """With `broadcast`, other ranks, which call this together, read some of it."""
@@ -88,8 +94,6 @@ class ItemLoad:
             fill_packed(self._load, packed)
         else:
             self._load.fill(self._target(item, record) for item, record in self._tensors)
-        if self._transformed:
-            self._read_transformed(self._transformed)
         tensors = sum(item.type == LoadItemType.TENSOR for item in items)
         return tensors, len(items) - tensors
 
@@ -98,8 +102,8 @@ class ItemLoad:
             key, info = item.storage_index.fqn, self._checkpoint.location(item.storage_index)
             record = Record(key, self._load.file(info.relative_path, key), info.offset, info.length, crc_of(info))
             if info.transform_descriptors:
-                self._transformed.append(item)
-            elif item.type == LoadItemType.BYTE_IO:
+                raise refused_transform(key)
+            if item.type == LoadItemType.BYTE_IO:
                 self._objects.append((item, record))
             else:
                 record.dtype, record.sizes = self._checkpoint.chunk(item.storage_index)
@@ -165,7 +169,7 @@ class ItemLoad:
         """
         placed = [(item, record, self.resolve(item, record.dtype)) for item, record in self._tensors]
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
-        if any_wrapper([tensor for _, _, tensor in placed]):  # the state's own tensors are not known here
+        if not all(is_plain_tensor(tensor) for _, _, tensor in placed):  # the state's own tensors are not known here
             return None
         description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
         if description.other or len(description.names) != len(placed):
@@ -212,26 +216,3 @@ class ItemLoad:
             again = partial(self.planner.resolve_tensor, item)
         commit = partial(self.planner.commit_tensor, item)
         return self._load.target(record, item.storage_offsets, tensor, commit, again)
-
-    # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
-
-    def _read_transformed(self, items: list[ReadItem]) -> None:
-        read_transformed(self._checkpoint, items, _TransformedPlanner(self), self._load.options.extension_registry)
-
-    def resolve_transformed(self, item: ReadItem) -> torch.Tensor:
-        dtype, _ = self._checkpoint.chunk(item.storage_index)
-        tensor = self.resolve(item, dtype)
-        self._load.bytes += tensor.nbytes
-        return tensor
-
-
-class _TransformedPlanner:
-    """Stands for the planner while stock DCP reads, so that what it reads passes the checks of `ItemLoad`."""
-
-    def __init__(self, load: ItemLoad) -> None:
-        self.resolve_tensor = load.resolve_transformed
-        self.commit_tensor = load.planner.commit_tensor
-        self._put_object = load.put_object
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        self._put_object(item, value.getvalue())

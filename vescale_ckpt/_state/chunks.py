@@ -53,9 +53,9 @@ class Chunks(NamedTuple):
     tensors: list[torch.Tensor]  #: the local tensor of each chunk
 
 
-def describes_itself(kind: type) -> bool:
+def describes_itself(kind: type, loading: bool) -> bool:
     """Whether values of a type list their own items or chunks for DCP."""
-    return hasattr(kind, _WRITE) or hasattr(kind, _READ)
+    return hasattr(kind, _asks(loading))
 
 
 def with_own_chunks(tensors: list[Any], loading: bool) -> list[int]:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate
 from .._engine import _C, torch_private
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.tensor_checks import is_plain_tensor
 from .._engine.torch_private import DTensorLayout
-from .._engine.wrapper_tensors import is_wrapper_type
+from .._engine.wrapper_tensors import is_wrapper_type, type_name
 from ..errors import CheckpointError
 from .chunk_rows import ShardChunk, packed_row
 from .local_state import LocalState
@@ -68,7 +69,7 @@ class _Making:
         self._add_plain()
         self._add_dtensors()
         self._add_chunked()
-        self._add_wrapper_subclasses()
+        self._add_subclasses()
         item = packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
             self.items[position] = [item]
@@ -191,17 +192,28 @@ class _Making:
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
 
-    def _add_wrapper_subclasses(self) -> None:
+    def _add_subclasses(self) -> None:
         state = self.state
-        positions = state.groups.wrapper_subclasses
+        positions = state.groups.subclasses
         first, first_flag = len(state.tensors) - len(positions), len(state.requires_grad) - len(positions)
         for index, position in enumerate(positions):
             tensor, key = state.tensors[first + index], state.keys[position]
-            shape = tuple(map(int, tensor.shape))
+            shape = _shape(tensor, key)
             origin = (0,) * len(shape)
             facts = dtype_code(tensor.dtype, key), bool(state.requires_grad[first_flag + index]), tensor.itemsize
-            row = packed_row(TENSOR, *facts, ShardChunk(origin, shape, origin), shape, uncut=True)
+            chunk = ShardChunk(origin, shape, origin)
+            row = packed_row(TENSOR, *facts, chunk, shape, uncut=not is_plain_tensor(tensor))
             self.items[position] = [(row, _source(first + index, _offsets(origin)))]
+
+
+def _shape(tensor: torch.Tensor, key: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, tensor.shape))
+    except Exception as error:  # a jagged tensor has none, and code of a subclass may raise anything
+        raise CheckpointError(
+            f"{key}: a {type_name(tensor)} has no shape of numbers: save the tensors that it is made of",
+            key=key,
+        ) from error
 
 
 def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bool:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.rows import SHARD
+from .._engine.tensor_checks import dense
 from .._engine.torch_private import DTensorLayout
-from .._engine.wrapper_tensors import is_wrapper_type
+from .._engine.wrapper_tensors import is_wrapper, is_wrapper_type
 from .chunks import (
     Chunk,
     Chunks,
@@ -34,20 +35,20 @@ class Groups:
     plain: list[int] = field(default_factory=list)
     dtensors: list[int] = field(default_factory=list)
     chunked: list[int] = field(default_factory=list)  #: tensors that list their chunks
-    wrapper_subclasses: list[int] = field(default_factory=list)  #: tensors that consist of inner tensors
+    subclasses: list[int] = field(default_factory=list)  #: tensors of other classes
     objects: list[int] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)  #: the tensors in all these groups
 
     @classmethod
-    def of(cls, keys: list[str], types: list[type], own: Collection[int] = ()) -> Groups:
+    def of(cls, keys: list[str], types: list[type], loading: bool, own: Collection[int] = ()) -> Groups:
         """`own`: the indices of the tensors that list their chunks themselves, whatever their types are."""
         kinds = set(types)
         if not own and kinds.issubset(PLAIN_TYPES) and set(map(type, keys)) <= {str}:
             every = list(range(len(keys)))
             return cls(plain=every, tensors=every)
         groups = cls()
-        where = {kind: groups._group(kind) for kind in kinds}
+        where = {kind: groups._group(kind, loading) for kind in kinds}
         for position, (key, kind) in enumerate(zip(keys, types, strict=True)):
             named = type(key) is str
             if named and issubclass(kind, torch.Tensor):
@@ -58,18 +59,18 @@ class Groups:
                 (where[kind] if named else groups.other).append(position)
         return groups
 
-    def _group(self, kind: type) -> list[int]:
+    def _group(self, kind: type, loading: bool) -> list[int]:
         if kind in PLAIN_TYPES:
             return self.plain
-        if kind is DTensor:
+        if kind is DTensor or (issubclass(kind, DTensor) and not loading):
             return self.dtensors
-        if kind is ShardedTensor:
+        if kind is ShardedTensor or (issubclass(kind, ShardedTensor) and not loading):
             return self.chunked
-        if is_wrapper_type(kind) and not describes_itself(kind):
-            return self.wrapper_subclasses
-        if issubclass(kind, torch.Tensor) or describes_itself(kind):
-            return self.other
-        return self.objects
+        if issubclass(kind, torch.Tensor):
+            # A load calls `copy_` of a class that is not a wrapper, which may do anything.
+            is_known = not loading or (is_wrapper_type(kind) and not describes_itself(kind, loading))
+            return self.subclasses if is_known else self.other
+        return self.other if describes_itself(kind, loading) else self.objects
 
 
 @dataclass
@@ -77,7 +78,7 @@ class LocalState:
     """A state's keys and traits, and its tensors on this rank.
 
     `tensors` has the plain tensors first, then the local tensors of DTensors, then the chunks of tensors that list
-    them, then wrapper subclasses. Each group is in the order of the keys.
+    them, then those of other classes. Each group is in the order of the keys.
     """
 
     keys: list[str]
@@ -89,7 +90,7 @@ class LocalState:
     layouts: list[DTensorLayout]
     local_types: list[type]  #: types of the local tensors of DTensors
     chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
-    requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors, then the wrapper subclasses
+    requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors, then those of other classes
     tensors: list[torch.Tensor]
     wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}
     table: bytes
@@ -114,15 +115,16 @@ def look(
     previous state, whose equal parts are reused. `loading`: asks tensors for the chunks that a load reads."""
     types = list(map(type, values))
     known = last if last is not None and keys == last.keys and types == last.types else None
-    groups = by_type = known.by_type if known is not None else Groups.of(keys, types)
+    groups = by_type = known.by_type if known is not None else Groups.of(keys, types, loading)
     local = torch_private.local_tensors(_at(values, by_type.dtensors))
     if own := _with_own_chunks(values, by_type, local, loading):
-        groups = known.groups if known is not None and own == known.own else Groups.of(keys, types, frozenset(own))
+        unchanged = known is not None and own == known.own
+        groups = known.groups if known is not None and unchanged else Groups.of(keys, types, loading, frozenset(own))
         local = torch_private.local_tensors(_at(values, groups.dtensors))
     plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
     ask = chunks_to_read if loading else chunks_to_write
     chunked = [
-        _of_shards(values[position]) if type(values[position]) is ShardedTensor and position not in own
+        _of_shards(values[position]) if isinstance(values[position], ShardedTensor) and position not in own
         else ask(keys[position], values[position])
         for position in groups.chunked
     ]  # fmt: skip
@@ -135,8 +137,8 @@ def look(
                     dict.fromkeys(range(len(tensors), len(tensors) + len(chunks.tensors)), values[position])
                 )
             tensors += chunks.tensors
-    first_subclass = len(tensors)
-    tensors += _at(values, groups.wrapper_subclasses)
+    subclasses: list[torch.Tensor] = _at(values, groups.subclasses)
+    tensors += map(_memory_of, subclasses)
     reads = read_tensors(tensors)
     versions, requires_grad = torch_private.tensor_facts(list(wrappers.values()))
     state = LocalState(
@@ -149,7 +151,9 @@ def look(
         torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
         list(map(type, local)),
         [None if chunks is None else (chunks.shape, chunks.chunks) for chunks in chunked],
-        reads.requires_grad[: len(plain)] + requires_grad[: len(dtensors)] + reads.requires_grad[first_subclass:],
+        reads.requires_grad[: len(plain)]
+        + requires_grad[: len(dtensors)]
+        + bytes(tensor.requires_grad for tensor in subclasses),
         tensors,
         wrappers,
         reads.table,
@@ -166,6 +170,19 @@ def _with_own_chunks(values: list[Any], groups: Groups, local: list[torch.Tensor
     found = {groups.tensors[index] for index in with_own_chunks(_at(values, groups.tensors), loading)}
     found.update(groups.dtensors[index] for index in locals_with_own_chunks(local, loading))
     return sorted(found)
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor in whose memory the values of a subclass lie. A wrapper, which is stored as its inner
+    tensors, is returned as it is, and so is a tensor without such memory, which is refused when it is written."""
+    if is_wrapper(tensor):
+        return tensor
+    try:
+        with torch.no_grad():
+            plain = dense(tensor)
+            return plain if (plain.size(), plain.dtype) == (tensor.size(), tensor.dtype) else tensor
+    except Exception:  # code of a subclass may raise anything
+        return tensor
 
 
 def _of_shards(value: ShardedTensor) -> Chunks:

@@ -208,8 +208,8 @@ def _in_host_memory(item: WriteItem, tensor: torch.Tensor, copies: TorchCopies) 
 
 @contextmanager
 def _of_item(item: WriteItem) -> Iterator[None]:
-    """A context in which a `CheckpointError`, or an error of a copy from a device, gets the item's key."""
+    """A context in which an error of a tensor (it cannot be stored, or not be copied from its device) gets the key."""
     try:
         yield
-    except RuntimeError as error:  # CheckpointError is one
+    except Exception as error:  # code of a subclass may raise anything
         raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error

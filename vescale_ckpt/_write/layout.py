@@ -34,7 +34,6 @@ class SaveOptions:
     checksums: bool = True
     sync_files: bool = True
     overwrite: bool = True
-    alone: bool = False  #: whether ranks save without collectives, each with metadata of its own
     save_id: str = field(default_factory=new_save_id)
     single_file: bool = True  #: False for one file for each tensor and object, in layouts that can have it
 

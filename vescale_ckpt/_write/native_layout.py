@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
 from .._checkpoint.native.extra_copies import ExtraFiles
-from .._checkpoint.native.file_names import data_name, metadata_name
+from .._checkpoint.native.file_names import METADATA_NAME, data_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.metadata_check import TRAILER_BYTES
 from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
@@ -50,7 +50,6 @@ class NativeLayout(Layout):
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options)
-        self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
         self._extra_files = extra_copies.check_files(extra_files)
         self._replaced = Replaced()  # the checkpoint that was there when the save began
         self._names: list[str] = []
@@ -73,20 +72,14 @@ class NativeLayout(Layout):
             self._begin(path, is_coordinator)
 
     def _begin(self, path: str, is_coordinator: bool) -> None:
-        if not is_coordinator and storage_at(path).by_requests and self.metadata_rank is None:
+        if not is_coordinator and storage_at(path).by_requests:
             return  # the coordinator asks for all
-        if not self.options.overwrite and has_metadata(path, self.metadata_rank):
+        if not self.options.overwrite and has_metadata(path, None):
             raise _holds_checkpoint(path)
-        if self.metadata_rank is not None and has_metadata(path, None):
-            raise CheckpointError(
-                f"{path} holds a checkpoint that all ranks saved together, which loads would go on to find: "
-                "ranks that save without collectives need a directory of their own",
-                path=path,
-            )
         if is_coordinator:
             if not self.options.overwrite:
                 storage_at(path).check_exclusive_commits()
-            self._replaced = Replaced.read(path, self.metadata_rank)
+            self._replaced = Replaced.read(path)
             self._remove_orphans()
 
     # --- With the other ranks
@@ -118,7 +111,7 @@ class NativeLayout(Layout):
         return of_ranks
 
     def _begin_metadata(self) -> _C.PendingFile | None:
-        self._pending = storage_at(self.options.path).pending(metadata_name(self.metadata_rank))
+        self._pending = storage_at(self.options.path).pending(METADATA_NAME)
         return self._pending
 
     def _length_and_end(self, metadata: bytes) -> tuple[int, bytes]:
@@ -237,7 +230,7 @@ class NativeLayout(Layout):
         """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
         metadata, or its end if it is pending, and that of the index if there is one."""
         path = self.options.path
-        extra = ExtraFiles(path, self._extra_files, self.metadata_rank)
+        extra = ExtraFiles(path, self._extra_files)
         metadata, index = (*content, None)[:2]
         assert metadata is not None
         length, end = self._length_and_end(metadata)
@@ -247,10 +240,8 @@ class NativeLayout(Layout):
                     self._pending.check()  # before a copy or the index of the old checkpoint is touched
                 if self.options.overwrite:
                     with storage_at(path).look():
-                        extra.withdraw(self._replaced.extra_names(path, self.metadata_rank))
-                commit_metadata.commit(
-                    path, self.metadata_rank, self._pending or metadata, index, self.options.overwrite
-                )
+                        extra.withdraw(self._replaced.extra_names(path))
+                commit_metadata.commit(path, self._pending or metadata, index, self.options.overwrite)
         except BaseException as error:
             extra.put_back(length, end)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
@@ -262,13 +253,13 @@ class NativeLayout(Layout):
         extra.publish()
         if (superseded := self._replaced.files) or storage_at(path).has_locks:
             with storage_at(path).look(lists=True, fresh=True):
-                commit_metadata.remove_orphans(path, superseded, only_rank=self.metadata_rank)
+                commit_metadata.remove_orphans(path, superseded)
         self._replaced = Replaced()
 
     def _remove_orphans(self) -> None:
         # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
         if storage_at(self.options.path).has_locks:
-            commit_metadata.remove_orphans(self.options.path, only_rank=self.metadata_rank)
+            commit_metadata.remove_orphans(self.options.path)
 
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""
@@ -321,7 +312,7 @@ class NativeLayout(Layout):
             self.commit(_with_changes(content, metadata))
         else:
             self.commit(content, index)
-        metadata.become(read_metadata_of, path, self.metadata_rank, save_id)
+        metadata.become(read_metadata_of, path, None, save_id)
 
     def _check_shared_directory(self, names: Sequence[Iterable[str]]) -> None:
         """Raises `CheckpointError` if files that ranks have written, `names` by rank, are not in this directory."""

@@ -117,8 +117,6 @@ class SafetensorsLayout(Layout):
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
-        if self.options.alone:
-            raise CheckpointError("safetensors files are written by all ranks together", path=path)
         storage_at(path).make()
         if not self.options.overwrite and holds_export(path):
             raise holds_model(path)
@@ -331,7 +329,7 @@ class SafetensorsLayout(Layout):
     def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
         storage_at(self.options.path).check_mounted(
             "a model in format='safetensors' that is saved in the steps of dcp.save",
-            "vescale_ckpt.save(path, state, format='safetensors') saves it there, without a planner of your own",
+            "vescale_ckpt.save(path, state, format='safetensors') saves it there",
         )
         if not all(plan.usable for plan in plans):  # DCP would reuse the answers of an earlier save, with its names
             raise CheckpointError(

@@ -65,7 +65,7 @@ class DefaultWriter(StorageWriter):
         if _extensions:
             raise ValueError(
                 "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
-                "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
+                "are run by torch's FileSystemWriter and FileSystemReader only"
             )
 
 
@@ -120,7 +120,9 @@ class DefaultReader(StorageReader):
     broadcast: ClassVar[Broadcast] = False  #: as the `dcp_defaults` in force say
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
-        super().__init__(path, broadcast_checkpoint=self.broadcast, _extension_registry=_extension_registry)
+        if _extension_registry is not None:
+            raise ValueError("_extension_registry: stream extensions are undone by torch's FileSystemReader only")
+        super().__init__(path, broadcast_checkpoint=self.broadcast)
 
 
 class DefaultPlanner(SavePlanner):

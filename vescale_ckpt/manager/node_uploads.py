@@ -201,7 +201,7 @@ class PartCopy:
 
     def _commit(self, contents: dict[str, bytes]) -> None:
         storage = storage_at(self._url)
-        superseded = named_files(self._url, None)
+        superseded = named_files(self._url)
         if INDEX_NAME in contents:
             storage.write(INDEX_NAME, contents[INDEX_NAME])
         for name in (ORDER_NAME, METRICS_NAME):

@@ -69,7 +69,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     if not metadata_check.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: only its structure was checked")
     checkpoint = NativeCheckpoint.of(directory, rank, loads(data, path))
-    for fault in checkpoint.faults():
+    for fault in (*checkpoint.faults(), *checkpoint.refused()):
         add_error(report, fault, path)
     listed = file_ends(checkpoint)
     report.keys += len(checkpoint.tensors) + len(checkpoint.objects)

@@ -26,32 +26,29 @@ logger = logging.getLogger(__name__)
 
 def commit(
     directory: str,
-    rank: int | None,
     metadata: bytes | _C.PendingFile,
     index: bytes | None,
     overwrite: bool = True,
 ) -> None:
-    """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
-    all ranks. `overwrite`: as for `Storage.commit`. Raises OSError and `_C.EngineError`."""
+    """Replaces the directory's metadata file and its index, atomically and durably. `overwrite`: as for
+    `Storage.commit`. Raises OSError and `_C.EngineError`."""
     storage = storage_at(directory)
-    index_name = file_names.index_name(rank)
     if overwrite and index is not None:  # readers ignore an index unless it matches the metadata
-        storage.write(index_name, index)
-    storage.commit(file_names.metadata_name(rank), metadata, overwrite)
+        storage.write(file_names.INDEX_NAME, index)
+    storage.commit(file_names.METADATA_NAME, metadata, overwrite)
     if not overwrite and index is not None:  # before the commit another save's index may be there
         try:
-            storage.write(index_name, index)
+            storage.write(file_names.INDEX_NAME, index)
         except (OSError, _C.EngineError) as error:
             logger.warning("the checkpoint in %s is whole, but its index is missing: %s", directory, error)
     if index is None:
         with contextlib.suppress(OSError, _C.EngineError):
-            storage.remove(index_name)
+            storage.remove(file_names.INDEX_NAME)
 
 
 def remove_orphans(
     directory: str,
     superseded: AbstractSet[str] = frozenset(),
-    only_rank: int | None = None,
     *,
     dry_run: bool = False,
 ) -> list[str]:
@@ -59,8 +56,8 @@ def remove_orphans(
     saves, and the files of `superseded`, which the metadata before the last commit named.
 
     Files of a running save of another process or rank are locked and stay. If a metadata file cannot be read, nothing
-    is removed, because it may name any file. `only_rank`: removes only that rank's files. Logs failures, because an
-    orphan does no harm. `dry_run`: removes nothing, and returns what would be removed.
+    is removed, because it may name any file. Logs failures, because an orphan does no harm. `dry_run`: removes nothing,
+    and returns what would be removed.
 
     An object store has no locks. There a file counts as an orphan when nobody has written it for a day. If `superseded`
     names files, only these are removed there.
@@ -69,12 +66,10 @@ def remove_orphans(
         storage = storage_at(directory)
         only_superseded = not storage.has_locks and bool(superseded)
         found = superseded if only_superseded else storage.names()
-        mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
         candidates = [
             name
             for name in found
-            if (name in superseded or file_names.is_data_file(name) or file_names.is_temporary_file(name))
-            and (mine is None or name.startswith(mine))
+            if name in superseded or file_names.is_data_file(name) or file_names.is_temporary_file(name)
         ]
         named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]

@@ -62,10 +62,9 @@ def _is_allowed(name: str) -> bool:
 class ExtraFiles:
     """The copies of one save's extra files."""
 
-    def __init__(self, path: str, files: Mapping[str, bytes], metadata_rank: int | None) -> None:
+    def __init__(self, path: str, files: Mapping[str, bytes]) -> None:
         self._path = path
         self._files = files
-        self._metadata_rank = metadata_rank
         self._withdrawn: dict[str, bytes] = {}
 
     def withdraw(self, before: Iterable[str]) -> None:
@@ -88,9 +87,8 @@ class ExtraFiles:
         """Writes the removed copies again after a commit that failed, of metadata of such a length and trailer. Logs
         errors. A commit that reported a failure may have succeeded: if the new metadata is there, or cannot be read,
         nothing is written."""
-        name = file_names.metadata_name(self._metadata_rank)
         try:
-            found, its_end = storage_at(self._path).read_range(name, -TRAILER_BYTES, TRAILER_BYTES)
+            found, its_end = storage_at(self._path).read_range(file_names.METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
             if (found.size, its_end) == (length, end):
                 return
         except FileNotFoundError:

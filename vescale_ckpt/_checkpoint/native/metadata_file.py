@@ -10,7 +10,7 @@ from ..._engine import _C
 from ..._engine.engine_errors import of_system
 from ..._storage.open_storage import is_folder, read_twice, storage_at
 from ...errors import CheckpointError, UntrustedCheckpointError
-from .file_names import index_name, is_metadata_file, metadata_name, rank_of_metadata
+from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
 from .metadata_check import TRAILER_BYTES, TRAILER_MAGIC, check, check_beginning, has_checksum
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
 
 
-def metadata_fingerprint(directory: str, rank: int | None = None) -> str:
+def metadata_fingerprint(directory: str) -> str:
     """Returns a text that differs between the metadata of different saves: its length and its end, which holds a
     checksum. Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
-        found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+        found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
     # Files of stock DCP have no checksum, so their time counts: a copy on another disk has another fingerprint.

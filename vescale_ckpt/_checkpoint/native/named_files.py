@@ -25,34 +25,34 @@ class Replaced:
     checkpoint: NativeCheckpoint | None = None
 
     @classmethod
-    def read(cls, directory: str, rank: int | None) -> Replaced:
-        """Reads it from one metadata file of the directory. Nothing is known if that is missing or cannot be read."""
-        if not has_metadata(directory, rank):
+    def read(cls, directory: str) -> Replaced:
+        """Reads it from the metadata of the directory. Nothing is known if that is missing or cannot be read."""
+        if not has_metadata(directory, None):
             return cls()
         try:
-            found, checkpoint = metadata_fingerprint(directory, rank), _opened(directory, rank)
+            found, checkpoint = metadata_fingerprint(directory), _opened(directory, None)
             return cls(found, frozenset(checkpoint.named_files()), checkpoint)
         except (CheckpointError, OSError):
             return cls()
 
-    def extra_names(self, directory: str, rank: int | None) -> list[str]:
+    def extra_names(self, directory: str) -> list[str]:
         """Returns the names of the extra files of the checkpoint that is there now. Reads it if it is another one."""
         is_same = False
         with contextlib.suppress(OSError):
-            is_same = metadata_fingerprint(directory, rank) == self.fingerprint
-        present = self if is_same else self.read(directory, rank)
+            is_same = metadata_fingerprint(directory) == self.fingerprint
+        present = self if is_same else self.read(directory)
         try:
             return [] if present.checkpoint is None else extra_files.names_in(present.checkpoint.keys())
         except CheckpointError:
             return []  # loads cannot read it, either
 
 
-def named_files(directory: str, rank: int | None) -> set[str]:
-    """Data files that one metadata file of the directory names; none if that file is missing or cannot be read."""
-    if not has_metadata(directory, rank):
+def named_files(directory: str) -> set[str]:
+    """Data files that the metadata of the directory names; none if that is missing or cannot be read."""
+    if not has_metadata(directory, None):
         return set()
     try:
-        return _named(directory, rank)
+        return _named(directory, None)
     except CheckpointError:
         return set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
-from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts
+from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts, refused_transform
 from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
@@ -34,7 +34,6 @@ from . import metadata_check, metadata_file, metadata_pickle
 from .explain_missing import explained
 from .file_names import NODE_MARKER, index_name, is_data_file, metadata_name
 from .save_facts import unstamped
-from .transformed_records import TransformedReads
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # the footer of the table of block checksums: docs/format.md
 
@@ -190,20 +189,23 @@ class NativeCheckpoint(LoadableCheckpoint):
         stored = {name: self.objects[name] for name in names}
         for name in stored:
             self.check_malformed(name)
-        plain = [reader.record(name, chunk) for name, chunk in stored.items() if not chunk.is_transformed]
+            if stored[name].is_transformed:
+                raise refused_transform(name)
+        records = [reader.record(name, chunk) for name, chunk in stored.items()]
         found = {
             record.key: objects.load(data, weights_only=True, key=record.key)
-            for record, data in reader.objects(plain, {})
+            for record, data in reader.objects(records, {})
         }
         reader.finish()
-        transformed = TransformedReads()
-        for name in stored.keys() - found.keys():
-            transformed.add_object(name)
-        transformed.read(self)
-        return {name: found[name] if name in found else transformed.objects[name] for name in stored}
+        return {name: found[name] for name in stored}
+
+    def refused(self) -> Iterator[CheckpointError]:
+        for key, _, chunk in self.chunks():
+            if chunk.is_transformed:
+                yield refused_transform(key)
 
     def checksum(self, key: str, chunk: Chunk) -> int:
-        if chunk.crc >= 0 or chunk.is_transformed:
+        if chunk.crc >= 0:
             return chunk.crc
         path = os.path.join(self.root, chunk.file)
         with named_system_errors(path):
@@ -216,16 +218,14 @@ class NativeCheckpoint(LoadableCheckpoint):
         return super().whole_checksum(key)
 
     def read(self, reads: Sequence[Read]) -> None:
-        verified, unverified, transformed = list[Part](), list[Part](), TransformedReads()
+        verified, unverified = list[Part](), list[Part]()
         for part in self.parts(reads):
             if part.chunk.is_transformed:
-                transformed.add_tensor(part)
-            else:
-                (unverified if self._is_part_of_sound(part) else verified).append(part)
+                raise refused_transform(part.key)
+            (unverified if self._is_part_of_sound(part) else verified).append(part)
         for parts, verify in ((verified, True), (unverified, False)):
             if parts:
                 fill_parts(RecordReader(self, ReadOptions(verify=verify), self._seen), parts)
-        transformed.read(self)
 
     def _is_part_of_sound(self, part: Part) -> bool:
         """Whether the part is less than its chunk, in a file without block checksums. Verifies the chunk then; raises
