@@ -53,28 +53,15 @@ def _slow_writes() -> Any:
 
 
 @contextlib.contextmanager
-def _held_at(moment: str, cancelled: Path) -> Any:
-    """A save that begins within it, on all ranks, does not end by itself until it is cancelled."""
+def _held_at(moment: str, cancelled: Path, calls: bool = True) -> Any:
+    """A save that begins within it, on all ranks, does not end by itself until it is cancelled. `calls`: whether this
+    rank cancels it."""
     rank = dist.get_rank()
     if moment == "while it writes":
-        with _slow_writes():
-            yield
-    elif moment == "when others have written":
-        late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
-        with late if rank == 0 else contextlib.nullcontext():
-            yield
-    elif moment == "when .metadata is written":
-
-        def hold(*_: Any, **__: Any) -> None:
-            (file,) = (cancelled.parent / "c").glob(".metadata.tmp.*")
-            assert file.stat().st_size
-            (cancelled.parent / "made").touch()
-            _wait_for(cancelled)
-
-        with steps.behind("make the metadata", hold) if rank == 0 else contextlib.nullcontext():
+        with _slow_writes() if calls else contextlib.nullcontext():
             yield
     else:
-        late = steps.before(moment, lambda *_: _wait_for(cancelled))
+        late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
         with late if rank == 0 else contextlib.nullcontext():
             yield
 
@@ -85,14 +72,12 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     dist.barrier()
     before = sorted(os.listdir(path))
     dist.barrier()
-    with _held_at(moment, cancelled):
+    with _held_at(moment, cancelled, rank in callers):
         handle = _save(way, path, _state(2))
         dist.barrier()
         if rank in callers:
             if moment == "when others have written":
                 _wait_for_gather(handle)
-            elif moment == "when .metadata is written":
-                _wait_for(directory / "made")
             said = handle.cancel()
             cancelled.touch()
         else:
@@ -137,11 +122,6 @@ def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) ->
     _check(run_ranks(3, _cancels, "dcp", "when others have written", [2], tmp_path), [2])
 
 
-@pytest.mark.parametrize("callers", [[0], [1]])
-def test_a_save_whose_metadata_is_written_is_cancelled(callers: list[int], tmp_path: Path) -> None:
-    _check(run_ranks(2, _cancels, "dcp", "when .metadata is written", callers, tmp_path), callers)
-
-
 def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
     """The save is asynchronous on the rank that cancels it, and synchronous on the other, which writes longer."""
     path, cancelled = directory / "c", directory / "cancelled"
@@ -170,32 +150,6 @@ def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
 def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
     answers = run_ranks(2, _meets_a_synchronous_save, canceller, tmp_path)
     assert answers == [(rank == canceller or None, canceller, 1.0, 3.0) for rank in range(2)]
-
-
-def _too_late(directory: Path, way: str) -> Any:
-    path, cancelled = directory / "c", directory / "cancelled"
-    with _held_at("commit", cancelled):
-        handle = _save(way, path, _state(2, 1000))
-        if dist.get_rank() == 0:
-            _wait_for(directory / "asked")
-            said = handle.cancel()
-            cancelled.touch()
-        else:
-            said = _until_commit(handle)
-            (directory / "asked").touch()
-        return said, handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(path)["w"][0])
-
-
-def _until_commit(handle: vescale_ckpt.SaveHandle) -> bool:
-    save: Any = getattr(handle._cancel, "__self__")  # noqa: B009
-    while save._fate.said() != "commit":
-        time.sleep(0.01)
-    return handle.cancel()
-
-
-@pytest.mark.parametrize("way", ["dcp", "nodes"])
-def test_a_save_whose_commit_has_begun_is_not_cancelled(way: str, tmp_path: Path) -> None:
-    assert run_ranks(2, _too_late, tmp_path, way) == [(False, True, 2.0)] * 2
 
 
 def _behind_a_gate(directory: Path) -> Any:
@@ -232,15 +186,19 @@ def _fails_first(directory: Path) -> Any:
     rank = dist.get_rank()
     if rank == 1:
         faults.inject("write", errno.ENOSPC, 0, 10**6)
-    with _held_at("when others have written", directory / "cancelled"):
+
+    def hold(*_: Any) -> None:
+        (directory / "failed").touch()
+        _wait_for(directory / "cancelled")
+
+    has_failed = steps.behind("ask the store for the first word", hold)
+    with has_failed if rank == 1 else contextlib.nullcontext():
         handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+        said = None
         if rank == 0:
-            save: Any = getattr(handle._cancel, "__self__")  # noqa: B009
-            while save._fate.said() != "failed":
-                (directory / "cancelled").touch()
+            _wait_for(directory / "failed")
             said = handle.cancel()
-        else:
-            said = None
+            (directory / "cancelled").touch()
         with pytest.raises(StorageFullError):
             handle.result(BOUND)
     faults.clear()

@@ -69,6 +69,8 @@ def _cancelled_at(layout: str, point: str, callers: tuple[int, ...], folder: Pat
     there, called = folder / "there", [folder / f"called {caller}" for caller in callers]
     _save(layout, path, 1).result(BOUND)
     dist.barrier()
+    before = sorted(os.listdir(path))
+    dist.barrier()
 
     def hold(*_: Any, **__: Any) -> None:
         there.touch()
@@ -88,6 +90,7 @@ def _cancelled_at(layout: str, point: str, callers: tuple[int, ...], folder: Pat
     cancelled = any(said for said, _ in answers)
     assert cancelled == (point == "before the decision"), answers
     assert {kind for _, kind in answers} == {SaveCancelledError if cancelled else type(None)}, answers
+    assert not cancelled or sorted(os.listdir(path)) == before
     assert _stored_step(path) == (1 if cancelled else 2)
     dist.barrier()
     _save(layout, path, 3).result(BOUND)

@@ -216,15 +216,17 @@ def test_a_rank_that_dies_in_the_last_save(checkpoint: Path) -> None:
 
 
 def _cannot_tell(directory: Path) -> Any:
-    """Rank 0 cannot reach the store at the deadline."""
-    saver = _manager(directory, SHORT)
-    with _slow_writes():
+    """Rank 0 cannot reach the store at the deadline, and writes later."""
+    saver, rank = _manager(directory, SHORT), dist.get_rank()
+    with held() if rank == 0 else _slow_writes() as event:
         running = saver.save(1, _state(1, 3 << 20))
         assert running is not None
         _signal()
         away = steps.failing("ask the store for the first word", steps.StoreGoneError())
-        with away if dist.get_rank() == 0 else contextlib.nullcontext():
+        with away if rank == 0 else contextlib.nullcontext():
             assert saver.save(2, _state(2)) is None
+            if rank == 0:
+                event.set()
             error = running.exception(BOUND)
     return type(error).__name__, *_answer(saver)
 

@@ -93,8 +93,9 @@ class SaveHandle:
         return self._result.done()
 
     def cancel(self) -> bool:
-        """Ends the save on all ranks, within seconds; returns without waiting for that. One rank's call is enough, from
-        any thread.
+        """Cancels the save on all ranks; returns without waiting for its end. One rank's call is enough, from any
+        thread. This rank stops writing within seconds. Others learn of it when they have written their part, unless
+        they call this, too; until then `result` waits, on all ranks.
 
         Returns whether the save is cancelled. Then `result` raises `SaveCancelledError` on all ranks (or
         `CheckpointTimeoutError`, if ranks do not come); nothing is committed, the files of the save are removed, and

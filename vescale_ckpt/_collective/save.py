@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -128,8 +127,7 @@ class Save:
         timeout whose `committed` says that it may be."""
         with self.timeline.here():
             try:
-                with self._following_others():
-                    self._write_and_commit()
+                self._write_and_commit()
             except SaveCancelledError as error:  # on all ranks; only those that were writing have removed their files
                 self._layout.discard(error)
                 self.exchange.agree([1], self.steps.phase("remove the files"))
@@ -141,8 +139,9 @@ class Save:
     # --- Giving up
 
     def cancel(self) -> bool:
-        """Makes `finish` raise `SaveCancelledError` soon on all ranks. Returns False if the commit has begun, or if the
-        save is over. Any thread may call it. Raises StoreGoneError if the other ranks cannot be told."""
+        """Makes `finish` raise `SaveCancelledError` on all ranks. This rank stops writing soon, others learn of it at
+        the commit. Returns False if the commit has begun, or if the save is over. Any thread may call it. Raises
+        StoreGoneError if the store does not answer."""
         return self._follow(self._fate.say(f"{_CANCELLED_BY}{self.exchange.rank}"))
 
     def abandon(self) -> None:
@@ -171,28 +170,6 @@ class Save:
         if cancelled:
             self._give_up(self._cancelled(int(fate.removeprefix(_CANCELLED_BY))))
         return cancelled
-
-    @contextmanager
-    def _following_others(self) -> Iterator[None]:
-        """A context in which this rank gives up soon after another has cancelled the save. Otherwise it would learn
-        of that when it has written all."""
-        fate, ended = self._fate, threading.Event()
-        if fate is None or self.staged_plan is None or self.exchange.size == 1:
-            yield
-            return
-
-        def follow() -> None:
-            with suppress(StoreGoneError):  # the ranks meet before the commit, which needs the store, too
-                while not ended.wait(1 + self.exchange.size / 5000):
-                    if self._follow(fate.said()):
-                        return
-
-        with suppress(RuntimeError):  # the interpreter is ending and starts no threads
-            threading.Thread(target=follow, name="vescale_ckpt cancel", daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
 
     def _settle_fate(self) -> None:
         """Called before others learn of an error of this rank. Either the save was cancelled, and that is the error,

@@ -36,16 +36,6 @@ class FirstWord:
 
         return self._store_thread.ask(say, seconds)
 
-    def said(self) -> str:
-        """Returns the first word; "" if nobody has said one. Raises as `say` does."""
-        if self._store_thread is None:
-            return "".join(self._own[:1])
-
-        def look(store: Store) -> str:
-            return self._of_this(bytes(store.get(self._key)).decode()) if store.check([self._key]) else ""
-
-        return self._store_thread.ask(look)
-
     def _of_this(self, now: str) -> str:
         return now.partition(" ")[2] if _number(now) == self._number else ""
 
