@@ -33,7 +33,7 @@ from vescale_ckpt._routes.pipeline import Pipeline
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
-from vescale_ckpt._storage import locks, object_clients, orphans
+from vescale_ckpt._storage import locks, orphans
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt._write.native_layout import NativeLayout
@@ -105,9 +105,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "fill what is packed": (load_packed, "fill_packed"),
     "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
-    "read a header": (headers._Reading, "_open"),
-    "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
-    "open a store": (object_clients, "_open"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),
     "clean up on a machine": (node_work, "clean_up_part"),
@@ -181,17 +178,6 @@ def around_metadata(context: Callable[[bytes, bytes], Any]) -> Any:
     return instead("make the metadata", within)
 
 
-def results(step: str, into: list[Any]) -> Any:
-    """A context in which what a step returns is noted."""
-    original = getattr(*STEPS[step])
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        into.append(original(*arguments, **options))
-        return into[-1]
-
-    return instead(step, noted)
-
-
 def failing(step: str, error: BaseException) -> Any:
     owner, name = STEPS[step]
     return mock.patch.object(owner, name, side_effect=error)
@@ -245,11 +231,6 @@ def fsdp_of_trainer(state_dict_type: str) -> Any:
 def no_plans_known() -> Any:
     """A context in which saves know no plans of earlier ones."""
     return mock.patch.object(api, "_planners", PerGroup(SavePlanner))
-
-
-def patience_with_stores() -> int:
-    """Seconds for which this thread waits for a store."""
-    return object_clients._patience()
 
 
 def finish_before_exit() -> None:
