@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,27 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils._device
-from harness.ranks import run_ranks
 from harness.saves import load
 from harness.states import same, state
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointManager,
-    LoadPlanner,
-    Stager,
-    StorageReader,
-    StorageWriter,
-    convert,
-    safetensors,
-    verify,
-)
+from vescale_ckpt import CheckpointManager, Stager, StorageReader, StorageWriter, convert, verify
 
 BOUND = 60.0
 
@@ -139,19 +125,6 @@ def test_a_model_and_its_optimizer(tmp_path: Path, elsewhere: Callable[[], Abstr
     assert all(same(one, other) for one, other in zip(*states, strict=True))
 
 
-def test_safetensors(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
-    values = {"a": torch.arange(600.0).view(20, 30), "b": torch.ones(3, dtype=torch.bfloat16)}
-    with elsewhere():
-        safetensors.save_file(values, tmp_path / "x.safetensors")
-        found = safetensors.load_file(tmp_path / "x.safetensors")
-        with safetensors.safe_open(tmp_path / "x.safetensors") as file:
-            part = file.get_slice("a")[3:5, 7]
-        vescale_ckpt.save(tmp_path / "export", values, format="safetensors")
-        exported = vescale_ckpt.load(tmp_path / "export")
-    assert same(found, values) and same(exported, values)
-    assert part.equal(values["a"][3:5, 7])
-
-
 def test_conversions(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
     values = {"a": torch.arange(600.0).view(20, 30), "b": torch.ones(3), "odd": torch.arange(6.0).view(2, 3).t()}
     torch.save(values, tmp_path / "0.pt")
@@ -160,36 +133,3 @@ def test_conversions(tmp_path: Path, elsewhere: Callable[[], AbstractContextMana
         convert(tmp_path / "dcp", tmp_path / "export", format="safetensors")
         convert(tmp_path / "export", tmp_path / "1.pt", format="torch", dtype=torch.float32)
     assert same(torch.load(tmp_path / "1.pt"), values)
-
-
-def _on_ranks(path: str, broadcast: bool) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-
-    def values(k: int) -> dict[str, Any]:
-        return {
-            "sharded": distribute_tensor(torch.full((6, 70_000), float(k)), mesh, [Shard(0)]),
-            "replicated": distribute_tensor(torch.full((5,), float(k)), mesh, [Replicate()]),
-            "plain": torch.full((70_000,), float(k)),
-            "k": k,
-        }
-
-    saved, target, again, third = values(1), values(0), values(0), values(0)
-    with torch.device("meta"):
-        vescale_ckpt.save(path + "/a", saved)
-        vescale_ckpt.save(path + "/b", saved, async_checkpoint=True).result(BOUND)
-        vescale_ckpt.save(path + "/c", {"plain": saved["plain"]}, format="safetensors")
-        vescale_ckpt.load(path + "/a", target, broadcast_checkpoint=broadcast)
-        reader = StorageReader(path + "/b", broadcast_checkpoint=broadcast)
-        dcp.load(again, storage_reader=reader, planner=LoadPlanner())
-        if dist.get_rank() == 0:
-            os.unlink(path + "/a/.metadata.index")  # torch plans then
-        dist.barrier()
-        vescale_ckpt.load(path + "/a", third, broadcast_checkpoint=broadcast)
-    for found in (target, again, third):
-        assert found["k"] == 1 and found["plain"].eq(1).all()
-        assert found["sharded"].to_local().eq(1).all() and found["replicated"].to_local().eq(1).all()
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_ranks(tmp_path: Path, broadcast: bool) -> None:
-    run_ranks(2, _on_ranks, str(tmp_path), broadcast)

@@ -3,12 +3,10 @@ torch."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,15 @@ from harness.files import ranks_alone
 from harness.ranks import run_ranks
 from harness.states import assert_same, bits, blank, sharded, train
 from torch import nn
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleStateError, cli
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, cli
 
 # --- FSDP1, whose shards are ShardedTensors, or DTensors if it was given a mesh
 
@@ -146,88 +141,6 @@ def test_metadata_of_each_rank(tmp_path: Path, ours: bool) -> None:
     run_ranks(2, _own_metadata, directory, ours)
 
 
-# --- Saved before torch 2.4, when containers without tensors were one object
-
-
-@pytest.fixture
-def keys_as_before_torch_2_4() -> Iterator[None]:
-    _version._derived_version = "2_3"
-    yield
-    _version._derived_version = None
-
-
-@pytest.mark.parametrize("with_objects", [False, True])
-def test_keys_of_torch_before_2_4(checkpoint: Path, with_objects: bool, keys_as_before_torch_2_4: None) -> None:
-    layer = nn.Linear(2, 3)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.125)
-    layer(torch.ones(2)).sum().backward()
-    optimizer.step()
-    steps = {"schedule": {"epoch": 3, "history": [{"x": 1}]}}
-    objects = dict(zip(("model", "optimizer"), get_state_dict(layer, optimizer), strict=True))
-    dcp.save(objects if with_objects else steps, checkpoint_id=checkpoint)
-    _version._derived_version = None
-    if not with_objects:
-        target: dict[str, Any] = {"schedule": {"epoch": 0, "history": [{"x": 0}]}}
-        vescale_ckpt.load(checkpoint, target)
-        assert target == steps
-        return
-    fresh = nn.Linear(2, 3)
-    its_optimizer = torch.optim.AdamW(fresh.parameters())
-    vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": its_optimizer})
-    assert_same(fresh.state_dict(), layer.state_dict())
-    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
-
-
-@dataclass
-class _Schedule:
-    """An object with more settings than it had when it was saved."""
-
-    values: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = {**self.values, **state_dict}
-
-
-def test_containers_of_torch_before_2_4_are_loaded_whole(checkpoint: Path, keys_as_before_torch_2_4: None) -> None:
-    layer = nn.Linear(2, 3)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.125)  # without a tensor in its state
-    layer(torch.ones(2)).sum().backward()
-    optimizer.step()
-    saved = {
-        "optimizer": optimizer.state_dict(),
-        "schedule": {"epoch": 3, "rates": [0.5, {"a": 1}]},
-        "loop": {"history": {"loss": [1.5]}, 7: [{"x": 1}, {"x": 2}], "mean": torch.ones(2)},
-        "grown": {"n": 1},
-        "shrunk": [{"n": 1}],
-    }
-    dcp.save(saved, checkpoint_id=checkpoint)
-    _version._derived_version = None
-    fresh = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.5)
-    schedule = _Schedule({"epoch": 0, "rates": [], "new": 4})
-    target: dict[str, Any] = {
-        "optimizer": fresh,
-        "schedule": schedule,
-        "loop": {"history": {"loss": None}, 7: [], "mean": torch.zeros(2)},
-        "grown": {"n": 0, "more": 2},
-        "shrunk": [{"n": 0}, {"n": 2}],
-    }
-    by_stock = {"loop": {"history": {"loss": None}, "7": [], "mean": torch.zeros(2)}}
-    by_stock |= {"grown": {"n": 0, "more": 2}, "shrunk": [{"n": 0}, {"n": 2}]}
-    report = vescale_ckpt.load(checkpoint, target)
-    assert report.missing == report.unexpected == []
-    assert_same(fresh.state_dict(), optimizer.state_dict())
-    assert schedule.values == {"epoch": 3, "rates": [0.5, {"a": 1}], "new": 4}
-    dcp.load(by_stock, checkpoint_id=checkpoint)
-    for name in ("grown", "shrunk"):
-        assert target[name] == by_stock[name] == saved[name]
-    assert_same(target["loop"], saved["loop"])
-    with pytest.raises(IncompatibleStateError, match=r"grown\.n\b"):  # stock refuses a tensor in such a container, too
-        vescale_ckpt.load(checkpoint, {"grown": {"n": torch.zeros(1)}})
-
-
 # --- What torch 2.1 and 2.3 wrote, and what torch.save made of the same state. 2.1 names older classes
 
 
@@ -317,36 +230,3 @@ def test_tools_on_checkpoints_of_old_torch(of_old_torch: Path, tmp_path: Path, t
     vescale_ckpt.load(tmp_path / "dcp", target)
     assert_same(target, expected)
     assert cli.main(["diff", "--values", str(path), str(path.with_name("torch-2.3"))]) == 0
-
-
-# --- Fields that older versions lack, and older classes
-
-
-@pytest.mark.parametrize("also", ["", "planner_data"])
-def test_metadata_of_torch_2_1(checkpoint: Path, also: str) -> None:
-    values = {"weight": torch.arange(12.0).reshape(3, 4), "counts": torch.arange(5), "step": 7}
-    dcp.save(values, storage_writer=FileSystemWriter(checkpoint, sync_files=False), no_dist=True)
-    path = checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    for stored in metadata.state_dict_metadata.values():
-        if isinstance(stored, TensorStorageMetadata):
-            stored.properties = ShardedTensorProperties(dtype=stored.properties.dtype)
-    for newer in ("storage_meta", "version", also):
-        vars(metadata).pop(newer, None)
-    for info in metadata.storage_data.values():
-        vars(info).pop("transform_descriptors", None)
-    path.write_bytes(pickle.dumps(metadata))
-    assert b"_shard.sharded_tensor.metadata" in path.read_bytes()
-
-    for load in (vescale_ckpt.load, _load_by_dcp):
-        target: dict[str, Any] = {"weight": torch.zeros(3, 4), "counts": torch.zeros(5, dtype=torch.long), "step": 0}
-        load(checkpoint, target)
-        assert_same(target, values)
-    assert_same(vescale_ckpt.load(checkpoint), values)
-    report = vescale_ckpt.verify(checkpoint)
-    assert report.ok and report.keys == 3, report
-    assert vescale_ckpt.verify(checkpoint, quick=True).ok
-
-
-def _load_by_dcp(directory: Path, target: dict[str, Any]) -> None:
-    dcp.load(target, storage_reader=vescale_ckpt.StorageReader(directory), no_dist=True)

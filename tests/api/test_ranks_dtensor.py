@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import run_ranks
-from harness.saves import load_blank
 from harness.states import assert_same, bits
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -104,13 +103,6 @@ def test_another_number_of_ranks(tmp_path: Path, ranks_before: int, ranks_after:
         run_ranks(ranks_after, _load_sharded, path, pair[1])
 
 
-def test_checkpoint_of_four_ranks_loads_without_any(tmp_path: Path) -> None:
-    run_ranks(4, _save_sharded, str(tmp_path), "ours", [Shard(0)])
-    state: dict[str, Any] = {f"{number}": full_tensor(number) for number in range(len(SHAPES))}
-    state |= {"plain": torch.arange(100), "object": {"step": 7}}
-    assert_same(load_blank(tmp_path, state), state)
-
-
 def _plans(directory: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     state = sharded_state(mesh, [Replicate(), Shard(0)])
@@ -134,26 +126,6 @@ def _plans(directory: str) -> None:
 
 def test_metadata_equals_stock_metadata(tmp_path: Path) -> None:
     run_ranks(4, _plans, str(tmp_path))
-
-
-def _rounds_with_one_planner(path: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    planner, writer = SavePlanner(), StorageWriter(path, sync_files=False)
-    for number, placement in enumerate([Shard(0), Shard(0), Shard(1), Replicate(), Shard(0)]):
-        value = torch.arange(40 * 6, dtype=torch.float32).view(40, 6) + number
-        state = {
-            "a": distribute_tensor(value, mesh, [placement], src_data_rank=None),
-            "plain": torch.full((5 + number // 2,), number),
-            "rank": {"object": number},
-        }
-        dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=f"{path}/{number}")
-        target = {"a": torch.zeros(40, 6), "plain": torch.zeros_like(state["plain"]), "rank": {"object": None}}
-        load_by("ours", f"{path}/{number}", target)
-        assert_same(target, state | {"a": value})
-
-
-def test_one_planner_for_changing_shards(tmp_path: Path) -> None:
-    run_ranks(2, _rounds_with_one_planner, str(tmp_path))
 
 
 def _part_of_the_ranks(path: str, saver: str, loader: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -168,24 +167,14 @@ def test_what_cannot_be_done_is_refused(arguments: list[str], capsys: pytest.Cap
     assert "error" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "figures"),
-    [
-        (gpu, "--sections=stock --gib=0.001 --rounds=1", ["save_vescale_cold_gb_s"]),
-    ],
-)
 def test_figures_of_the_gpu_check(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    module: ModuleType,
-    options: str,
-    figures: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [module.__name__, "--device=cpu", f"--dir={tmp_path}", *options.split()])
-    module.main()
+    options = ["--device=cpu", f"--dir={tmp_path}", "--sections=stock", "--gib=0.001", "--rounds=1"]
+    monkeypatch.setattr(sys, "argv", [gpu.__name__, *options])
+    gpu.main()
     found: dict[str, Any] = {}
     for line in capsys.readouterr().out.splitlines():
         found |= json.loads(line) if line.startswith("{") else {}  # tables are printed, too
-    assert all(isinstance(found[name], float) for name in figures)
+    assert isinstance(found["save_vescale_cold_gb_s"], float)
     assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from benchmarks.harness.page_cache import StillResidentError, drop, resident_fra
 from benchmarks.harness.room import working_folder
 from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads, WrongContentsError
 from benchmarks.harness.usage import Usage
+from benchmarks.storage import UnavailableError, storage_limit
 
 
 def names(directory: Path) -> list[str]:
@@ -98,3 +99,22 @@ def test_rows_hold_medians_and_ratios_within_rounds() -> None:
     text = table([ours, stock, ceiling]).splitlines()
     assert text[0] == "case, median of 3" and "x stock" in text[1] and "GB/s" not in text[1]
     assert text[2].startswith("save  ours") and "2 s" in text[2] and "1 s-3 s" in text[2]
+
+
+# --- The limit of storage under which benchmarks run
+
+
+@pytest.mark.root
+def test_storage_is_limited_for_as_long_as_asked(tmp_path: Path) -> None:
+    try:
+        with storage_limit(tmp_path) as limit:
+            limit.set(10**6)
+            (group,) = Path("/sys/fs/cgroup").rglob("vescale-ckpt-benchmark-*")
+            found = (
+                "".join(path.read_text() for path in group.glob("*read_bps_device")) or (group / "io.max").read_text()
+            )
+            assert "1000000" in found
+            limit.set(None)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert not group.exists()

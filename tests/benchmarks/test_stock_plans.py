@@ -65,9 +65,3 @@ def test_small_cases_are_balanced(case: balance.Case) -> None:
     found = balance.balance(case)
     assert 1 <= found.ours <= 1.02
     assert found.stock >= found.ours - 0.01
-
-
-def test_the_balance_of_stock_is_the_known_one() -> None:
-    found = {case.name: balance.balance(case) for case in balance.cases()[:1]}
-    assert found["Llama 8B replicated on 8"].stock == pytest.approx(1.43, abs=0.005)
-    assert "1.43" in balance.table(list(found.values()))

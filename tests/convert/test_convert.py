@@ -36,7 +36,7 @@ from vescale_ckpt import (
     convert,
 )
 from vescale_ckpt import safetensors as ours_safetensors
-from vescale_ckpt._checkpoint.checkpoint import Read, cut
+from vescale_ckpt._checkpoint.checkpoint import Read
 from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt._convert import batches
 from vescale_ckpt._convert import convert as convert_module
@@ -124,12 +124,6 @@ def test_every_format_becomes_every_other(
             assert made.load_objects(made.objects) == OBJECTS
             assert made.paths["model.blocks.1.w"] == ("model", "blocks", 1, "w")
     assert [entry.name for entry in tmp_path.iterdir()] == [NAMES[format]]  # nothing is left beside it
-
-
-def test_no_module_hides_the_function() -> None:
-    import vescale_ckpt._convert.plan
-
-    assert vescale_ckpt.convert is convert and callable(convert)
 
 
 # --- What others read, and have written
@@ -243,14 +237,6 @@ def test_pickles_that_lie(tmp_path: Path) -> None:
         converted(code)
 
 
-def test_names_that_files_cannot_have(tmp_path: Path) -> None:
-    wanted = {"a/b": torch.ones(2), ".hidden": torch.zeros(1), "100%": torch.ones(3), "é ü": torch.ones(1)}
-    torch.save(wanted, tmp_path / "a.pt")
-    for format in FORMATS:
-        convert(tmp_path / "a.pt", tmp_path / NAMES[format], format=format)
-        assert_same(read_by_us(tmp_path / NAMES[format]), wanted)
-
-
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     torch.save({"x": Path("x")}, tmp_path / "code.pt")
@@ -361,25 +347,6 @@ def test_layers_are_stacked_from_every_format(tmp_path: Path, source: Format) ->
     assert_same(stock_safetensors.load_file(tmp_path / "b.safetensors"), wanted)
 
 
-def test_layers_that_cannot_be_stacked(tmp_path: Path) -> None:
-    path = saved(
-        tmp_path / "a.pt",
-        {"g.0": torch.ones(2), "g.2": torch.ones(2), "u.0": torch.ones(2), "u.1": torch.ones(3), "s": torch.tensor(1)},
-    )
-    cases: list[tuple[dict[str, str], type[Exception], str]] = [
-        ({"g.*": "g"}, CheckpointError, "layers 1 of 3 are missing"),
-        ({"u.*": "u"}, CheckpointError, "u.1 has shape"),
-        ({"s": "s.*"}, CheckpointError, "without dimensions"),
-        ({"none.*": "none"}, ValueError, "no tensor is named"),
-        ({"g.*": "g.*"}, ValueError, "one \\* more"),
-        ({"u.0": "g.*"}, ValueError, "both be 'g.0'"),
-    ]
-    for stack, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            converted(path, stack=stack)
-    assert not path.with_suffix(".made.safetensors").exists()
-
-
 # --- Objects, shards, what is there
 
 
@@ -483,18 +450,6 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         source = tmp_path / NAMES[format]
     stored = dcp.FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata
     assert len(stored["line"].chunks) > 20
-
-
-@pytest.mark.parametrize("most", [1, 5, 6, 7, 24, 100])
-@pytest.mark.parametrize("shape", [(), (0,), (10,), (4, 6), (2, 3, 4), (2, 0, 3), (1, 1, 30)])
-def test_pieces_follow_one_another_in_memory(shape: tuple[int, ...], most: int) -> None:
-    values = torch.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-    pieces = []
-    for offsets, sizes in cut(shape, most):
-        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        pieces.append(values[box].reshape(-1))
-        assert values[box].shape == sizes and pieces[-1].numel() <= most
-    assert torch.equal(torch.cat(pieces), values.reshape(-1))
 
 
 # --- What goes wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from harness import stores
-from harness.fault_proxy import FaultProxy, Rule
-from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
@@ -126,15 +123,6 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
     assert stores.names(url) == set()
 
 
-@pytest.mark.slow
-def test_two_ranks_share_the_work(bucket_url: str, object_server: Any, source: Path) -> None:
-    run_ranks(2, _convert, object_server.environment(), str(source), bucket_url)
-    for to in ("/dcp", "/model"):
-        assert is_sound(bucket_url + to)
-    index = json.loads(stores.read(bucket_url + "/model", "model.safetensors.index.json"))
-    assert set(index["weight_map"]) == set(state())
-
-
 def _convert(environment: dict[str, str], source: str, url: str) -> None:
     import os
 
@@ -188,28 +176,3 @@ def test_a_copy_that_dies_leaves_each_checkpoint_what_lies_beside_it(
 def _but(call: Any, name: str, instead: Any) -> Any:
     """The method `call`, but with this name as its first argument the other one."""
     return lambda this, found, *others: (instead if found == name else call)(this, found, *others)
-
-
-def test_a_file_that_is_replaced_is_the_new_one_or_an_error_is_raised(
-    fault_proxy: FaultProxy, bucket_url: str, source: Path, tmp_path: Path
-) -> None:
-    def into(path: Path) -> None:
-        vescale_ckpt.convert(path, f"{bucket_url}/one.safetensors", format="safetensors", overwrite=True)
-
-    def content() -> bytes:
-        return stores.read(bucket_url, "one.safetensors")
-
-    into(source)
-    before = content()
-    vescale_ckpt.save(tmp_path / "other", {name: value + 1 for name, value in state().items()})
-    vescale_ckpt.convert(tmp_path / "other", tmp_path / "one.safetensors", format="safetensors")
-    after = (tmp_path / "one.safetensors").read_bytes()
-    assert len(after) == len(before)
-    fault_proxy.add(Rule("denied", kind="complete_upload", times=100))
-    with pytest.raises(CheckpointError, match="denied"):
-        into(tmp_path / "other")
-    fault_proxy.clear()
-    assert content() == before
-    fault_proxy.add(Rule("lost_answer", kind="complete_upload"))
-    into(tmp_path / "other")
-    assert content() == after

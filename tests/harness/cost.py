@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -22,13 +21,3 @@ def calls_of(action: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return calls
-
-
-def least_cpu_seconds(action: Callable[[], object], rounds: int) -> float:
-    """Of this process with all its threads."""
-    taken = []
-    for _ in range(rounds):
-        started = time.process_time()
-        action()
-        taken.append(time.process_time() - started)
-    return min(taken)

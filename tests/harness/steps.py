@@ -33,7 +33,7 @@ from vescale_ckpt._routes.pipeline import Pipeline
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
-from vescale_ckpt._storage import locks, object_clients, orphans
+from vescale_ckpt._storage import locks, orphans
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt._write.native_layout import NativeLayout
@@ -107,9 +107,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "fill what is packed": (load_packed, "fill_packed"),
     "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
-    "read a header": (headers._Reading, "_open"),
-    "read a safetensors file": (_C.SafetensorsReads, "read_tensors"),
-    "open a store": (object_clients, "_open"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),
     "clean up on a machine": (node_work, "clean_up_part"),
@@ -183,17 +180,6 @@ def around_metadata(context: Callable[[bytes, bytes], Any]) -> Any:
     return instead("make the metadata", within)
 
 
-def results(step: str, into: list[Any]) -> Any:
-    """A context in which what a step returns is noted."""
-    original = getattr(*STEPS[step])
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        into.append(original(*arguments, **options))
-        return into[-1]
-
-    return instead(step, noted)
-
-
 def failing(step: str, error: BaseException) -> Any:
     owner, name = STEPS[step]
     return mock.patch.object(owner, name, side_effect=error)
@@ -252,11 +238,6 @@ def no_plans_known() -> Any:
 def planned_by(planner: SavePlanner) -> Any:
     """A context in which `save` plans with this planner for all groups."""
     return mock.patch.object(api, "_planners", PerGroup(lambda: planner))
-
-
-def patience_with_stores() -> int:
-    """Seconds for which this thread waits for a store."""
-    return object_clients._patience()
 
 
 def finish_before_exit() -> None:

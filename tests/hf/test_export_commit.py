@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import safetensors.torch as stock_torch
 import torch
-from harness import faults
+import torch.distributed as dist
+from harness import faults, steps
+from harness.ranks import run_ranks
+from harness.states import assert_same
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, StorageReader
 from vescale_ckpt._checkpoint.safetensors import commit, model_names
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks
@@ -300,17 +303,6 @@ def _after_cuts(first: dict[str, str], steps: list[dict[str, str | None] | None]
         durable, pending = _after(durable, pending), []
 
 
-def test_the_names_of_all_files_cost_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "made"
-    vescale_ckpt.save(directory, {"x": torch.ones(1)}, format="safetensors")
-    with monkeypatch.context() as patched:
-        calls = Calls(patched)
-        state = {str(number): torch.ones(1) for number in range(40)}
-        vescale_ckpt.save(directory, state, format=vescale_ckpt.Safetensors(max_shard_size=4))
-    made = [name for name, _ in calls.made]
-    assert made.count("rename_file") == 41 and made.count("sync_directory") <= 4
-
-
 def test_without_second_names_a_model_keeps_its_spare_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for k in (0, 1, 2):
         faults.inject("link", errno.EPERM, 0, 1000)
@@ -387,26 +379,81 @@ def _complete(directory: Path, k: int) -> Callable[[], None]:
     return lambda: commit.commit_files(pending, index, overwrite=True)
 
 
-def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between reading the index and the headers the same names have become another model's."""
-    from vescale_ckpt._checkpoint.safetensors import headers
-
-    export(tmp_path, 0, "two")
-    weight_map, exports = headers._weight_map, [1, 2]
-
-    def late(path: str) -> dict[str, str]:
-        found = weight_map(path)
-        if exports:
-            export(tmp_path, exports.pop(0), "two")
-        return found
-
-    monkeypatch.setattr(headers, "_weight_map", late)
-    assert which(as_we(tmp_path)) == 2
-
-
 def test_orphans_do_not_hide_a_model_of_files_without_an_index(tmp_path: Path) -> None:
     stock_torch.save_file(model(0), tmp_path / "weights.safetensors")
     for name in model_names.file_names(2, 6):
         stock_torch.save_file({"a": torch.zeros(1)}, tmp_path / name)
     (tmp_path / "model.safetensors.tmp.0123abcd").write_bytes(b"")
     assert which(as_we(tmp_path)) == 0 and vescale_ckpt.verify(tmp_path).ok
+
+
+# --- Loads while exports replace the model: they read again, and call nothing damaged
+
+
+def numbered(k: int, files: int = 2) -> State:
+    return {f"w{number}": torch.full((4096,), float(k)) for number in range(files)}
+
+
+def exporting(monkeypatch: pytest.MonkeyPatch, export: Callable[[int], None], times: int) -> None:
+    """Calls `export` with 1, 2, … before each of the first reads of data, when headers were read already."""
+    read, done = StorageReader.read, itertools.count(1)
+
+    def disturbed(*args: Any) -> None:
+        if (number := next(done)) <= times:
+            export(number)
+        read(*args)
+
+    monkeypatch.setattr(StorageReader, "read", disturbed)
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_a_model_that_an_export_replaces_is_read_again(
+    tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(k: int) -> None:
+        model = {**numbered(k), "more": torch.full((4096,), float(k))}
+        size = {1: "5GB", 2: 32 << 10, 3: 16 << 10}[files]
+        vescale_ckpt.save(tmp_path, model, format=vescale_ckpt.Safetensors(max_shard_size=size))
+
+    vescale_ckpt.save(tmp_path, numbered(0), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
+    exporting(monkeypatch, export, 2)
+    filled = numbered(7)
+    vescale_ckpt.load(tmp_path, filled, strict=False)
+    assert_same(filled, numbered(2))
+    exporting(monkeypatch, export, 1)
+    assert vescale_ckpt.load(tmp_path)["w1"][0] == 1
+
+
+def test_exports_without_end_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(k: int) -> None:
+        vescale_ckpt.save(tmp_path, numbered(k), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
+
+    export(0)
+    exporting(monkeypatch, export, 1000)
+    with pytest.raises(CheckpointError, match="load it again") as raised:
+        vescale_ckpt.load(tmp_path, numbered(7))
+    assert not isinstance(raised.value, CorruptCheckpointError)
+    steps.instead("read the index of a model", lambda path: export(9) or {"w0": "gone.safetensors"}).start()
+    with pytest.raises(CheckpointError, match="follow each other") as raised:
+        vescale_ckpt.load(tmp_path, numbered(7))
+    assert not isinstance(raised.value, CorruptCheckpointError)
+
+
+def _loaded_while_replaced(directory: Path) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+
+            def export(_: int) -> None:
+                for path in (directory / "1").iterdir():
+                    path.replace(directory / "0" / path.name)
+
+            exporting(patch, export, 1)
+        filled = numbered(7)
+        vescale_ckpt.load(directory / "0", filled, broadcast_checkpoint=False, timeout=60.0)
+    return float(torch.stack([*filled.values()]).unique())
+
+
+def test_ranks_read_again_together(tmp_path: Path) -> None:
+    for k in range(2):
+        vescale_ckpt.save(tmp_path / str(k), numbered(k), format=vescale_ckpt.Safetensors(max_shard_size=16 << 10))
+    assert run_ranks(2, _loaded_while_replaced, tmp_path) == [1.0, 1.0]

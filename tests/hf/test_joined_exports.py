@@ -90,12 +90,12 @@ def test_the_files_are_those_of_ranks_that_write_alone(checkpoint: Path, shape: 
         assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
 
 
-def _columns(k: int) -> dict[str, torch.Tensor]:
+def columns(k: int) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(1_200_000.0).view(600, 2000) + k, "b": torch.arange(99_000.0).view(990, 100) * k}
 
 
 def _sharded_columns(k: int) -> dict[str, torch.Tensor]:
-    return {name: sharded(value, Shard(1)) for name, value in _columns(k).items()}
+    return {name: sharded(value, Shard(1)) for name, value in columns(k).items()}
 
 
 def _save_columns(directory: str, who: int, what: str) -> str:
@@ -136,37 +136,11 @@ def _save_columns(directory: str, who: int, what: str) -> str:
         return f"saved, {'together' if gather.called else 'alone'}, {warned.call_count} warnings"
 
 
-def _save_five_times(directory: str) -> list[int]:
-    """One rank fails in the third save. Returns how many buffers this rank had made after each."""
-    begun, begin = [], node_buffer.NodeBuffer.__init__
-    Exchange.of().kept.clear()  # of an earlier test
-
-    def count(buffer: node_buffer.NodeBuffer, sizes: list[int]) -> None:
-        begun.append(sizes)
-        begin(buffer, sizes)
-
-    made = []
-    with joining() as gather, mock.patch.object(node_buffer.NodeBuffer, "__init__", count):
-        for k in range(5):
-            fails = k == 2
-            gather.side_effect = OSError(errno.EIO, "the disk is gone") if fails and dist.get_rank() == 1 else GATHER
-            with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
-                save(f"{directory}/{k}", _sharded_columns(k))
-            made.append(len(begun))
-    return made
-
-
-def test_windows_are_kept_until_a_save_fails(checkpoint: Path) -> None:
-    assert run_ranks(2, _save_five_times, str(checkpoint)) == [[1, 1, 1, 2, 2]] * 2
-    for k in (0, 1, 3, 4):
-        assert same(read(checkpoint / str(k)), _columns(k)), k
-
-
 @pytest.mark.parametrize("what", ["memory", "namespace"])
 def test_without_shared_memory_each_rank_writes_its_own(checkpoint: Path, what: str) -> None:
     answers = run_ranks(2, _save_columns, str(checkpoint), 1, what)
     assert answers == ["saved, alone, 0 warnings", "saved, alone, 1 warnings"]
-    assert same(read(checkpoint), _columns(1))
+    assert same(read(checkpoint), columns(1))
 
 
 @pytest.mark.parametrize(
@@ -174,18 +148,18 @@ def test_without_shared_memory_each_rank_writes_its_own(checkpoint: Path, what: 
     [("write ENOSPC", "StorageFullError 1"), ("open EIO", "CheckpointError 1"), ("late", "SaveFailedError 1")],
 )
 def test_the_error_of_one_rank_ends_the_rounds_of_all(checkpoint: Path, what: str, kind: str) -> None:
-    vescale_ckpt.save(checkpoint, _columns(0), format="safetensors")
+    vescale_ckpt.save(checkpoint, columns(0), format="safetensors")
     answers = run_ranks(2, _save_columns, str(checkpoint), 1, what)
     assert all(answer.startswith(kind) for answer in answers), answers
-    assert same(read(checkpoint), _columns(0)) and nothing_left(checkpoint)
+    assert same(read(checkpoint), columns(0)) and nothing_left(checkpoint)
     assert run_ranks(2, _save_columns, str(checkpoint), -1, "") == ["saved, together, 0 warnings"] * 2
-    assert same(read(checkpoint), _columns(1)) and nothing_left(checkpoint)
+    assert same(read(checkpoint), columns(1)) and nothing_left(checkpoint)
 
 
 def test_a_rank_that_dies_between_rounds_is_named(checkpoint: Path) -> None:
-    vescale_ckpt.save(checkpoint, _columns(0), format="safetensors")
+    vescale_ckpt.save(checkpoint, columns(0), format="safetensors")
     answers = run_ranks(2, _save_columns, str(checkpoint), 1, "die", check=False)
     assert "CheckpointTimeoutError" in str(answers[0]) and "rank 1" in str(answers[0]), answers
-    assert same(read(checkpoint), _columns(0))
-    vescale_ckpt.save(checkpoint, _columns(2), format="safetensors")
-    assert same(read(checkpoint), _columns(2)) and nothing_left(checkpoint)
+    assert same(read(checkpoint), columns(0))
+    vescale_ckpt.save(checkpoint, columns(2), format="safetensors")
+    assert same(read(checkpoint), columns(2)) and nothing_left(checkpoint)

@@ -208,7 +208,7 @@ def test_float8_with_scales_of_blocks_as_torch_makes_it(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4_as_torch_and_transformers_make_it(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_mxfp4_as_torch_makes_it(tmp_path: Path, dtype: torch.dtype) -> None:
     state = mxfp4_model()
     folder = written(tmp_path / "model", state, MXFP4)
     # Not by a load: torch's plans it by the shape of the stored chunk, and fills 5 of 160 columns.
@@ -225,14 +225,10 @@ def test_mxfp4_as_torch_and_transformers_make_it(tmp_path: Path, dtype: torch.dt
     converted = vescale_ckpt.load(tmp_path / "out")
     assert converted.keys() == {"m.up"}
     assert_equal_bits(converted["m.up"], target["m.up"])
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    of_transformers = mxfp4.convert_moe_packed_tensors(state["m.up_blocks"], state["m.up_scales"], dtype=dtype)
-    assert_equal_bits(target["m.up"], of_transformers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
-def test_mxfp4_of_all_numbers_and_scales_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Each value is the exact product, rounded once."""
+def test_mxfp4_of_all_numbers_and_scales_is_exact_as_float64(tmp_path: Path) -> None:
+    """Which alone holds 2^128 and more."""
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     numbers = torch.cat([magnitudes, -magnitudes])
     codes = torch.arange(32) % 16
@@ -240,14 +236,14 @@ def test_mxfp4_of_all_numbers_and_scales_is_exact(tmp_path: Path, dtype: torch.d
     scales = torch.arange(256).to(torch.uint8).view(1, 256, 1)
     folder = written(tmp_path / "model", {"m.up_blocks": blocks, "m.up_scales": scales}, MXFP4)
     powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(256)], dtype=torch.float64)
-    expected = (powers[:, None] * numbers[codes]).to(dtype)[None]
-    target = {"m.up_blocks": torch.zeros(1, 256, 32, dtype=dtype)}
+    expected = (powers[:, None] * numbers[codes])[None]
+    target = {"m.up_blocks": torch.zeros(1, 256, 32, dtype=torch.float64)}
     vescale_ckpt.load(folder, target)
     assert_equal_bits(target["m.up_blocks"], expected)
-    target = {"m.up": torch.zeros(1, 32, 256, dtype=dtype)}
+    target = {"m.up": torch.zeros(1, 32, 256, dtype=torch.float64)}
     vescale_ckpt.load(folder, target)
     assert_equal_bits(target["m.up"], expected.transpose(1, 2).contiguous())
-    vescale_ckpt.convert(folder, tmp_path / "out", format="dcp", dtype=dtype)
+    vescale_ckpt.convert(folder, tmp_path / "out", format="dcp", dtype=torch.float64)
     assert_equal_bits(vescale_ckpt.load(tmp_path / "out")["m.up"], target["m.up"])
 
 

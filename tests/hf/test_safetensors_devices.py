@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch as stock_torch
 import torch
 from harness import steps
 from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
 from harness.files import flip, safetensors_dtypes
 from harness.ranks import in_fork
-from harness.states import KiB, MiB, numbers, random_tensor, same
+from harness.states import MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
 from vescale_ckpt._engine.torch_copies import TorchCopies
@@ -26,7 +25,6 @@ from vescale_ckpt._engine.torch_copies import TorchCopies
 pytestmark = needs_fake_cuda
 
 ALIGNMENT = 512  # bytes
-NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 
 class Memory:
@@ -148,24 +146,6 @@ def test_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
     in_fork(_apart, tmp_path / "model.safetensors")
 
 
-def _few_copies(path: Path) -> dict[str, int]:
-    counts = {}
-    for kind, length in (("scalars", 1), ("odd", 77), ("whole", 2 * KiB)):  # of 4, 308 and 8192 bytes
-        values = {f"{i}": numbers(length, first=i) for i in range(3000)}
-        safetensors.save_file(values, path)
-        with devices() as (fake, _):
-            fake.fail("cudaMemcpyBatchAsync", code=NOT_SUPPORTED)  # else one call makes many
-            assert same(safetensors.load_file(path, "cuda"), values)
-            counts[kind] = fake.count("cudaMemcpyAsync")
-    return counts
-
-
-def test_one_copy_brings_many_small_tensors(tmp_path: Path) -> None:
-    counts = in_fork(_few_copies, tmp_path / "model.safetensors")
-    assert counts["scalars"] <= 4 and counts["odd"] <= 4, counts
-    assert counts["whole"] <= 10, counts  # 24 MiB through slots of 4
-
-
 def _misaligned(path: Path) -> None:
     values = {"flag": torch.tensor([True]), "w": numbers(5000), "z": numbers(3, dtype=torch.float64)}
     header, at, data = {}, 0, b""
@@ -186,21 +166,6 @@ def _misaligned(path: Path) -> None:
 
 def test_tensors_at_odd_offsets_of_the_file_are_aligned_in_memory(tmp_path: Path) -> None:
     in_fork(_misaligned, tmp_path / "model.safetensors")
-
-
-def _several_files(folder: Path) -> None:
-    values = [{f"{i}.{j}": numbers(5000 + i, 7 + j, first=j) for j in range(5)} for i in range(4)]
-    for i, tensors in enumerate(values):
-        stock_torch.save_file(tensors, folder / f"{i}")  # which has no checksums
-    with devices():
-        found = [safetensors.load_file(folder / f"{i}", f"cuda:{i % 2}") for i in range(4)]
-        assert all(map(same, found, values))
-        safetensors.save_file({}, folder / "nothing")
-        assert safetensors.load_file(folder / "nothing", "cuda") == {}
-
-
-def test_several_files_are_loaded_to_several_devices(tmp_path: Path) -> None:
-    in_fork(_several_files, tmp_path)
 
 
 # --- Tensors and parts of them

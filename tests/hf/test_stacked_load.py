@@ -304,13 +304,6 @@ def _load_shared(folder: Path, target: State, expected: torch.Tensor) -> None:
     assert_same(target["e"], expected)
 
 
-def test_models_in_object_stores(tmp_path: Path) -> None:
-    pytest.importorskip("obstore", reason="object stores need obstore")
-    state = model()
-    vescale_ckpt.save("memory://stacked/model", state, format=vescale_ckpt.Safetensors(max_shard_size="4KB"))
-    assert_states(vescale_ckpt.load("memory://stacked/model", stack=RULES), by_hand(state))
-
-
 # --- Random rules
 
 
@@ -344,21 +337,6 @@ def random_model(seed: int) -> tuple[State, dict[Any, str], State]:
         made[name] = whole[0] if kind == "concatenate" else torch.stack(whole)
     keys = chance.sample(list(state), len(state))
     return {key: state[key] for key in keys}, rules, made
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_rules(tmp_path: Path, seed: int) -> None:
-    state, rules, made = random_model(seed)
-    WRITERS[seed % 3](tmp_path / "model", state)
-    assert_states(vescale_ckpt.load(tmp_path / "model", stack=rules), made)
-    target = {
-        key: torch.zeros(value.shape[::-1], dtype=value.dtype).permute(list(range(value.dim()))[::-1])
-        for key, value in made.items()
-    }
-    dcp.load(target, storage_reader=StorageReader(tmp_path / "model", stack=rules), no_dist=True)
-    assert_states(target, made)
-    vescale_ckpt.convert(tmp_path / "model", tmp_path / "out.safetensors", format="safetensors", stack=rules)
-    assert_states(stock_torch.load_file(tmp_path / "out.safetensors"), made)
 
 
 def test_random_rules_on_shards(tmp_path: Path) -> None:

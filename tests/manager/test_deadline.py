@@ -240,11 +240,3 @@ def test_arguments(checkpoint: Path) -> None:
         CheckpointManager(checkpoint, deadline_seconds=3)
     with pytest.raises(ValueError, match="deadline_seconds"):
         _manager(checkpoint, -1)
-
-
-def test_a_save_before_that_does_not_end_is_not_waited_for_for_ever(checkpoint: Path) -> None:
-    with _manager(checkpoint, LONG, timeout=0.05) as saver, held():
-        saver.save(1, _state(1))
-        with pytest.raises(CheckpointTimeoutError, match="before this one: not done"):
-            saver.save(2, _state(2))
-    assert saver.steps() == [1]

@@ -1,4 +1,5 @@
-"""`CheckpointManager` with saves that go on in the background, and signals: who waits for whom, who is told what."""
+"""`CheckpointManager` with saves that go on in the background or are cancelled, and signals: who waits for whom, who is
+told what."""
 
 from __future__ import annotations
 
@@ -24,15 +25,14 @@ from harness.snapshots import held, snapshot_memory
 from harness.states import blank, same, small_state
 from test_manager import BOUND, Child, restored, save_steps, steps_in
 
-import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
     CheckpointManager,
     CheckpointTimeoutError,
+    SaveCancelledError,
     SaveFailedError,
     SavePlanner,
     StorageFullError,
-    api,
 )
 from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.running_save import RunningSave
@@ -279,33 +279,6 @@ def counted_plans() -> Iterator[list[None]]:
         yield plans
 
 
-def test_the_first_save_of_two_ranks_after_restoring_plans_nothing(checkpoint: Path) -> None:
-    run_ranks(2, save_for_another_run, checkpoint)
-    assert run_ranks(2, restore_and_save, checkpoint) == [(1, 1), (0, 0)]
-
-
-def state_of_rank(k: int) -> dict[str, Any]:
-    return {"of rank": vescale_ckpt.PerRank(torch.full((50 + dist.get_rank(),), float(k))), **small_state(k)}
-
-
-def save_for_another_run(directory: Path) -> None:
-    with CheckpointManager(directory) as saver:
-        saver.save(1, state_of_rank(1))
-
-
-def restore_and_save(directory: Path) -> tuple[int, int]:
-    """How many plans were made then."""
-    api._planners.forget()
-    with CheckpointManager(directory) as saver, counted_plans() as plans:
-        values = {**blank(small_state(0)), "of rank": vescale_ckpt.PerRank(torch.zeros(50 + dist.get_rank()))}
-        assert saver.restore(values) == 1
-        after_restoring = len(plans)
-        values["model"]["weight"].add_(1)
-        saver.save(2, values)
-        saver.wait()
-        return after_restoring, len(plans)
-
-
 def test_a_state_that_cannot_be_planned_is_restored(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_steps(checkpoint, 1)
     with steps.failing("describe a state to prepare", RuntimeError("no state today")):
@@ -339,22 +312,6 @@ def test_a_signal_leads_to_one_last_save(checkpoint: Path) -> None:
     assert restored(checkpoint) == (5, True) and steps_in(checkpoint) == [5]
 
 
-def test_a_signal_to_one_rank_reaches_all(checkpoint: Path) -> None:
-    assert run_ranks(2, train_until_signal, checkpoint) == [(3, [3]), (3, [3])]
-
-
-def train_until_signal(directory: Path) -> tuple[int, list[int]]:
-    with CheckpointManager(directory, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
-        for step in range(1, 100):
-            if step == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            saver.save(step, small_state(step))
-            if saver.preempted:
-                break
-        dist.barrier()
-        return step, saver.steps()
-
-
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """As in a terminal: a job that a shell starts with `&` ignores the interrupt."""
@@ -386,31 +343,6 @@ def test_a_signal_that_was_ignored_leads_to_a_save_and_is_ignored_again(checkpoi
         signal.signal(signal.SIGINT, before)
 
 
-def test_ranks_at_different_steps_are_told(checkpoint: Path) -> None:
-    texts = run_ranks(2, save_out_of_step, checkpoint)
-    assert all("steps 0 to 1" in text for text in texts)
-
-
-def save_out_of_step(directory: Path) -> str:
-    saver = CheckpointManager(directory, save_interval_seconds=0)
-    try:
-        saver.save(dist.get_rank(), small_state(1))
-    except CheckpointError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_the_last_save_waits_for_the_one_before(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
-        with held() as event, let_go_by(*steps.STEPS["wait for the save before"], event):
-            saver.save(1, small_state(1))
-            os.kill(os.getpid(), signal.SIGTERM)
-            handle = saver.save(2, small_state(2))
-        assert saver.preempted and handle is not None and handle.done()
-        assert saver.steps() == [1, 2]
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("whose", ["its own", "another manager's"])
 def test_the_last_save_is_made_though_the_one_before_failed(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, whose: str
@@ -438,3 +370,73 @@ def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path) -> None:
         assert not saver.preempted
         saver.save(2, small_state(2))
         assert saver.preempted and saver.steps() == [2]
+
+
+# --- Saves that are cancelled
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def cancel_on_one(directory: Path, who: int) -> Any:
+    rank = dist.get_rank()
+    with CheckpointManager(directory) as saver:
+        assert not saver.cancel()
+        saver.save(1, state_of(1), metrics={"loss": 1})
+        saver.wait()
+        assert not saver.cancel()
+        with held() as event:
+            handle = saver.save(2, state_of(2), metrics={"loss": 2})
+            assert handle is not None
+            dist.barrier()
+            said = saver.cancel() if rank == who else None
+            dist.barrier()
+            event.set()
+            told = ""
+            try:
+                saver.wait()
+            except SaveCancelledError as error:
+                told = type(error).__name__
+            saver.wait()
+            with pytest.raises(SaveCancelledError):
+                handle.result(BOUND)
+        dist.barrier()
+        left = sorted(path.name for path in directory.iterdir())
+        dist.barrier()
+        saver.save(3, state_of(3))
+        saver.save(4, state_of(4))
+    dist.barrier()
+    return said, told, left, saver.steps(), saver.metrics(1)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
+    for rank, (said, told, *others) in enumerate(run_ranks(2, cancel_on_one, checkpoint, who)):
+        assert said is (True if rank == who else None)
+        assert told == ("" if rank == who else "SaveCancelledError")
+        assert others == [["step-1"], [1, 3, 4], {"loss": 1}]
+
+
+def test_a_step_that_is_saved_again_stays_when_that_is_cancelled(checkpoint: Path) -> None:
+    save_steps(checkpoint, 1)
+    with CheckpointManager(checkpoint) as saver, held() as event:
+        saver.save(1, state_of(5))
+        assert saver.cancel()
+        event.set()
+    assert restored(checkpoint) == (1, True) and steps_in(checkpoint) == [1]
+
+
+def test_a_manager_of_an_object_store_cancels(url: str) -> None:
+    pytest.importorskip("obstore", reason="object stores need obstore")
+    with CheckpointManager(url) as saver:
+        saver.save(1, state_of(1))
+        saver.wait()
+        with held() as event:
+            saver.save(2, state_of(2), metrics={"loss": 2})
+            assert saver.cancel()
+            event.set()
+            saver.wait()
+        assert saver.steps() == [1] and saver.latest() == 1
+        saver.save(3, state_of(3))
+    assert saver.steps() == [1, 3]

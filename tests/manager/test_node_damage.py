@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.machines import why_not
-from harness.node_jobs import NEVER, NodeJob, check_restart, start_again, started
+from harness.node_jobs import NEVER, NodeJob, check_restart, start_again
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
-    """Two machines: processes that no test ends."""
-    with started(tmp_path_factory.mktemp("two"), 2) as job:
-        yield job
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ DRAIN = ["copy a file to the durable place", "commit in the durable place", "cle
 RESTORE = ["tell the steps of a machine", "install metadata", "bring files", "read a checkpoint"]
 
 
-@pytest.fixture(scope="module")
-def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
-    """Two machines for jobs that start again: processes that no test ends."""
-    with started(tmp_path_factory.mktemp("checkers"), 2) as job:
-        yield job
-
-
 def _cases(steps: list[str], quick: int, kinds: tuple[str, str] = ("shards", "hsdp")) -> Any:
     """Each machine before and behind each step. By turns it loses power, or its connections are closed, and machines
     hold replicas or not. `quick`: the case that always runs."""
@@ -43,7 +35,7 @@ def _cases(steps: list[str], quick: int, kinds: tuple[str, str] = ("shards", "hs
 
 @_cases(SAVE, quick=17)
 def test_a_machine_is_lost_in_a_save(
-    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
+    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, two: NodeJob
 ) -> None:
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2, async_checkpoint=silently)
@@ -63,13 +55,13 @@ def test_a_machine_is_lost_in_a_save(
         else:
             assert answer.error, answer
         steps = {True: {3}, False: {2}, None: {2, 3}}[answer.committed]
-        restart(job, checkers, kind, steps)
-        restart(job, checkers, kind, steps if kind == "hsdp" else {2}, empty=[machine])
+        restart(job, two, kind, steps)
+        restart(job, two, kind, steps if kind == "hsdp" else {2}, empty=[machine])
 
 
 @_cases(COPY, quick=11, kinds=("shards", "shards"))
 def test_a_machine_is_lost_while_it_copies(
-    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
+    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, two: NodeJob
 ) -> None:
     """The copies of the step before are complete."""
     with started(tmp_path, 2) as job:
@@ -85,13 +77,13 @@ def test_a_machine_is_lost_while_it_copies(
             job.say(*command)
             (answer,) = job.hear_those_left(machine)
             assert command == ("close",) or answer.error, answer
-        restart(job, checkers, kind, {3}, copies=1)
-        restart(job, checkers, kind, {2, 3}, empty=[machine], copies=1)
+        restart(job, two, kind, {3}, copies=1)
+        restart(job, two, kind, {2, 3}, empty=[machine], copies=1)
 
 
 @_cases(DRAIN, quick=5)
 def test_a_machine_is_lost_while_it_drains(
-    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
+    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, two: NodeJob
 ) -> None:
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2)
@@ -109,19 +101,19 @@ def test_a_machine_is_lost_while_it_drains(
         # Of the second machine the only file has come; what the first one does behind the commit is no matter.
         is_durable = step == DRAIN[2] or (step, where) == (DRAIN[1], "behind") or (machine, where) == (1, "behind")
         assert job.durable.joinpath("step-3", ".metadata").exists() == is_durable
-        restart(job, checkers, kind, {3})
+        restart(job, two, kind, {3})
         # Before the commit all data is in the durable place: one machine with the metadata is enough.
         is_there = is_durable or kind == "hsdp" or step == DRAIN[1]
-        restart(job, checkers, kind, {3} if is_there else {2}, empty=[machine])
-        restart(job, checkers, kind, {3} if is_durable else {2}, empty=[0, 1])
+        restart(job, two, kind, {3} if is_there else {2}, empty=[machine])
+        restart(job, two, kind, {3} if is_durable else {2}, empty=[0, 1])
 
 
 @_cases(RESTORE, quick=10)
 def test_a_machine_is_lost_in_a_restore(
-    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, checkers: NodeJob
+    kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, two: NodeJob
 ) -> None:
     """Of two machines the second was replaced by an empty one before."""
-    before = start_again(checkers, checkers, empty=[0, 1])
+    before = start_again(two, two, empty=[0, 1])
     before.open(kind, copies=1, timeout=20, durable_interval_steps=NEVER)
     for number in (1, 2):
         before.call("save", number)
@@ -138,5 +130,5 @@ def test_a_machine_is_lost_in_a_restore(
         assert answer.error or (step, where) == (RESTORE[3], "behind"), answer
         job.say("close")
         job.hear_those_left(machine)
-        restart(job, checkers, kind, {2}, copies=1)
-        restart(job, checkers, kind, {2}, empty=[1], copies=1)
+        restart(job, two, kind, {2}, copies=1)
+        restart(job, two, kind, {2}, empty=[1], copies=1)

@@ -19,13 +19,6 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
-    """Two machines for jobs that start again: processes that no test ends."""
-    with started(tmp_path_factory.mktemp("two"), 2) as job:
-        yield job
-
-
-@pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
     with started(tmp_path_factory.mktemp("four"), 4) as job:
         yield job

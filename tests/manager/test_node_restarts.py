@@ -206,48 +206,7 @@ def test_a_folder_of_another_run_is_named(three: NodeJob) -> None:
     job.call("close")
 
 
-def test_a_new_run_behind_the_folders_of_an_old_one(three: NodeJob) -> None:
-    job = new_job(three)
-    job.open("shards", durable_interval_steps=NEVER)
-    save(job, 1)
-    job.call("close")
-    elsewhere = job.durable.with_name(f"{job.name} new")
-    (error,) = {answer.error for answer in job.ask("open", "shards", str(job.own), str(elsewhere), 2, {})}
-    assert str(job.durable) in error and str(elsewhere) in error and "Move that folder away" in error
-    elsewhere.mkdir()
-    shutil.copy(job.durable / ".run", elsewhere)  # as the error says, to go on with its steps
-    job.call("open", "shards", str(job.own), str(elsewhere), 2, {})
-    assert found(job) == (1, 1)
-    job.call("close")
-
-
-@pytest.mark.parametrize("place", ["machines", "all"])
-def test_folders_of_older_versions_have_no_id(place: str, three: NodeJob) -> None:
-    job = new_job(three)
-    job.open("shards", copies=1)
-    save(job, 1, 2)
-    job.call("close")
-    for root in [*map(job.folder, range(3)), *([job.durable] if place == "all" else [])]:
-        (root / ".run").unlink()
-    job.open("shards", 2, copies=1)
-    assert found(job) == (2, 1)
-    save(job, 3)
-    job.call("close")
-    ids = {json.loads((root / ".run").read_text())["id"] for root in [*map(job.folder, range(3)), job.durable]}
-    assert len(ids) == 1
-
-
 # --- Machines that are fewer, or come back
-
-
-def test_more_copies_than_machines_are_left(three: NodeJob) -> None:
-    job = new_job(three)
-    job.told()
-    job.open("shards", copies=3)
-    assert job.told().count("copies=3: 3 nodes are left, so each file gets 2") == 1
-    save(job, 1)
-    assert job.call("losses_survived")[0] == {1: 2}
-    job.call("close")
 
 
 @pytest.mark.parametrize("machine", [0, pytest.param(1, marks=SLOW)])

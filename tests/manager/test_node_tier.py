@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import random
 import shutil
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -54,16 +51,14 @@ def _save(rank: int, kind: str, own: str, durable: str, steps: list[int], option
     return dict(manager.tiers())
 
 
-def _restore(
-    rank: int, kind: str, own: str, durable: str, step: int | None = None, copies: int = 0
-) -> tuple[int, list[str]]:
+def _restore(rank: int, kind: str, own: str, durable: str, step: int | None = None) -> tuple[int, list[str]]:
     """Restores, and compares all values. Returns the step and what was warned of."""
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     handler.addFilter(lambda record: "has no id of a run" not in record.getMessage())  # where the durable place is lost
     logging.getLogger("vescale_ckpt").addHandler(handler)
-    with CheckpointManager(durable, local=own, copies=copies) as manager:
+    with CheckpointManager(durable, local=own) as manager:
         state = _state(kind, 0)
         found = manager.restore(state, step)
         wanted = _state(kind, found)
@@ -169,8 +164,8 @@ class Job:
         tiers: dict[int, str] = self.call(_save, kind, self.own, str(self.durable), steps, options)[0]
         return tiers
 
-    def restore(self, kind: str, step: int | None = None, copies: int = 0) -> tuple[int, str]:
-        found = self.call(_restore, kind, self.own, str(self.durable), step, copies)
+    def restore(self, kind: str, step: int | None = None) -> tuple[int, str]:
+        found = self.call(_restore, kind, self.own, str(self.durable), step)
         assert len({step for step, _ in found}) == 1
         return found[0][0], "\n".join(text for _, warned in found for text in warned)
 
@@ -289,17 +284,6 @@ def a_job_goes_on_with_one_machine(job: Job) -> None:
 
 
 @scenario
-def copies_survive_the_loss_of_a_machine(job: Job) -> None:
-    job.save("shards", [1, 2, 3], copies=1)
-    assert vescale_ckpt.verify(job.folder(0, 3)).ok and vescale_ckpt.verify(job.folder(1, 3)).ok
-    for machine in range(2):
-        job.replace(machine)
-        shutil.rmtree(job.durable)
-        assert job.restore("shards", copies=1) == (3, "")
-        assert vescale_ckpt.verify(job.folder(machine, 3)).ok  # the new machine has its copies again
-
-
-@scenario
 def what_no_machine_has_is_durable(job: Job) -> None:
     """Only what no machine has is read there."""
     for machine in (0, 1):
@@ -323,49 +307,6 @@ def what_no_machine_has_is_durable(job: Job) -> None:
 
 
 @scenario
-def a_step_that_is_not_whole_is_passed_over(job: Job) -> None:
-    job.save("shards", [1, 2])
-    shutil.rmtree(job.durable)
-    next(iter(job.folder(1, 2).glob("*.distcp"))).unlink()
-    found, warned = job.restore("shards")
-    assert found == 1 and "step 2 is passed over" in warned
-
-
-@scenario
-def a_file_cut_short_does_not_count(job: Job) -> None:
-    job.save("hsdp", [1])
-    shutil.rmtree(job.durable)
-    for path in job.folder(1, 1).glob("*.distcp"):
-        os.truncate(path, 100)
-    assert job.restore("hsdp") == (1, "")
-    assert job.data(0, 1) == job.data(1, 1)
-
-
-@scenario
-def damage_is_replaced_by_another_copy(job: Job) -> None:
-    job.save("hsdp", [1])
-    shutil.rmtree(job.durable)
-    before = job.data(0, 1)
-    for machine, name in enumerate(sorted(before)):  # each machine has one sound file and one that is damaged
-        _flip(job.folder(machine, 1) / name)
-    found, warned = job.restore("hsdp")
-    assert found == 1 and "does not count" in warned
-    assert job.data(0, 1) == before
-
-
-@scenario
-def damage_of_all_copies_is_seen(job: Job) -> None:
-    job.save("hsdp", [1, 2])
-    shutil.rmtree(job.durable)
-    for machine in range(2):
-        for path in job.folder(machine, 2).glob("*.distcp"):
-            _flip(path)
-    assert job.call(_latest, job.own, str(job.durable)) == [(2, 1)] * 4
-    found, warned = job.restore("hsdp")
-    assert found == 1 and "no node has a sound copy" in warned, (found, warned)
-
-
-@scenario
 def a_machine_that_was_stopped_in_the_commit(job: Job) -> None:
     """Its data is there, its metadata is not."""
     job.save("shards", [1, 2])
@@ -374,18 +315,6 @@ def a_machine_that_was_stopped_in_the_commit(job: Job) -> None:
         os.remove(job.folder(1, 2) / name)
     assert job.restore("shards") == (2, "")
     assert job.folder(1, 2).joinpath(".metadata").exists()
-
-
-@scenario
-def machines_in_another_order(job: Job) -> None:
-    job.save("shards", [1])
-    shutil.rmtree(job.durable)
-    first, second = (job.folder(machine, 1).parent for machine in range(2))
-    other = job.durable.with_name("other")
-    shutil.move(first, other)
-    shutil.move(second, first)
-    shutil.move(other, second)
-    assert job.restore("shards") == (1, "")
 
 
 @scenario
@@ -432,21 +361,6 @@ def the_folders_have_at_most_so_many_bytes(job: Job) -> None:
 
 
 @scenario
-def a_machine_comes_back_with_an_older_save_of_a_step(job: Job) -> None:
-    job.save("replicas", [2, 3])
-    old = job.durable.with_name("old")
-    shutil.copytree(job.folder(0, 2), old)
-    job.save("replicas", [2])  # training went back: step 3 is abandoned
-    shutil.rmtree(job.durable)
-    shutil.rmtree(job.folder(0, 2))
-    shutil.copytree(old, job.folder(0, 2))
-    wanted = job.folder(1, 2).joinpath(".metadata").read_bytes()
-    found, _ = job.restore("replicas")
-    assert found == 2
-    assert all(job.folder(machine, 2).joinpath(".metadata").read_bytes() == wanted for machine in range(2))
-
-
-@scenario
 def damaged_metadata_is_replaced(job: Job) -> None:
     job.save("shards", [1])
     shutil.rmtree(job.durable)
@@ -480,46 +394,3 @@ def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
             shutil.copytree(tmp_path / str(machine), machines.folder(machine), dirs_exist_ok=True)
         found = machines.run(_restore, "shards", str(machines.own), str(tmp_path / "durable"))
         assert found == [(1, [])] * (2 * after)
-
-
-def _save_on_and_on(rank: int, pipe: Connection, kind: str, own: str, durable: str) -> None:
-    """Tells each step that was saved. The last word is an error, where others are gone."""
-    manager = CheckpointManager(durable, local=own, copies=1, timeout=5, max_to_keep=3, async_checkpoint=False)
-    at = _placed(kind, torch.arange(ROWS * 64).view(ROWS, 64))  # torch's groups, once: they would wait for lost ranks
-    try:
-        for step in itertools.count(1):
-            manager.save(step, {"w": ((at + step) % 8191).float(), "b": numbers(5, first=step), "step": step})
-            pipe.send(step)
-    except CheckpointError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-        pipe.recv()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_replaced", [False, True])
-@pytest.mark.parametrize("kind", ["shards", "hsdp"])
-@pytest.mark.parametrize("machine", [1, 0])
-def test_a_machine_is_lost_at_any_time(machine: int, kind: str, is_replaced: bool, tmp_path: Path) -> None:
-    """Then the job starts again, with the machine or an empty one in its place: all values are those of one step."""
-    durable = tmp_path / "durable"
-    with Machines(2) as machines:
-        with machines.start(_save_on_and_on, kind, str(machines.own), str(durable)) as ranks:
-            saved = 0
-            for step in range(1, 4):
-                assert ranks.hear() == [step] * 4
-                saved = step
-            time.sleep(random.random())
-            ranks.lose(machine)
-            others = [rank for rank in range(4) if rank not in ranks.on(machine)]
-            told: Any = saved
-            while isinstance(told, int):
-                saved = told
-                told = ranks.hear(60, but=ranks.on(machine))[others[0]]
-            assert "Timeout" in told or "Failed" in told, told
-        machines.heal("lost", machine)
-        if is_replaced:
-            machines.replace(machine)
-        found = machines.run(_restore, kind, str(machines.own), str(durable))
-        step = found[0][0]
-        assert [found_step for found_step, _ in found] == [step] * 4
-        assert step >= saved if kind == "hsdp" or not is_replaced else step >= 1

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import steps, stores
+from harness import stores
+from harness.fault_proxy import Rule
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
@@ -49,18 +47,6 @@ def test_a_run(url: str) -> None:
         assert manager.restore(target) == 3 and target["w"][0] == 33
 
 
-def test_a_damaged_checkpoint_is_passed_over(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with CheckpointManager(url, async_checkpoint=False) as manager:
-        manager.save(1, state(1))
-        manager.save(2, state(2))
-        (name,) = stores.data_files(f"{url}/step-2")
-        stores.remove(f"{url}/step-2", name)
-        with caplog.at_level(logging.WARNING):
-            assert manager.latest() == 1
-            assert manager.restore(state(0)) == 1
-    assert "passed over" in caplog.text
-
-
 def test_a_save_that_died_is_no_checkpoint_and_stays_for_a_day(url: str) -> None:
     stores.write(f"{url}/step-7", "__0_01234567.distcp", b"half")
     with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
@@ -71,46 +57,6 @@ def test_a_save_that_died_is_no_checkpoint_and_stays_for_a_day(url: str) -> None
     assert stores.names(f"{url}/step-7") == {"__0_01234567.distcp"}
 
 
-def test_a_run_moves_from_a_disk_to_a_store(url: str, tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", async_checkpoint=False) as manager:
-        manager.save(1, state(1))
-    for file in (tmp_path / "run" / "step-1").iterdir():
-        stores.write(f"{url}/step-1", file.name, file.read_bytes())
-    assert CheckpointManager(url).latest() == 1
-    assert vescale_ckpt.verify(f"{url}/step-1").ok
-
-
-@pytest.mark.parametrize(
-    ("action", "text", "number"),
-    [
-        ("denied", "access was denied", errno.EACCES),
-        ("no_bucket", "no such bucket", errno.ENXIO),
-        ("expired", "credentials have expired", errno.EACCES),
-    ],
-)
-def test_a_store_that_cannot_be_read_is_a_named_error(
-    fault_proxy: Any, bucket_url: str, action: Any, text: str, number: int
-) -> None:
-    from harness.fault_proxy import Rule
-
-    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
-        manager.save(1, state(1))
-    fault_proxy.add(Rule(action, times=100_000))
-    manager = CheckpointManager(bucket_url, async_checkpoint=False)  # raises nothing: other ranks would not know
-    for call in (lambda: manager.restore(state(0)), manager.latest, manager.steps):
-        with pytest.raises(CheckpointError, match=text) as raised:
-            call()
-        assert getattr(raised.value, "errno", None) == number and "Error: s3://" not in str(raised.value)
-    with pytest.raises(CheckpointError, match=text):
-        manager.restore(state(0), step=1)
-    with pytest.raises(CheckpointError, match=text):
-        manager.save(2, state(2))
-    fault_proxy.clear()
-    assert manager.restore(state(0)) == 1
-    manager.save(2, state(2))
-    assert manager.steps() == [1, 2]
-
-
 # --- What the store does not say is not taken for an answer
 
 
@@ -118,8 +64,6 @@ def test_nothing_begins_anew_because_reads_are_refused(
     fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists and HEAD are answered, GET is not: by a policy, or while the store throttles."""
-    from harness.fault_proxy import Rule
-
     with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=2) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
@@ -144,8 +88,6 @@ def test_nothing_begins_anew_because_reads_are_refused(
 
 
 def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, bucket_url: str) -> None:
-    from harness.fault_proxy import Rule
-
     options: Any = {"max_to_keep": 2, "best": "loss", "best_mode": "min", "async_checkpoint": False}
     manager = CheckpointManager(bucket_url, **options)
     manager.save(1, state(1), metrics={"loss": 0.1})
@@ -164,8 +106,6 @@ def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, buc
 
 def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: str) -> None:
     """Without it a step that was abandoned would count as the newest."""
-    from harness.fault_proxy import Rule
-
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(3, state(3))
@@ -183,8 +123,6 @@ def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: 
 def test_one_flipped_bit_costs_no_checkpoint(
     fault_proxy: Any, bucket_url: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from harness.fault_proxy import Rule
-
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         for step in (1, 2):
             manager.save(step, {**state(step), "o": {"step": step}})
@@ -200,24 +138,6 @@ def test_one_flipped_bit_costs_no_checkpoint(
         assert vescale_ckpt.verify(f"{bucket_url}/step-2").ok
         fault_proxy.clear()
     assert "is read again" in caplog.text
-
-
-def test_an_object_that_was_put_back_is_no_damage(url: str) -> None:
-    with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
-        manager.save(1, state(1))
-        step = f"{url}/step-1"
-        (name,) = stores.data_files(step)
-        content = stores.read(step, name)
-        assert manager.restore(state(0)) == 1
-        stores.write(step, name, content[:-3000])  # this process sees it truncated
-        assert not vescale_ckpt.verify(f"{url}/step-1").ok
-        with pytest.raises(vescale_ckpt.CorruptCheckpointError):
-            vescale_ckpt.load(f"{url}/step-1", state(0))
-        stores.write(step, name, content)  # from a backup
-        target = state(0)
-        vescale_ckpt.load(f"{url}/step-1", target)
-        assert vescale_ckpt.verify(f"{url}/step-1").ok and target["w"][0] == 1
-        assert manager.restore(state(0)) == 1
 
 
 def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +237,6 @@ def test_going_back_uploads_the_step_again(url: str, local: Path) -> None:
 def test_a_store_that_is_away_does_not_stop_training(
     fault_proxy: Any, bucket_url: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.fault_proxy import Rule
-
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")
     manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
     fault_proxy.add(Rule("denied", kind="put", path="step-", times=100_000))
@@ -341,45 +259,24 @@ def test_a_store_that_is_away_does_not_stop_training(
     assert manager.tiers() == {1: "remote", 2: "remote", 3: "remote"}
 
 
-@pytest.mark.parametrize("action", ["slow_down", "denied"])
-def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
-    fault_proxy: Any,
-    bucket_url: str,
-    local: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    action: Any,
+def test_a_job_goes_on_from_its_own_disk_while_the_store_throttles(
+    fault_proxy: Any, bucket_url: str, local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from harness.fault_proxy import Rule
-
     with CheckpointManager(bucket_url, local=local, async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "30")
     monkeypatch.setattr(remote_tier, "_PATIENCE", 1)
-    waits: list[int] = []
-
-    def noted(_: str) -> None:
-        if threading.current_thread() is threading.main_thread():  # another one uploads, and waits as long as it likes
-            waits.append(steps.patience_with_stores())
-
-    steps.before("open a store", noted).start()
-    fault_proxy.add(Rule(action, times=100_000))
+    fault_proxy.add(Rule("slow_down", times=100_000))
     manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
-    assert manager.steps() == [1, 2] and manager.tiers() == {1: "local", 2: "local"}
     assert manager.latest() == 2 and manager.restore(state(0)) == 2
-    assert set(waits) == {1}
     assert caplog.text.count("do not count now") == 1, "it was asked once"
     fault_proxy.clear()
     with contextlib.suppress(CheckpointError):  # of the uploader, who asked the store, too
         manager.close()
-    monkeypatch.setattr(manager._tier, "_away_until", 0.0)
-    assert manager.tiers() == {1: "remote", 2: "remote"}
 
 
 def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, bucket_url: str, local: Path) -> None:
-    from harness.fault_proxy import Rule
-
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
     fault_proxy.add(Rule("denied", times=100_000))
@@ -420,22 +317,6 @@ def test_an_upload_is_slow_on_purpose_and_seen(url: str, local: Path) -> None:
 def test_tiers_are_a_disk_and_another_place(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="local"):
         CheckpointManager(**arguments)
-
-
-def test_close_ends_although_the_store_loses_packets(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, environment = stores.silent_store()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "1")
-    manager = CheckpointManager("s3://bucket/run", local=local, async_checkpoint=False)
-    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "300")
-    monkeypatch.setenv("VESCALE_CKPT_EXIT_TIMEOUT", "1")
-    manager.save(1, state(1))
-    closing = threading.Thread(target=manager.close, daemon=True)
-    closing.start()
-    closing.join(100)
-    assert not closing.is_alive()
-    server.close()
 
 
 def test_a_local_folder_of_another_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,8 +79,9 @@ def _full_disk(directory: Path, is_async: bool, call: str, who: int) -> Any:
     return handle is None, failed, saver.failed_saves, saver.steps(), log.failed, named
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(("call", "who"), [("write", 1), ("write", 0), ("rename", 0)])
+@pytest.mark.parametrize(
+    ("is_async", "call", "who"), [(False, "write", 1), (True, "write", 0), (False, "rename", 0), (True, "rename", 0)]
+)
 def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, who: int) -> None:
     for answer in run_ranks(2, _full_disk, checkpoint, is_async, call, who):
         assert answer == (not is_async, 1, 1, [2, 6], [4], True)
@@ -186,6 +187,9 @@ def _mistakes(directory: Path) -> None:
             saver.save(1, "no state", metrics={"loss": 1})  # type: ignore[arg-type]
         assert saver.failed_saves == 0
         saver.save(1, _state(1), metrics={"loss": 1})
+    asks_if_due = CheckpointManager(directory, save_interval_seconds=0)
+    with asks_if_due, pytest.raises(CheckpointError, match="steps 0 to 1"):
+        asks_if_due.save(rank, _state(1))
     with pytest.raises(ValueError, match="on_error"):
         CheckpointManager(directory, on_error="ignore")  # type: ignore[arg-type]
 

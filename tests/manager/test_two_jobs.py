@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,88 +14,46 @@ from vescale_ckpt import CheckpointManager
 WARNING = "Two jobs in one directory"
 
 
-def _job(directory: Path) -> CheckpointManager:
-    return CheckpointManager(directory, async_checkpoint=False)
-
-
-def _save(job: CheckpointManager, *steps: int) -> None:
+def _save(directory: Path, *steps: int) -> None:
+    job = CheckpointManager(directory, async_checkpoint=False)
     for step in steps:
         job.save(step, small_state(step))
 
 
-def _other_job(directory: Path, *steps: int) -> None:
-    in_child(lambda: _save(_job(directory), *steps))
-
-
-def _both_from_scratch(directory: Path) -> None:
-    job = _job(directory)
-    _other_job(directory, 10, 20)
-    _save(job, 10, 20, 30)
-
-
-def _one_is_behind(directory: Path) -> None:
-    job = _job(directory)
-    _other_job(directory, 100)
-    _save(job, 10, 20)
-
-
-def _one_is_ahead(directory: Path) -> None:
-    job = _job(directory)
-    _save(job, 100)
-    _other_job(directory, 10)
-    _save(job, 110)
-
-
-def _a_step_of_an_earlier_run(directory: Path) -> None:
-    _save(_job(directory), 10)
-    _save(_job(directory), 10)
-
-
-def _resumed(directory: Path) -> None:
-    _other_job(directory, 10, 20, 30)
-    job = _job(directory)
-    job.restore(blank(small_state(0)))
-    _save(job, 30, 40)
-
-
-def _went_back(directory: Path) -> None:
-    _other_job(directory, 10, 20, 30)
-    job = _job(directory)
-    job.restore(blank(small_state(0)), 10)
-    _save(job, 20, 30, 40)
-
-
-def _began_anew(directory: Path) -> None:
-    _other_job(directory, 20, 30)
-    _save(_job(directory), 10, 20, 30, 40)
-
-
-def _loaded_by_itself(directory: Path) -> None:
-    _other_job(directory, 10)
-    _save(_job(directory), 11, 12)
-
-
-def _managers_in_turn(directory: Path) -> None:
-    one, other = _job(directory), _job(directory)
-    _save(one, 1)
-    _save(other, 2)
-    _save(one, 3)
+def _run(directory: Path, *acts: str) -> None:
+    """What jobs do, by name: `a saves 10 20`, `a restores 10`, `a begins`. `another` is another process."""
+    jobs: dict[str, CheckpointManager] = {}
+    for act in acts:
+        who, does, *steps = act.split()
+        if who == "another":
+            in_child(partial(_save, directory, *map(int, steps)))
+            continue
+        if who not in jobs:
+            jobs[who] = CheckpointManager(directory, async_checkpoint=False)
+        if does == "restores":
+            jobs[who].restore(blank(small_state(0)), *map(int, steps))
+        for step in map(int, steps if does == "saves" else ()):
+            jobs[who].save(step, small_state(step))
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("acts", "told"),
     [
-        (_both_from_scratch, "step 10 is saved over {}/step-10"),
-        (_one_is_behind, "step 10 is saved beside {}/step-100"),
-        (_one_is_ahead, "step 110 is saved beside {}/step-10"),
-        (_a_step_of_an_earlier_run, "step 10 is saved over {}/step-10"),
-        *((run, "") for run in (_resumed, _went_back, _began_anew, _loaded_by_itself, _managers_in_turn)),
+        (("a begins", "another saves 10 20", "a saves 10 20 30"), "step 10 is saved over {}/step-10"),
+        (("a begins", "another saves 100", "a saves 10 20"), "step 10 is saved beside {}/step-100"),
+        (("a saves 100", "another saves 10", "a saves 110"), "step 110 is saved beside {}/step-10"),
+        (("a saves 10", "b saves 10"), "step 10 is saved over {}/step-10"),  # of an earlier run
+        (("another saves 10 20 30", "a restores", "a saves 30 40"), ""),
+        (("another saves 10 20 30", "a restores 10", "a saves 20 30 40"), ""),
+        (("another saves 20 30", "a saves 10 20 30 40"), ""),  # it began anew
+        (("another saves 10", "a saves 11 12"), ""),  # it has loaded by itself
+        (("a begins", "b begins", "a saves 1", "b saves 2", "a saves 3"), ""),
     ],
 )
 def test_a_job_beside_another_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Callable[[Path], None], told: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, acts: tuple[str, ...], told: str
 ) -> None:
-    run(tmp_path)
+    _run(tmp_path, *acts)
     lines = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert len(lines) == bool(told), lines
     assert all(told.format(tmp_path) in line and "(at 20" in line for line in lines), lines

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import struct
 import tarfile
 import zlib
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import steps
 from harness.files import read_metadata
 from harness.ranks import run_ranks
 from harness.states import DTYPES, StridedShard, random_tensor
@@ -31,11 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
-from benchmarks.planning.models import MODELS, with_adam
-from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, metadata_files, planned, written
 from vescale_ckpt import SavePlanner, StorageWriter
 from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
-from vescale_ckpt._engine import _C
 
 
 class SecondReader:
@@ -155,43 +149,6 @@ def test_index_is_as_documented(checkpoint: Path, name: str, options: dict[str, 
     _check(checkpoint)
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("way", ["dcp", "save", "alone", "overwrite"])
-def test_files_are_written_as_they_are_made_in_memory(checkpoint: Path, name: str, way: str) -> None:
-    made: list[tuple[bytes, bytes]] = []
-
-    def note(*content: bytes) -> Any:
-        made.append(content)  # type: ignore[arg-type]
-        return contextlib.nullcontext()
-
-    with steps.around_metadata(note):
-        if way == "dcp":
-            dcp.save(dict(STATES[name]), storage_writer=StorageWriter(checkpoint), planner=SavePlanner(), no_dist=True)
-        else:
-            vescale_ckpt.save(checkpoint, dict(STATES[name]), overwrite=way != "alone")
-    if way == "overwrite":
-        vescale_ckpt.save(checkpoint, {"another": 1})
-        with steps.around_metadata(note):
-            vescale_ckpt.save(checkpoint, dict(STATES[name]))
-    assert (checkpoint / ".metadata").read_bytes() == made[-1][0]
-    assert (checkpoint / ".metadata.index").read_bytes() == made[-1][1]
-
-
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_many_chunks_are_written_as_they_are_made_in_memory(tmp_path: Path, ranks: int) -> None:
-    entries = with_adam(MODELS["llama-8b"].entries(torch.bfloat16))
-    state = SimulatedState(entries, Parallelism(ranks, fsdp=ranks // 8, tensor=8))
-    plan, parts = planned(gather(state).inventories, "balanced")
-    results = written(state, parts)
-    metadata, index = metadata_files(plan, results)
-    file = _C.PendingFile(str(tmp_path), ".metadata")
-    end, its_index = _C.checkpoint_files(plan.catalog(), *results, "checkpoint", "0" * 32, target=file)
-    assert (end, file.size, its_index == index) == (metadata[-16:], len(metadata), True)
-    assert not (tmp_path / ".metadata").exists()
-    file.commit()
-    assert (tmp_path / ".metadata").read_bytes() == metadata and os.listdir(tmp_path) == [".metadata"]
-
-
 def _save_many_chunks(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     rows = distribute_tensor(torch.arange(9000.0).view(4500, 2), mesh, [StridedShard(0, split_factor=150)])
@@ -227,13 +184,3 @@ def test_an_index_of_a_later_release_is_done_without(checkpoint: Path) -> None:
     index.write_bytes(data)
     assert metadata_file.read_index(str(checkpoint)) is None
     assert torch.equal(vescale_ckpt.load(checkpoint)["weight"], torch.ones(3))
-
-
-@pytest.mark.parametrize("size", [0, 100, 4096, 8192, -1])
-def test_a_cut_index_is_done_without(checkpoint: Path, size: int) -> None:
-    state = {f"{number}": torch.full((3,), float(number)) for number in range(300)}
-    vescale_ckpt.save(checkpoint, state)
-    index = checkpoint / ".metadata.index"
-    index.write_bytes(index.read_bytes()[:size])
-    loaded = vescale_ckpt.load(checkpoint)
-    assert all(torch.equal(loaded[key], value) for key, value in state.items())

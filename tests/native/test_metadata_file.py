@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import gc
 import io
@@ -104,14 +103,6 @@ def test_memory_format_of_stock_is_read_as_contiguous(memory_format: torch.memor
     metadata.state_dict_metadata["scalar"].properties.memory_format = memory_format  # type: ignore[union-attr]
     loaded = metadata_pickle.loads(pickle.dumps(metadata), "path")
     assert loaded.state_dict_metadata["scalar"].properties.memory_format is torch.contiguous_format  # type: ignore[union-attr]
-
-
-def test_properties_keep_their_five_fields() -> None:
-    properties = TensorProperties(torch.float64, torch.sparse_coo, True, torch.contiguous_format, True)
-    metadata = Metadata({"a": TensorStorageMetadata(properties, torch.Size([0]), [])})
-    loaded = metadata_pickle.loads(metadata_pickle.dumps(metadata), "path").state_dict_metadata["a"]
-    assert isinstance(loaded, TensorStorageMetadata)
-    assert dataclasses.asdict(loaded.properties) == dataclasses.asdict(properties)
 
 
 class _Pickler(pickle.Pickler):

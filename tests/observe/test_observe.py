@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,14 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import faults, steps
+from harness import steps
 from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import metrics
 from vescale_ckpt._observe import bar, lines
-from vescale_ckpt._observe.amounts import seconds_text, size
-from vescale_ckpt._observe.bar import Bar
 from vescale_ckpt._observe.timeline import Timeline, phase
 from vescale_ckpt.reports import JobStats, SaveStats
 
@@ -40,23 +36,6 @@ def _lines(caplog: pytest.LogCaptureFixture, text: str, level: int = logging.INF
 
 
 # --- Timelines
-
-
-def test_the_time_of_an_inner_phase_does_not_count_for_the_outer_one() -> None:
-    timeline = Timeline("save", "p", "saving to p")
-    with timeline.here(), phase("write"):
-        time.sleep(0.02)
-        with phase("sync"):
-            time.sleep(0.05)
-    spent = timeline.seconds_by_phase
-    assert spent["sync"] >= 0.05
-    assert spent["write"] + spent["sync"] <= timeline.seconds
-    assert timeline.busy_seconds == pytest.approx(sum(spent.values()))
-
-
-def test_a_phase_without_a_timeline_does_nothing() -> None:
-    with phase("write"):
-        pass
 
 
 def test_votes_name_the_slowest_rank_and_the_most_bytes() -> None:
@@ -110,16 +89,6 @@ def test_an_asynchronous_save_tells_how_long_training_waited(
     assert 0 < stats.blocked_seconds < stats.total_seconds
     assert {"plan", "snapshot", "write", "sync", "commit"} <= set(stats.phases)
     assert "training waited" in _lines(caplog, "saving to")[-1]
-
-
-def test_a_failed_save_says_so_and_has_no_statistics(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "vescale_ckpt")
-    faults.inject("sync", 5)
-    handle = vescale_ckpt.save(checkpoint, _state(), async_checkpoint=True)
-    with pytest.raises(vescale_ckpt.CheckpointError):
-        handle.result()
-    assert handle.stats is None
-    assert any("failed after" in line and "sync" in line for line in _lines(caplog, "saving to"))
 
 
 def test_saves_and_loads_by_dcp_tell_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,23 +321,6 @@ def test_a_trace_that_cannot_be_written_fails_no_save(
 # --- Bars and texts
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
-    shown = Bar("copying")
-    shown.show(1, 4)
-    assert not terminal.getvalue()
-    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0)
-    shown.show(2 << 20, 4 << 20)
-    assert "copying: 2.00 MiB of 4.00 MiB" in terminal.getvalue()
-    shown.end()
-    assert terminal.getvalue().endswith("\r\033[K")
-
-
 def test_progress_setting_prints_lines_where_there_is_no_terminal(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,8 +330,3 @@ def test_progress_setting_prints_lines_where_there_is_no_terminal(
         vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
     told = capsys.readouterr().err
     assert f"saving to {checkpoint}: " in told and "of 24.00 MiB" in told, told
-
-
-def test_sizes_and_seconds_are_said_in_units_that_fit() -> None:
-    assert [size(count) for count in (0, 1023, 1024, 3 << 29)] == ["0 B", "1,023 B", "1.00 KiB", "1.50 GiB"]
-    assert list(map(seconds_text, (0.00123, 0.0456, 1.234, 56.7))) == ["1.2 ms", "46 ms", "1.23 s", "57 s"]

@@ -244,7 +244,9 @@ KINDS: dict[str, Callable[[Parameters], Any]] = {
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
-
+    "amsgrad": lambda p: torch.optim.Adam(p, weight_decay=0.1, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,
+    "adadelta": torch.optim.Adadelta,
     "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
 }  # fmt: skip
 

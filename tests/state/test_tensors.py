@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import warnings
 from array import array
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.cost import least_cpu_seconds
 from harness.states import layouts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -20,10 +18,8 @@ from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
-from vescale_ckpt._state import tensor_table as tensor_table_of_state
 from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.tensor_table import (
-    PLAIN_TYPES,
     read_tensors,
     tensor_row,
     tensor_table,
@@ -180,69 +176,3 @@ def test_a_torch_without_dlpack_is_read_in_python() -> None:
         pass
 
     assert _C.tensor_table(tensors, (Old,), DTYPE_CODES, tensor_row) == wanted
-
-
-class _Borrowed(ctypes.Structure):
-    """DLPack's DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class OnRocm:
-    """A tensor of 3 floats on device 1, as DLPack and torch on ROCm describe it: both the C functions and Python's."""
-
-    is_meta, layout, is_cpu = False, torch.strided, False
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 10, 1
-
-
-def test_devices_of_rocm_are_not_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (ctypes.c_int64 * 1)(3)
-
-    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Borrowed))
-    def borrow(_: OnRocm, out: Any) -> int:
-        out[0] = _Borrowed(4096, 10, 1, 1, 2, 32, 1, shape, None, 0)
-        return 0
-
-    functions = (ctypes.c_uint64 * 7)(1, 0, 0, 0, 0, ctypes.cast(borrow, ctypes.c_void_p).value or 0, 0)
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    capsule = new_capsule(ctypes.addressof(functions), b"dlpack_exchange_api", None)
-    monkeypatch.setattr(OnRocm, "__dlpack_c_exchange_api__", capsule, raising=False)
-    table = array("q", _C.tensor_table([OnRocm()], (OnRocm,), DTYPE_CODES, list))  # type: ignore[list-item]
-    assert table.tolist() == [4096, DTYPE_CODES[torch.float32], 10 + (1 << 32), 1, 3, 1]
-    assert tensor_table_of_state._device(OnRocm()) == 10 + (1 << 32)  # type: ignore[arg-type]
-
-
-def test_python_is_asked_only_where_dlpack_is_silent() -> None:
-    asked: list[torch.Tensor] = []
-
-    def row(tensor: torch.Tensor) -> list[int]:
-        asked.append(tensor)
-        return tensor_row(tensor)
-
-    plain = [
-        torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool)
-    ]
-    odd = [torch.ones(3, device="meta"), make("subclass"), make("dtype_torch.bits8"), make("dtype_torch.int3")]
-    _C.tensor_table(plain + odd, PLAIN_TYPES, DTYPE_CODES, row)
-    assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in odd]
-
-
-def test_many_tensors_on_the_meta_device_cost_one_refusal() -> None:
-    """Torch takes a millisecond to refuse one, and all else of a row together is a hundredth of that."""
-    tensors = [torch.empty(4, device="meta") for _ in range(5000)]
-    one = least_cpu_seconds(lambda: tensor_table(tensors[:1]), 20)
-    assert least_cpu_seconds(lambda: tensor_table(tensors), 3) < 200 * one

@@ -10,12 +10,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness import object_server as servers
+from harness import saves
 from harness.children import Shared, kill, wait_until
+from harness.files import data_file_names
+from harness.states import state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, convert
@@ -70,22 +72,8 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield at
 
 
-def state(k: int) -> dict[str, Any]:
-    return {
-        "large": torch.arange(1 << 20, dtype=torch.float32) + k,
-        "small": torch.full((3, 5), k),
-        "object": {"step": k},
-    }
-
-
 def loads(directory: Path, k: int) -> bool:
-    values, wanted = state(-1), state(k)
-    vescale_ckpt.load(directory, values)
-    return values["object"] == wanted["object"] and all(torch.equal(values[n], wanted[n]) for n in ("large", "small"))
-
-
-def data_files(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name.endswith(".distcp"))
+    return saves.loads(directory, state(k))
 
 
 def test_save_load_overwrite_verify(mount: Path) -> None:
@@ -97,16 +85,15 @@ def test_save_load_overwrite_verify(mount: Path) -> None:
         vescale_ckpt.save(directory, state(3), overwrite=False)
     handle = vescale_ckpt.save(directory, state(4), async_checkpoint=True)
     handle.result()
-    assert loads(directory, 4) and len(data_files(directory)) == 1
+    assert loads(directory, 4) and len(data_file_names(directory)) == 1
 
     folder = mount / "model"
     for k in range(2):
-        vescale_ckpt.save(folder, {"large": state(k)["large"]}, format=vescale_ckpt.Safetensors(max_shard_size=1 << 20))
-        back = {"large": torch.zeros(1 << 20)}
-        vescale_ckpt.load(folder, back)
-        assert torch.equal(back["large"], state(k)["large"])
+        tensors = {key: value for key, value in state(k)["model"].items() if key in ("large", "bias")}
+        vescale_ckpt.save(folder, tensors, format=vescale_ckpt.Safetensors(max_shard_size=1 << 20))
+        assert saves.loads(folder, tensors)
         made = mount / "converted"
-        convert(directory, made, format="safetensors", overwrite=bool(k), keys="l*")
+        convert(directory, made, format="safetensors", overwrite=bool(k), keys="model.large")
         assert os.listdir(made) == ["model.safetensors"]
     assert sorted(os.listdir(mount)) == ["checkpoint", "converted", "model"]
 
@@ -137,10 +124,10 @@ def test_a_killed_save_leaves_a_whole_checkpoint(mount: Path) -> None:
     vescale_ckpt.save(directory, state(7))
     assert loads(directory, 7)
     # Files of killed saves are left where locks do not prove their writers dead, for a day.
-    for name in data_files(directory):
+    for name in data_file_names(directory):
         os.utime(directory / name, (time.time() - 2 * 86400,) * 2)
     vescale_ckpt.save(directory, state(8))
-    assert loads(directory, 8) and len(data_files(directory)) == 1
+    assert loads(directory, 8) and len(data_file_names(directory)) == 1
 
 
 def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
@@ -148,7 +135,7 @@ def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
     manager = CheckpointManager(mount, max_to_keep=1)
     manager.save(1, state(1))
     manager.wait()
-    with open(mount / "step-1" / data_files(mount / "step-1")[0], "rb") as reader:  # as a tool without locks does
+    with open(mount / "step-1" / data_file_names(mount / "step-1")[0], "rb") as reader:  # as a tool without locks does
         for step in (2, 3):
             manager.save(step, state(step))
             manager.wait()

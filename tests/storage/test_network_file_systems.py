@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import time
 from collections.abc import Callable
@@ -17,69 +16,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import saves
 from harness.faults import fault
+from harness.files import data_file_names
 from harness.ranks import run_ranks
+from harness.states import state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
-from vescale_ckpt._checkpoint.native.file_names import is_data_file
-from vescale_ckpt._storage import file_system, locks
+from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.open_storage import storage_at
-
-State = dict[str, Any]
-
-
-def state(k: int) -> State:
-    return {"weight": torch.full((300, 1000), float(k)), "small": torch.full((3,), k), "object": f"value {k}"}
 
 
 def loads(directory: Path, k: int) -> bool:
-    values = state(-1)
-    vescale_ckpt.load(directory, values)
-    wanted = state(k)
-    return values["object"] == wanted["object"] and all(
-        torch.equal(values[name], wanted[name]) for name in ("weight", "small")
-    )
-
-
-def data_files(directory: Path) -> list[str]:
-    return sorted(filter(is_data_file, os.listdir(directory)))
-
-
-# --- Reads that would block
-
-
-class _WouldBlock(io.FileIO):
-    """A file whose reads say so after the first bytes."""
-
-    first = 0
-
-    def read(self, size: int | None = -1, /) -> Any:
-        piece = super().read(min(self.first, size) if size is not None and size >= 0 else self.first)
-        self.first -= len(piece or b"")
-        return piece or None
-
-    def readall(self) -> Any:
-        return self.read()
-
-
-@pytest.mark.parametrize("first", [0, 40])
-def test_a_read_that_would_block_is_an_error_by_name(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
-    vescale_ckpt.save(checkpoint, state(1))
-    (checkpoint / ".metadata.index").unlink()  # the engine reads that
-    monkeypatch.setattr(_WouldBlock, "first", first)
-
-    def opened(descriptor: int, mode: str, buffering: int = -1) -> Any:
-        file = _WouldBlock(descriptor, mode)
-        return file if buffering == 0 else io.BufferedReader(file)
-
-    monkeypatch.setattr(file_system, "open", opened, raising=False)
-    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata: .*Resource temporarily unavailable") as told:
-        vescale_ckpt.load(checkpoint, state(-1))
-    assert told.value.errno == errno.EAGAIN
+    return saves.loads(directory, state(k))
 
 
 # --- Errors that come at close
@@ -119,7 +70,7 @@ def test_a_stale_file_is_opened_again(checkpoint: Path, call: str) -> None:
         pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)) as told,
     ):
         loads(checkpoint, 1)
-    assert data_files(checkpoint)[0] in str(told.value)
+    assert data_file_names(checkpoint)[0] in str(told.value)
     assert vescale_ckpt.verify(checkpoint).ok
 
 
@@ -188,7 +139,7 @@ def test_a_rename_that_was_done_counts_although_its_answer_was_lost(checkpoint: 
     with fault("rename", errno.ENOENT, times=10**6):
         vescale_ckpt.save(checkpoint, state(2))
         vescale_ckpt.save(checkpoint / "model", {"weight": torch.ones(3)}, format="safetensors")
-    assert loads(checkpoint, 2) and len(data_files(checkpoint)) == 1
+    assert loads(checkpoint, 2) and len(data_file_names(checkpoint)) == 1
     assert os.listdir(checkpoint / "model") == ["model.safetensors"]
 
 
@@ -212,10 +163,10 @@ def test_locks_that_fail_are_no_locks(checkpoint: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "flock", flock)
     vescale_ckpt.save(checkpoint, state(2))
-    assert left in data_files(checkpoint), "its writer may be alive"
+    assert left in data_file_names(checkpoint), "its writer may be alive"
     os.utime(checkpoint / left, (time.time() - 2 * 86400,) * 2)
     vescale_ckpt.save(checkpoint, state(3))
-    assert left not in data_files(checkpoint) and loads(checkpoint, 3)
+    assert left not in data_file_names(checkpoint) and loads(checkpoint, 3)
     manager = vescale_ckpt.CheckpointManager(checkpoint / "steps", max_to_keep=1)
     for step in (1, 2):
         manager.save(step, state(step))
@@ -231,18 +182,18 @@ def test_locks_of_this_machine_alone_do_not_prove_that_a_writer_is_dead(
     with monkeypatch.context() as local:
         local.setattr(locks, "locks_reach_others", lambda status: False)
         vescale_ckpt.save(checkpoint, state(2))
-        assert left in data_files(checkpoint)
+        assert left in data_file_names(checkpoint)
         held = os.open(checkpoint / left, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_SH)
         os.utime(checkpoint / left, (time.time() - 2 * 86400,) * 2)
         vescale_ckpt.save(checkpoint, state(3))
-        assert left in data_files(checkpoint), "locked on this machine"
+        assert left in data_file_names(checkpoint), "locked on this machine"
         os.close(held)
         vescale_ckpt.save(checkpoint, state(4))
-        assert left not in data_files(checkpoint)
+        assert left not in data_file_names(checkpoint)
     left = dead_save(checkpoint)
     vescale_ckpt.save(checkpoint, state(5))
-    assert left not in data_files(checkpoint) and loads(checkpoint, 5)
+    assert left not in data_file_names(checkpoint) and loads(checkpoint, 5)
 
 
 def test_exclusive_locks_are_asked_for_by_those_who_may_write(
@@ -261,7 +212,7 @@ def test_exclusive_locks_are_asked_for_by_those_who_may_write(
     left = dead_save(checkpoint)
     monkeypatch.setattr(fcntl, "flock", flock)
     vescale_ckpt.save(checkpoint, state(2))
-    assert left not in data_files(checkpoint) and loads(checkpoint, 2)
+    assert left not in data_file_names(checkpoint) and loads(checkpoint, 2)
 
 
 def _save_where_a_lock_hangs(directory: Path, rank_that_hangs: int) -> str:

@@ -100,12 +100,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(
     assert not any(secret in caplog.text + output.out + output.err for secret in ("MYNAME", "hidden", "hid/den"))
 
 
-@pytest.mark.parametrize("url", ["S3://bucket/x", "s3:/bucket/x"])
-def test_a_url_that_is_nearly_one_is_told_right(url: str) -> None:
-    with pytest.raises(ValueError, match="write s3://bucket/x, as text"):
-        checkpoint_path(url)
-
-
 def test_payloads_are_hashed_where_nothing_else_guards_them(
     fault_proxy: FaultProxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

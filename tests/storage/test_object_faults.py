@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import stores
 from harness.fault_proxy import Action, FaultProxy, Kind, Rule
 from harness.object_server import ObjectServer, unfinished_uploads
 from harness.ranks import run_ranks
@@ -165,9 +164,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     check_afterwards(bucket_url, object_server, error is not None, 2, doubtful=kind == "get")
 
 
-@pytest.mark.parametrize(
-    ("kind", "action"), [("create_upload", "slow_down"), ("upload_part", "denied"), ("complete_upload", "expired")]
-)
+@pytest.mark.parametrize(("kind", "action"), [("upload_part", "denied"), ("complete_upload", "expired")])
 def test_metadata_of_many_parts_appears_whole_or_not_at_all(
     impatient: pytest.MonkeyPatch,
     fault_proxy: FaultProxy,
@@ -213,20 +210,14 @@ def test_a_commit_that_arrives_late_is_whole(
     check_afterwards(bucket_url, object_server, True, 2, doubtful=True)
 
 
-@pytest.mark.parametrize("fast_before", [False, True])
 def test_a_save_over_a_slow_link_ends_well(
-    impatient: pytest.MonkeyPatch,
-    fault_proxy: FaultProxy,
-    bucket_url: str,
-    object_server: ObjectServer,
-    fast_before: bool,
+    impatient: pytest.MonkeyPatch, fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer
 ) -> None:
-    """All parts at a time would not arrive before their requests are given up, however often they are tried. It does
-    not matter how fast the link was in the save before."""
+    """All parts at a time would not arrive before their requests are given up, however often they are tried. How fast
+    the link was in the save before does not matter."""
     impatient.setattr(object_store, "_parts_at_a_time", {})
     impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "8")  # 4 s a request
-    if fast_before:
-        vescale_ckpt.save(bucket_url, {"w": torch.zeros(12 * MiB)})
+    vescale_ckpt.save(bucket_url, {"w": torch.zeros(12 * MiB)})
     fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=8 * MiB))
     values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 6 s
     assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
@@ -404,21 +395,3 @@ def test_ranks_fail_together(
         assert run_ranks(2, _load_on_two_ranks, patient, bucket_url) == wanted, texts
         assert not unfinished_uploads(object_server, bucket_url)
         assert run_ranks(2, _on_two_ranks, patient, bucket_url, 1, False) == ["", ""]
-
-
-def test_ranks_read_each_byte_once(fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer) -> None:
-    environment = object_server.environment(fault_proxy.endpoint)
-    assert run_ranks(2, _on_two_ranks, environment, bucket_url, 1, False) == ["", ""]
-    fault_proxy.clear()
-    assert run_ranks(2, _load_all, environment, bucket_url) == [[1.0], [1.0]]
-    for key, ranges in fault_proxy.ranges("distcp").items():
-        size = stores.size(bucket_url, key.rpartition("/")[2])
-        read = sum(last - first for first, last in ranges)
-        assert read <= size + 16 * KiB, f"{key}: {read - size:,} bytes were read twice: {ranges}"  # edges of blocks
-
-
-def _load_all(environment: dict[str, str], url: str) -> list[float]:
-    os.environ.update(environment)
-    values = {f"tensor of {rank}": torch.zeros(3 * MiB) for rank in range(2)}
-    vescale_ckpt.load(url, values, timeout=60)
-    return sorted({float(x) for value in values.values() for x in (value.min(), value.max())})

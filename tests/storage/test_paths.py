@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,23 +40,6 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
         event.set()
         handle.result(60)
     assert loads(here / "run" / "checkpoint", 1)
-    assert os.listdir(there) == []
-
-
-def test_a_save_that_waits_for_another_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
-    here, there = here_and_there
-    waiting = threading.Event()
-    with held() as event:
-        first = vescale_ckpt.save("first", small_state(1), async_checkpoint=True)
-        with steps.before("wait for the save before", lambda *_: waiting.set()):  # the first one takes this step, too
-            other = threading.Thread(target=vescale_ckpt.save, args=("second", small_state(2)))
-            other.start()
-            assert waiting.wait(60)
-            os.chdir(there)
-            event.set()
-            other.join(60)
-        first.result(60)
-    assert loads(here / "first", 1) and loads(here / "second", 2)
     assert os.listdir(there) == []
 
 

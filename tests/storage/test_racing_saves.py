@@ -122,13 +122,6 @@ def test_without_hard_links_a_commit_looks_first(checkpoint: Path, monkeypatch: 
     assert holds(checkpoint, 1) and only_named_files(checkpoint)
 
 
-def test_a_commit_without_hard_links(checkpoint: Path) -> None:
-    with faults.fault("link", errno.EOPNOTSUPP):
-        saving(checkpoint, 1)()
-        assert faults.calls_seen("link") == 1
-    assert holds(checkpoint, 1) and only_named_files(checkpoint)
-
-
 def _lose_on_two_ranks(path: Path) -> tuple[str, list[str]]:
     before = FileSystem.commit
 

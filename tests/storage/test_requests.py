@@ -19,7 +19,6 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointManager
 from vescale_ckpt._storage import object_clients, object_store
 from vescale_ckpt._storage.open_storage import storage_at
-from vescale_ckpt.manager.listing import listed_steps
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -96,26 +95,6 @@ def test_a_manager(requests: Requests, root: str, asynchronous: bool) -> None:
     assert counts[-1] == counts[-2]  # no more for each step that there was
 
 
-def test_many_steps_cost_no_more(requests: Requests, root: str) -> None:
-    counts = []
-    with CheckpointManager(root + "/run", async_checkpoint=False) as manager:
-        requests.taken()
-        for step in range(1, 8):
-            manager.save(step, _state())
-            counts.append(requests.taken())
-    assert max(counts) <= 8
-
-
-def test_a_listing(requests: Requests, root: str) -> None:
-    with CheckpointManager(root + "/run", async_checkpoint=False) as manager:
-        for step in range(1, 4):
-            manager.save(step, _state())
-    storage_at(root).drop_caches()
-    requests.taken()
-    assert [found.state for found in listed_steps(root + "/run")] == ["complete"] * 3
-    assert requests.taken_by_name() == Counter(list=1, get=2 * 3)  # metadata and index of each
-
-
 def _requests_of_rank(folder: str) -> tuple[Counter[str], Counter[str]]:
     """The requests of this rank for a save and a load, not the first ones, of 1 MiB a rank."""
     import torch.distributed as dist
@@ -182,21 +161,3 @@ def test_parts_grow_with_the_file_where_many_ranks_write(
     assert _sent(monkeypatch, root + "/c", small, 1024) == []  # one request
     for name, state in (("a", large), ("b", large), ("c", small)):
         assert_same(loaded(f"{root}/{name}", state), state)
-
-
-def test_parts_and_requests_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    url, root = "s3://bucket/run", "s3://bucket"
-    monkeypatch.setattr(object_store, "_writers", {})
-    monkeypatch.setattr(object_store, "_arrives", {})
-    monkeypatch.setattr(object_clients, "_registered", {})
-    assert object_store._most_part_bytes(url) == 0, "no part has shown yet how fast the store is"
-    object_store._arrives[root] = 1 << 30
-    for ranks, in_flight, mib in ((1, 16, 8), (16, 16, 8), (64, 9, 14), (512, 3, 42), (1024, 2, 64), (9000, 2, 64)):
-        storage_at(url).expect_writers(ranks)
-        most = object_store._most_part_bytes(url)
-        assert (object_store._requests_in_flight(root), most // MiB) == (in_flight, mib)
-        assert in_flight * most <= 128 * MiB and object_store._parts_in_flight(root, most) == in_flight
-        # 80 MB/s for each request: so many begin in a second.
-        assert ranks > 1400 or ranks * in_flight * 80e6 / most <= 3500 * 1.1
-    object_store._arrives[root] = 10 * MiB  # a slow link
-    assert object_store._most_part_bytes(url) == 10 * MiB
