@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import vescale_ckpt
-from vescale_ckpt import CorruptCheckpointError, StorageReader, VerifyReport, verify
+from vescale_ckpt import CorruptCheckpointError, VerifyReport, verify
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -260,16 +260,6 @@ def save_alone(directory: Path) -> None:
     rank = dist.get_rank()
     writer = vescale_ckpt.StorageWriter(directory)
     dcp.save({f"of rank {rank}": torch.ones(5)}, storage_writer=writer, use_collectives=False)
-
-
-def test_readers_can_be_pickled_while_they_hold_a_lock(checkpoint: Path) -> None:
-    import pickle
-
-    save(checkpoint, state(1))
-    reader = StorageReader(checkpoint)
-    reader.read_metadata()
-    reader._metadata = None
-    assert pickle.loads(pickle.dumps(reader))._lock is None
 
 
 # --- What loads do without
