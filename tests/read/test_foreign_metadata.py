@@ -149,7 +149,7 @@ def test_a_flipped_byte_is_damage(checkpoint: Path, ours: bool) -> None:
     # A flipped number of a memo may put another text of the file in the place of a module's name.
     memos = {at + 1 for code, _, at in pickletools.genops(data) if code.name == "BINGET" and at is not None}
     for at in range(len(data)):
-        for flip in (0x01, 0x20, 0x80, 0xFF):
+        for flip in (0xFF, *(1 << bit for bit in range(8))) if ours else (0x01, 0x20, 0x80, 0xFF):
             changed = data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :]
             try:
                 metadata_pickle.loads(changed, ".metadata")
