@@ -294,6 +294,7 @@ class Job {
         }
         while (sent[rank] < sends.size()) {
           const int64_t* const row = &sends[sent[rank]];
+          EXPECT_EQ(groups_[static_cast<size_t>(row[0])], groups_[rank]) << "each group reads for itself";
           bool has_come = true;
           for (size_t at = received[rank]; at < receives.size(); at += 3) {
             has_come = has_come && (row[2] == 0 || receives[at + 2] == 0 || receives[at + 1] != row[1]);
