@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,9 +68,3 @@ def test_direct_io_of_the_environment_where_the_call_leaves_it_open(
         assert options(part("x")).direct_io == meaning
         assert options(part("x", direct_io=True)).direct_io is True
         assert options(part("x", direct_io=False)).direct_io is False
-
-
-def test_every_setting_is_documented() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text()
-    missing = [setting.variable for setting in settings.SETTINGS.values() if setting.variable not in page]
-    assert not missing

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
-from harness.fake_cuda import device_info
-from harness.ranks import run_ranks
 from harness.snapshots import snapshot_memory
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 
@@ -51,22 +45,6 @@ def test_device_tensors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for key, value in state(1).items():
         assert loaded[key].device == value.device
         assert torch.equal(loaded[key], value), key
-
-
-def test_stock_reads_what_was_saved_from_a_device(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path))
-    loaded = state(2)
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path))
-    for key, value in state(1).items():
-        assert torch.equal(loaded[key], value), key
-
-
-def test_a_checkpoint_of_device_tensors_loads_on_the_host(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path))
-    loaded = {key: torch.empty_like(value, device="cpu") for key, value in state(2).items()}
-    dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path))
-    for key, value in state(1).items():
-        assert torch.equal(loaded[key], value.cpu()), key
 
 
 def test_loads_come_after_what_the_current_stream_has_queued(tmp_path: Path) -> None:
@@ -205,21 +183,6 @@ def test_a_change_that_passes_the_gate_is_refused(tmp_path: Path) -> None:
         handle.result(BOUND)
 
 
-def test_staging_for_dcp(tmp_path: Path) -> None:
-    stager = vescale_ckpt.Stager()
-    for seed in range(2):
-        values = state(seed)
-        answer = dcp.async_save(
-            values, async_stager=stager, storage_writer=vescale_ckpt.StorageWriter(tmp_path / str(seed))
-        )
-        change_all(values)
-        answer.result(BOUND)
-        loaded = state(9)
-        dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path / str(seed)))
-        for key, value in state(seed).items():
-            assert torch.equal(loaded[key], value), key
-
-
 def test_every_device_is_copied_from(tmp_path: Path) -> None:
     devices = range(torch.cuda.device_count())
     values = {f"on.{i}": torch.full((100_000,), float(i), device=f"cuda:{i}") for i in devices}
@@ -263,41 +226,4 @@ def test_snapshots_hold_tensors_of_all_kinds(tmp_path: Path) -> None:
         assert torch.equal(loaded[key], value.cpu()), (value.shape, value.stride(), value.dtype)
 
 
-def test_the_engine_finds_every_device() -> None:
-    info = device_info()
-    assert info["runtime"] and info["reason"] == "" and len(info["devices"]) == torch.cuda.device_count()
-
-
 # --- Loads in which ranks read for each other
-
-
-def _load_for_each_other(directory: Path) -> tuple[int, bool]:
-    """Bytes that this rank read, and whether they went from device to device."""
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    torch.zeros(1, device="cuda")
-    full = {"w": torch.arange(4 << 20, dtype=torch.float32).view(2048, 2048), "b": torch.arange(999)}
-    vescale_ckpt.save(directory, dict(full))
-    owner, name = steps.STEPS["swap between devices"]
-    swaps = mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
-    with swaps as swapped:
-        for _ in range(2):
-            state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in full.items()}
-            stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND).stats
-            for name, tensor in full.items():
-                assert torch.equal(state[name].cpu(), tensor), name
-    columns = distribute_tensor(
-        torch.zeros_like(full["w"]).cuda(), init_device_mesh("cuda", (dist.get_world_size(),)), [Shard(1)],
-        src_data_rank=None,
-    )  # fmt: skip
-    vescale_ckpt.load(directory, {"w": columns}, broadcast_checkpoint=True, timeout=BOUND)
-    assert torch.equal(columns.to_local().cpu(), full["w"].chunk(dist.get_world_size(), 1)[rank])
-    return stats.read_bytes, swapped.call_count > 1
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_read_for_each_other_from_device_to_device(tmp_path: Path, ranks: int) -> None:
-    """Over NCCL where each has a device of its own, else through the host."""
-    results = run_ranks(ranks, _load_for_each_other, tmp_path / "checkpoint", timeout=BOUND)
-    assert sum(read for read, _ in results) < 1.1 * ((16 << 20) + 999 * 8)
-    assert all(swapped == (torch.cuda.device_count() >= ranks) for _, swapped in results)

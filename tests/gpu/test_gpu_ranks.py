@@ -2,7 +2,7 @@
 
 NCCL wants a device a rank. With an `NCCL_HOSTID` for each rank, and with the variables that the script sets, it takes
 two ranks of one device for two hosts. Where it refuses that, loads go through the host's memory and gloo, and
-`nccl_refuses` is recorded. Without a GPU, one slow test runs the same with tensors of the host.
+`nccl_refuses` is recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.nccl import DeviceGroup
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+DEVICE = "cuda"
 BOUND = 120.0  # NCCL's kernels of two processes take turns on one device
 MiB = 1 << 20
 
@@ -42,9 +47,8 @@ def _two_on_one(with_nccl: bool) -> Iterator[None]:
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = f"host{rank}"
     exchange._groups.clear()  # ranks outlive tests: in another one they may have found that they share their device
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        torch.zeros(1, device="cuda")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.zeros(1, device="cuda")
     with contextlib.ExitStack() as stack:
         if with_nccl:
             stack.enter_context(mock.patch.object(nccl.CudaDevice, "identity", lambda self: f"device of {rank}"))
@@ -71,8 +75,6 @@ def _connect(group: DeviceGroup) -> list[int]:
 def _probe() -> str:
     """Why two ranks cannot swap over NCCL; empty if they can."""
     with _two_on_one(True):
-        if DEVICE == "cpu":
-            return "no CUDA device"
         try:
             group = _group("probe", 40.0)
             received = _connect(group)
@@ -232,7 +234,8 @@ def _one_dies(directory: Path, with_nccl: bool) -> str:
     return str(caught.value)
 
 
-def _check_all_ways(results: list[list[tuple[int, int, int]]], with_nccl: bool) -> None:
+def test_each_byte_is_read_once_for_each_other(tmp_path: Path, with_nccl: bool) -> None:
+    results = run_ranks(2, _all_ways, tmp_path, with_nccl)
     stored = sum(tensor.nbytes for tensor in _full().values())
     for case in range(3):
         # Twice for each for itself; a block with a checksum is larger than some pieces here.
@@ -240,46 +243,34 @@ def _check_all_ways(results: list[list[tuple[int, int, int]]], with_nccl: bool) 
     assert all((result[0][2] > 0) == with_nccl for result in results)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-class TestOnGPU:
-    def test_each_byte_is_read_once_for_each_other(self, tmp_path: Path, with_nccl: bool) -> None:
-        _check_all_ways(run_ranks(2, _all_ways, tmp_path, with_nccl), with_nccl)
-
-    def test_targets_on_devices_and_hosts(self, tmp_path: Path, with_nccl: bool) -> None:
-        run_ranks(2, _mixed_targets, tmp_path, with_nccl)
-
-    def test_swaps_of_uneven_sizes(self, with_nccl: bool) -> None:
-        run_ranks(2, _uneven_swaps, with_nccl)
-
-    def test_a_rank_that_comes_late_is_not_waited_for(self, with_nccl: bool) -> None:
-        run_ranks(2, _one_comes_late, with_nccl)
-
-    def test_a_stream_that_is_captured_is_refused(self) -> None:
-        device = nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device()))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            ones = torch.ones(3, device="cuda")
-            with pytest.raises(CheckpointError, match="a CUDA graph is being captured"):
-                device.begin()
-        graph.replay()
-        assert ones.eq(1).all(), "the capture goes on"
-        device.begin()
-
-    def test_beside_the_users_collectives(self, tmp_path: Path, with_nccl: bool) -> None:
-        run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)
-
-    def test_a_rank_that_dies_is_named_and_the_other_lives(self, tmp_path: Path, with_nccl: bool) -> None:
-        text, dead = run_ranks(2, _one_dies, tmp_path, with_nccl, check=False)
-        assert "died" in str(dead) and "rank 1" in text
+def test_targets_on_devices_and_hosts(tmp_path: Path, with_nccl: bool) -> None:
+    run_ranks(2, _mixed_targets, tmp_path, with_nccl)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(DEVICE == "cuda", reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so_and_the_rest_runs(tmp_path: Path) -> None:
-    assert run_ranks(2, _probe) == ["no CUDA device"] * 2
-    _check_all_ways(run_ranks(2, _all_ways, tmp_path / "ways", False), False)
-    run_ranks(2, _mixed_targets, tmp_path / "mixed", False)
-    run_ranks(2, _beside_all_reduces, tmp_path / "beside", False)
-    text, dead = run_ranks(2, _one_dies, tmp_path / "dies", False, check=False)
-    assert "died" in str(dead) and "1" in text
+def test_swaps_of_uneven_sizes(with_nccl: bool) -> None:
+    run_ranks(2, _uneven_swaps, with_nccl)
+
+
+def test_a_rank_that_comes_late_is_not_waited_for(with_nccl: bool) -> None:
+    run_ranks(2, _one_comes_late, with_nccl)
+
+
+def test_a_stream_that_is_captured_is_refused() -> None:
+    device = nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ones = torch.ones(3, device="cuda")
+        with pytest.raises(CheckpointError, match="a CUDA graph is being captured"):
+            device.begin()
+    graph.replay()
+    assert ones.eq(1).all(), "the capture goes on"
+    device.begin()
+
+
+def test_beside_the_users_collectives(tmp_path: Path, with_nccl: bool) -> None:
+    run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)
+
+
+def test_a_rank_that_dies_is_named_and_the_other_lives(tmp_path: Path, with_nccl: bool) -> None:
+    text, dead = run_ranks(2, _one_dies, tmp_path, with_nccl, check=False)
+    assert "died" in str(dead) and "rank 1" in text

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
-import struct
 from pathlib import Path
 
 import pytest
-import safetensors.torch as stock_torch
 import torch
-from harness.fake_cuda import device_info
-from harness.files import flip, safetensors_dtypes
-from harness.states import KiB, MiB, random_tensor
+from harness.files import flip
+from harness.states import MiB
 
 from vescale_ckpt import CorruptCheckpointError, safetensors
 
@@ -34,48 +30,6 @@ def expect_loaded(found: State, wanted: State, device: int = 0) -> None:
         assert found[name].device == torch.device("cuda", device), name
         assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
         assert torch.equal(bytes_of(found[name]), bytes_of(value)), name
-
-
-def large_state() -> State:
-    """16 tensors of 32 MiB, that lie side by side in the file, and as a rule on the device."""
-    return {f"{i}": torch.arange(8 * MiB, dtype=torch.float32).add_(i) for i in range(16)}
-
-
-def small_state() -> State:
-    """20,000 tensors: scalars, as quantized models have by the thousand, odd and even lengths."""
-    lengths = (1, 77, 2 * KiB, 5000)
-    return {f"{i}": torch.full((lengths[i % 4],), float(i)) for i in range(20_000)}
-
-
-@pytest.mark.parametrize("make", [large_state, small_state])
-@pytest.mark.parametrize("verify", [True, False])
-def test_large_and_small_tensors(tmp_path: Path, make: object, verify: bool) -> None:
-    assert callable(make)
-    wanted = make()
-    safetensors.save_file(wanted, tmp_path / "file")
-    for device in ("cuda", 0, "cuda:0"):
-        expect_loaded(safetensors.load_file(tmp_path / "file", device, verify=verify), wanted)
-    assert device_info()["runtime"], device_info()
-
-
-def test_all_dtypes_at_odd_offsets(tmp_path: Path) -> None:
-    wanted, header, data = {}, {}, b""
-    stock_torch.save_file(
-        {name: random_tensor((3, 6), dtype) for name, dtype in safetensors_dtypes().items()}, tmp_path / "stock"
-    )
-    with safetensors.safe_open(tmp_path / "stock") as file:
-        for name in ["uint8", *sorted(set(safetensors_dtypes()) - {"uint8"})]:  # 18 bytes before the others
-            stored, begin = file.get_slice(name), len(data)
-            wanted[name] = file.get_tensor(name)
-            data += bytes_of(wanted[name]).numpy().tobytes()
-            shape, code = stored.get_shape(), stored.get_dtype()
-            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, len(data)]}
-    text = json.dumps(header).encode()
-    text += b" " * (1 - len(text) % 2)
-    (tmp_path / "file").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    expect_loaded(safetensors.load_file(tmp_path / "file", "cuda"), wanted)
-    for tensor in safetensors.load_file(tmp_path / "file", "cuda").values():
-        assert tensor.data_ptr() % 512 == 0
 
 
 def test_slices(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.first_word import FirstWord
 from vescale_ckpt._ranks.groups import PerGroup
-from vescale_ckpt._ranks.nccl import DeviceGroup
 from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
 from vescale_ckpt._ranks.store_thread import StoreGoneError
 from vescale_ckpt._routes import routes
-from vescale_ckpt._routes.broadcast_load import BroadcastLoad
 from vescale_ckpt._routes.pipeline import Pipeline
 from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
@@ -91,7 +89,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "ask for free space": (_C, "free_bytes"),
     "remove a file": (_C, "remove_file"),
     "exchange names": (_C, "exchange_names"),
-    "begin a broadcast load": (BroadcastLoad, "begin"),
     "see what does not fit": (FillPlanner, "misfits"),
     "plan the reading": (FillPlanner, "finish_plan"),
     "plan the routes": (routes._Coordinator, "plan"),
@@ -105,7 +102,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
     "fill what is packed": (load_packed, "fill_packed"),
-    "swap between devices": (DeviceGroup, "swap"),
     "read the index of a model": (headers, "_weight_map"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),
@@ -124,7 +120,6 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
-    "seconds to give up saves at exit": (background, "_SECONDS_TO_GIVE_UP"),
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
     "bytes of a slot": (options, "SLOT_BYTES"),

@@ -491,7 +491,6 @@ def test_a_mapping_without_a_key_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def _tied(directory: str) -> list[int]:
-    planner = SavePlanner()
     made = []
     plan_of_all = SavePlanner.global_plan_of
 
@@ -499,11 +498,11 @@ def _tied(directory: str) -> list[int]:
         made.append(len(plans))
         return plan_of_all(self, plans)
 
-    with mock.patch.object(SavePlanner, "global_plan_of", counted):
+    with steps.no_plans_known(), mock.patch.object(SavePlanner, "global_plan_of", counted):
         for k in range(3):
             tensor = sharded(torch.arange(10.0).view(5, 2) + k, Shard(0))
             other = sharded(torch.ones(5, 2) * k, Shard(0))
-            save(directory, {"other": other, "embed": tensor, "head": tensor}, planner=planner)
+            save(directory, {"other": other, "embed": tensor, "head": tensor})
     return made
 
 
@@ -529,14 +528,14 @@ def test_a_conjugate_is_not_the_tensor_whose_memory_it_has(tmp_path: Path) -> No
 
 def test_ties_that_change_while_a_save_fails(tmp_path: Path) -> None:
     """The layout of a save that failed is no layout that ranks have."""
-    planner, tensor = SavePlanner(), torch.arange(5000.0)
+    tensor = torch.arange(5000.0)
     one = {"a": tensor}
     tied = {"a": tensor, **{f"{'b' * 1000}{number}": tensor for number in range(20)}}
     for first, second in ((one, tied), (tied, one)):
-        save(tmp_path, first, planner=planner)
+        save(tmp_path, first)
         with steps.instead("ask for free space", lambda *_: 0), pytest.raises(StorageFullError):
-            save(tmp_path, second, planner=planner)
-        save(tmp_path, first, planner=planner)
+            save(tmp_path, second)
+        save(tmp_path, first)
         assert read(tmp_path)["a"].equal(tensor)
 
 

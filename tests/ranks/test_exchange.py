@@ -24,7 +24,7 @@ from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import run_ranks
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
-from vescale_ckpt._ranks import connections, store_thread
+from vescale_ckpt._ranks import connections
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.node import node_of_this_process
 from vescale_ckpt._ranks.rendezvous import Rendezvous
@@ -91,11 +91,6 @@ def _values(group: Any = None) -> None:
     assert exchange.gather(b"", "nothing") == ([b""] * size if rank == 0 else None)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_values(size: int) -> None:
-    run_ranks(size, _values)
-
-
 def _values_in_a_deep_tree() -> None:
     with mock.patch.object(connections, "FANOUT", 2):
         group = dist.new_group(range(8), backend="gloo")  # the default group may have its connections already
@@ -107,86 +102,6 @@ def _values_in_a_deep_tree() -> None:
 
 def test_values_in_a_deep_tree() -> None:
     run_ranks(8, _values_in_a_deep_tree)
-
-
-def _connected_peers() -> tuple[set[int], set[int], set[int]]:
-    """The ranks to which this one is connected: after collectives along the tree; after messages to two others."""
-    with mock.patch.object(connections, "FANOUT", 2):
-        exchange = Exchange.of(dist.new_group(range(8), backend="gloo"), FOREVER)
-        links, rank, size = exchange._links, exchange.rank, exchange.size
-        assert links is not None
-        exchange.scatter(exchange.gather(b"x" * rank, "gather"), "scatter")
-        by_tree = set(links._connected)
-        sockets = _sockets()
-        for number in range(2):
-            after, before = (rank + 3) % size, (rank - 3) % size
-            came = bytearray(5000)
-            with exchange.peers(f"ring {number}", "ring", [after, before]) as peers:
-                peers.receive(before, connections.tensor_over(came), receipt=True)
-                peers.send(after, connections.tensor_over(bytearray([rank] * 5000)), receipt=True)
-            assert came == bytes([before] * 5000)
-        fresh = links._connected - by_tree
-        assert _sockets() - sockets <= len(fresh)
-    return by_tree, fresh, {after, before}
-
-
-def _sockets() -> int:
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return sum("socket:" in os.readlink(link) for link in links if link.is_symlink())
-
-
-def test_a_rank_is_connected_to_its_neighbours_in_the_tree_and_to_those_it_sends_to() -> None:
-    for rank, (by_tree, fresh, ring) in enumerate(run_ranks(8, _connected_peers)):
-        neighbours = {rank, (rank - 1) // 2 if rank else 0, *range(2 * rank + 1, min(2 * rank + 3, 8))}
-        assert by_tree == neighbours
-        assert fresh == ring - neighbours
-
-
-def _clients_of_the_store() -> list[int]:
-    """How many the exchanges of three purposes and two groups have: in use; after one has not answered."""
-    groups = [None, dist.new_group(backend="gloo")]
-
-    def clients() -> int:
-        exchanges = [Exchange.of(group, FOREVER, purpose) for group in groups for purpose in ("save", "load", "copies")]
-        for exchange in exchanges:
-            exchange.agree([1], "use")
-        return len({id(exchange._links._rendezvous._store_thread) for exchange in exchanges})  # type: ignore[union-attr]
-
-    found = [clients()]
-    store_thread.of_default_group().answers = False
-    anew = dist.new_group(backend="gloo")
-    assert Exchange.of(anew, FOREVER).agree([1], "use") == [1]
-    groups.append(anew)
-    return [*found, clients()]
-
-
-def test_all_exchanges_of_a_process_have_one_client_of_the_store() -> None:
-    assert run_ranks(2, _clients_of_the_store) == [[1, 2]] * 2
-
-
-def _dies_before_the_first_message_to_it(directory: Path) -> Any:
-    """Rank 3 is no neighbour of rank 5 in the tree. It dies when it is about to connect to rank 5."""
-    rank = dist.get_rank()
-    with mock.patch.object(connections, "FANOUT", 2):
-        exchange = Exchange.of(dist.new_group(range(6), backend="gloo"), FOREVER)
-        exchange.agree([rank], "save 0")
-        exchange.timeout = TIMEOUT
-
-        def messages() -> None:
-            with exchange.peers("messages", "plan", [5] if rank == 3 else [3] if rank == 5 else []):
-                pass
-            exchange.agree([rank], "commit")
-
-        if rank == 3:
-            die = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            with mock.patch.object(connections.Rendezvous, "addresses", die):
-                messages()
-        return error_of(messages)
-
-
-def test_a_rank_that_dies_before_the_first_message_to_it_is_named(tmp_path: Path) -> None:
-    answers = run_ranks(6, _dies_before_the_first_message_to_it, tmp_path, check=False)
-    same_everywhere([a for rank, a in enumerate(answers) if rank != 3], [3], ["rank 3 of 6"])
 
 
 def test_without_torch_distributed() -> None:
@@ -205,14 +120,6 @@ def test_a_process_alone_raises_its_error_once_and_says_no_rank() -> None:
     assert isinstance(failed.value.cause, IndexError)
     shown = "".join(traceback.format_exception(failed.value))
     assert shown.count("Traceback (most recent call last)") == 1 and "lambda: [][1]" in shown
-
-
-def test_arguments_of_the_coordinator() -> None:
-    exchange = Exchange.of()
-    with pytest.raises(ValueError, match="1 parts"):
-        exchange.scatter([b"", b""], "plan")
-    with pytest.raises(ValueError, match="nothing to send"):
-        exchange.broadcast(None, "plan")
 
 
 def test_timeout_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,22 +299,29 @@ def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() ->
     assert first[2:] == second[1:] == [None, None]
 
 
-def _dead(dying: int, method: str) -> Any:
+def _dead(dying: int, method: str, fanout: int = connections.FANOUT) -> Any:
     rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([rank], "save 0")
-    if rank == dying:
-        time.sleep(0.3)  # most often the others wait by then, and it is the same if they do not
-        os.kill(os.getpid(), signal.SIGKILL)
-    if method == "gather":
-        return error_of(lambda: (exchange.gather(b"x" * 100_000, "plan"), exchange.agree([1], "commit")))
-    return error_of(lambda: exchange.agree([1], "plan"))
+    with mock.patch.object(connections, "FANOUT", fanout):
+        exchange = Exchange.of(None, FOREVER)
+        exchange.agree([rank], "save 0")
+        if rank == dying:
+            time.sleep(0.3)  # most often the others wait by then, and it is the same if they do not
+            os.kill(os.getpid(), signal.SIGKILL)
+        if method == "gather":
+            return error_of(lambda: (exchange.gather(b"x" * 100_000, "plan"), exchange.agree([1], "commit")))
+        return error_of(lambda: exchange.agree([1], "plan"))
 
 
 @pytest.mark.parametrize(("method", "dying"), [("agree", 0), ("agree", 3), ("gather", 0), ("gather", 1)])
 def test_dead_rank_is_named_long_before_the_timeout(dying: int, method: str) -> None:
     answers = run_ranks(4, _dead, dying, method, check=False)
     same_everywhere([a for rank, a in enumerate(answers) if rank != dying], [dying], [f"rank {dying} of 4", "died"])
+
+
+@pytest.mark.parametrize("dying", [1, 7])
+def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
+    answers = run_ranks(8, _dead, dying, "agree", 2, check=False)
+    same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
 
 
 def _killed_while_another_is_slow() -> Any:
@@ -424,17 +338,6 @@ def _killed_while_another_is_slow() -> Any:
 def test_slow_rank_is_not_blamed_for_a_dead_one() -> None:
     answers = run_ranks(4, _killed_while_another_is_slow, check=False)
     same_everywhere(answers[:3], [3], ["rank 3 of 4", "died"])
-
-
-def _dead_in_a_deep_tree(dying: int) -> Any:
-    with mock.patch.object(connections, "FANOUT", 2):
-        return _dead(dying, "agree")
-
-
-@pytest.mark.parametrize("dying", [1, 7])
-def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
-    answers = run_ranks(8, _dead_in_a_deep_tree, dying, check=False)
-    same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
 
 
 def _dead_before_its_first_connection_with_another(dying: int) -> Any:
@@ -686,12 +589,6 @@ def _in_a_world_of_its_own(function: str, *args: Any) -> Any:
 def test_new_world_has_a_new_exchange() -> None:
     for _ in range(2):
         run_ranks(2, _in_a_world_of_its_own, "_values")
-
-
-def test_late_rank_with_a_tcp_store(tmp_path: Path) -> None:
-    answers = run_ranks(4, _in_a_world_of_its_own, "_late", "agree", 3, tmp_path)
-    same_everywhere([answer[0] for answer in answers], [3], ["rank 3 of 4"])
-    assert all(answer[1] is None for answer in answers)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,4 +1,6 @@
-"""Jobs on several machines: what the machines of the tests are, and what crosses the links between them."""
+"""Jobs on several machines: what the machines of the tests are, what crosses the links between them, and what ranks do
+when a machine is lost, frozen or parted from the others: none waits longer than the timeout and some grace, and who is
+named is who cannot be reached."""
 
 from __future__ import annotations
 
@@ -106,6 +108,9 @@ def _state(fill: int) -> dict[str, Any]:
 
 def _operation(name: str, directory: str, timeout: float = TIMEOUT) -> Callable[[int], Any]:
     """What is done again and again; its argument is what is saved."""
+    if name == "manager":
+        manager = CheckpointManager(f"{directory}/managed", timeout=timeout, max_to_keep=2)
+        return lambda number: manager.save(number, _state(number))
     if name == "load":
         return lambda _: vescale_ckpt.load(directory, _state(0), timeout=TIMEOUT, broadcast_checkpoint=True)
     if name == "async":
@@ -122,6 +127,7 @@ def _until_it_fails(rank: int, pipe: Connection, name: str, directory: str) -> N
     _operation(name, directory, 60)(2)
     pipe.send("ready")
     for number in itertools.count(3):
+        time.sleep(0.2 if name == "manager" else 0.0)  # in which a network parts where no rank waits for another
         began = time.monotonic()
         try:
             operation(number)
@@ -179,29 +185,32 @@ def _trouble(directory: Path, name: str, trouble: Trouble, machine: int, machine
             ranks.lose(machine)
         else:
             machines.part(trouble, machine)
-        told = ranks.hear(2 * MOST_SECONDS, but=broken)
+        parted = trouble not in ("frozen", "power")
+        told = ranks.hear(2 * MOST_SECONDS, but=() if parted else broken)
         _check([report for rank, report in enumerate(told) if rank not in broken], broken, machine == 0)
+        for seconds, late, text in (told[rank] for rank in broken if parted):
+            assert seconds < MOST_SECONDS and not set(late or []) & set(broken), text
         _assert_whole(shown)
         if trouble == "power":
             machines.heal("lost", machine)
         else:
             if trouble == "frozen":
                 ranks.thaw(machine)
+                ranks.hear(2 * MOST_SECONDS, but=[rank for rank, _ in enumerate(told) if rank not in broken])
             else:
                 machines.heal(trouble, machine)
-            others = [rank for rank, _ in enumerate(told) if rank not in broken]
-            for seconds, _, text in filter(None, ranks.hear(2 * MOST_SECONDS, but=others)):
-                assert trouble == "frozen" or seconds < MOST_SECONDS, text
             ranks.say("go on")
             assert ranks.hear(8 * MOST_SECONDS) == [True] * len(told)
             ranks.say("end")
     assert len(set(machines.run(_once_more, str(shown)))) == 1
 
 
-@pytest.mark.parametrize(("name", "trouble", "machine"), [("save", "frozen", 1), ("load", "deaf", 1)])
-def test_the_others_name_a_machine_in_trouble(name: str, trouble: Trouble, machine: int, tmp_path: Path) -> None:
-    with Machines(2, ranks=1) as machines:
-        _trouble(tmp_path, name, trouble, machine, machines)
+@pytest.mark.parametrize(
+    ("name", "trouble"), [("save", "frozen"), ("load", "deaf"), ("async", "down"), ("manager", "lost")]
+)
+def test_the_others_name_a_machine_in_trouble(name: str, trouble: Trouble, tmp_path: Path) -> None:
+    with Machines(2, ranks=1 if trouble == "frozen" else 2) as machines:
+        _trouble(tmp_path, name, trouble, 1, machines)
 
 
 @pytest.mark.slow

@@ -118,14 +118,6 @@ def test_an_error_while_connecting_is_raised_at_once() -> None:
     assert not group.usable and absent.aborted.wait(FOREVER) and absent.aborts == 1
 
 
-def test_a_swap_waits_on_the_devices_stream_and_not_on_the_host() -> None:
-    backend = mock.Mock()
-    group = DeviceGroup(_Host(), backend, timeout=FOREVER)
-    group.connect(ONE_BYTE, ONE_BYTE)
-    group.swap(ONE_BYTE, ONE_BYTE)
-    assert backend.alltoall.return_value.method_calls == [mock.call.block_current_stream()] * 2 and group.usable
-
-
 # --- The end of connections
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from harness import faults
@@ -130,12 +129,3 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(saved: Path, tmp_path:
     ):
         check_file(checkpoint, path.name, str(away))
     assert not isinstance(raised.value, CorruptCheckpointError) and raised.value.path == str(away)
-
-
-def test_records_are_listed_once(checkpoint: Path) -> None:
-    save(checkpoint, state(1), single_file_per_rank=False)
-    opened_once = opened(checkpoint)
-    with mock.patch.object(type(opened_once), "chunks", autospec=True, side_effect=type(opened_once).chunks) as listed:
-        for path in data_files(checkpoint):
-            check_file(opened_once, path.name, str(path))
-    assert len(data_files(checkpoint)) > 1 and listed.call_count == 1

@@ -102,19 +102,6 @@ def test_the_two_ends_and_the_block_borders_of_a_large_tensor_are_checked(saved:
             assert isinstance(outcome(saved, state(1)), CorruptCheckpointError), f"byte {at} is not checked"
 
 
-def test_errors_arrive_inside_the_exception_of_dcp_load(saved: Path) -> None:
-    (record,) = (record for record in records(saved) if record.key == "model.large")
-    values = blank(state(1))
-    with (
-        flipped(record.path, 8 * record.body.start),
-        pytest.raises(CheckpointException, match=r"model\.large") as caught,
-    ):
-        dcp.load(values, storage_reader=StorageReader(saved), planner=LoadPlanner(), no_dist=True)
-    error = cause(caught.value)
-    assert isinstance(error, CorruptCheckpointError)
-    assert (error.key, error.file) == (record.key, str(record.path))
-
-
 def test_a_flipped_bit_is_found_under_stock_planners_too(saved: Path) -> None:
     rng = random.Random(3)
     for record in records(saved):
@@ -126,7 +113,9 @@ def test_a_flipped_bit_is_found_under_stock_planners_too(saved: Path) -> None:
             pytest.raises(CheckpointException) as caught,
         ):
             dcp.load(values, storage_reader=StorageReader(saved), no_dist=True)
-        assert isinstance(cause(caught.value), CorruptCheckpointError)
+        error = cause(caught.value)
+        assert isinstance(error, CorruptCheckpointError) and record.key in str(caught.value)
+        assert (error.key, error.file) == (record.key, str(record.path))
 
 
 # --- Parts of tensors
@@ -315,18 +304,6 @@ def test_metadata_of_another_save_is_found(checkpoint: Path) -> None:
 # --- .metadata
 
 
-def test_damaged_metadata_is_named_by_dcp_load(checkpoint: Path) -> None:
-    save(checkpoint, small_state(1))
-    path = checkpoint / ".metadata"
-    whole = path.read_bytes()
-    for damaged in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], b"\0" * len(whole), whole[::-1]):
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointException, match=r"\.metadata") as caught:
-            dcp.load(blank(small_state(1)), storage_reader=StorageReader(checkpoint), no_dist=True)
-        error = cause(caught.value)
-        assert isinstance(error, CorruptCheckpointError | UntrustedCheckpointError), repr(error)
-
-
 def test_truncated_metadata_is_never_loaded(checkpoint: Path) -> None:
     save(checkpoint, small_state(1))
     path = checkpoint / ".metadata"
@@ -342,15 +319,6 @@ def test_truncated_metadata_is_never_loaded(checkpoint: Path) -> None:
 
 
 # --- Without verification
-
-
-def test_unverified_loads_of_damaged_files_never_crash(saved: Path) -> None:
-    rng = random.Random(9)
-    ranges = [pair for name, pairs in regions(saved).items() if name != "body" for pair in pairs if len(pair[0])]
-    for _ in range(48):
-        where, record = rng.choice(ranges)
-        with flipped(record.path, rng.randrange(8 * where.start, 8 * where.stop)):
-            assert_values_or_named_error(saved, verify=False)
 
 
 def test_unverified_loads_of_noise_never_crash(copy: Path) -> None:

@@ -142,25 +142,6 @@ def test_what_is_refused_is_not_damaged_and_is_never_removed(tmp_path: Path, cap
     assert refused.is_dir() and (tmp_path / "step-1").is_dir()  # it neither counts as kept nor goes as damaged
 
 
-def test_every_byte_of_a_metadata_with_a_checksum_is_checked_by_each_way_to_read_it(checkpoint: Path) -> None:
-    vescale_ckpt.save(checkpoint, {"x": torch.ones(2)})
-    (checkpoint / ".metadata.index").unlink()  # a load into a state needs no metadata beside it
-    path = checkpoint / ".metadata"
-    data = path.read_bytes()
-    for at in range(len(data)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        for read in (
-            lambda: vescale_ckpt.load(checkpoint, {"x": torch.zeros(2)}),
-            lambda: vescale_ckpt.load(checkpoint),
-            lambda: vescale_ckpt.inspect(checkpoint),
-        ):
-            with pytest.raises(CorruptCheckpointError, match=r"is (damaged|truncated)") as caught:
-                read()
-            assert str(path) in str(caught.value), at
-        report = vescale_ckpt.verify(checkpoint)
-        assert [damage.file for damage in report.damaged] == [str(path)] and not report.refused, at
-
-
 @pytest.mark.parametrize("ours", [True, False], ids=["with a checksum", "of stock"])
 def test_a_flipped_byte_is_damage(checkpoint: Path, ours: bool) -> None:
     (vescale_ckpt.save if ours else stock_save)(checkpoint, some_state())
@@ -168,7 +149,7 @@ def test_a_flipped_byte_is_damage(checkpoint: Path, ours: bool) -> None:
     # A flipped number of a memo may put another text of the file in the place of a module's name.
     memos = {at + 1 for code, _, at in pickletools.genops(data) if code.name == "BINGET" and at is not None}
     for at in range(len(data)):
-        for flip in (0x01, 0x20, 0x80, 0xFF):
+        for flip in (0xFF, *(1 << bit for bit in range(8))) if ours else (0x01, 0x20, 0x80, 0xFF):
             changed = data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :]
             try:
                 metadata_pickle.loads(changed, ".metadata")

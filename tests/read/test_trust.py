@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import collections
 import dataclasses
 import io
 import os
@@ -24,7 +23,6 @@ from harness.children import in_child
 from harness.files import data_files, read_metadata, rewrite_metadata
 from harness.saves import cause, load, load_boxes, outcome, save
 from harness.states import State, blank, same, small_state
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -41,9 +39,7 @@ from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
     LoadPlanner,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
     UntrustedCheckpointError,
 )
 from vescale_ckpt._checkpoint.native import metadata_pickle
@@ -653,30 +649,6 @@ def test_the_user_may_trust_a_checkpoint(checkpoint: Path) -> None:
             load_object(checkpoint, planner)
         value = load_object(checkpoint, planner, weights_only=False)
         assert type(value) is OfOurOwn and value.value == 7
-
-
-def test_harmless_objects_load_under_every_planner(checkpoint: Path) -> None:
-    values = {
-        "numbers": [1, 2.5, -(2**80), True, None, b"bytes", "text", complex(1, 2)],
-        "nested": ({"a": [{}]}, (), {1, 2}, collections.OrderedDict(b=1)),
-        "dtype": torch.bfloat16,
-    }
-    save(checkpoint, {key: [value] for key, value in values.items()})
-    for planner in (LoadPlanner(), None):
-        found: State = {key: [None] for key in values}
-        dcp.load(found, storage_reader=StorageReader(checkpoint), planner=planner, no_dist=True)
-        assert found == {key: [value] for key, value in values.items()}
-
-
-@pytest.mark.parametrize("kind", [LoadPlanner, DefaultLoadPlanner])
-def test_tensors_inside_objects_load(checkpoint: Path, kind: type[DefaultLoadPlanner]) -> None:
-    moments = {"moments": torch.arange(5), "step": 3}
-    writer, save_planner = StorageWriter(checkpoint), SavePlanner(flatten_state_dict=False)
-    dcp.save({"state": moments}, storage_writer=writer, planner=save_planner, no_dist=True)
-    found: State = {"state": None}
-    planner = kind(flatten_state_dict=False, flatten_sharded_tensors=kind is LoadPlanner)  # the default one loses them
-    dcp.load(found, storage_reader=StorageReader(checkpoint), planner=planner, no_dist=True)
-    assert same(found["state"], moments)
 
 
 def test_a_state_of_tensors_is_not_replaced_by_objects(checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import vescale_ckpt
-from vescale_ckpt import CorruptCheckpointError, StorageReader, VerifyReport, verify
+from vescale_ckpt import CorruptCheckpointError, VerifyReport, verify
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -253,16 +253,6 @@ def test_what_ranks_saved_without_collectives(tmp_path: Path) -> None:
     assert vescale_ckpt.inspect(checkpoint).tensors["rows"].shape == (10, 7)
     (checkpoint / "__1.metadata").write_bytes(b"")
     assert {damage.file for damage in verify(checkpoint).damaged} == {str(checkpoint / "__1.metadata")}
-
-
-def test_readers_can_be_pickled_while_they_hold_a_lock(checkpoint: Path) -> None:
-    import pickle
-
-    save(checkpoint, state(1))
-    reader = StorageReader(checkpoint)
-    reader.read_metadata()
-    reader._metadata = None
-    assert pickle.loads(pickle.dumps(reader))._lock is None
 
 
 # --- What loads do without

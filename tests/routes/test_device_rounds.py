@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
 from vescale_ckpt._ranks import exchange, nccl
-from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.nccl import DeviceGroup
 from vescale_ckpt._routes import device_buffer
 from vescale_ckpt._routes.device_buffer import DeviceBuffer
@@ -324,24 +323,3 @@ def test_what_comes_from_others_is_not_copied_to_the_device(
 ) -> None:
     of = mock.Mock(memory_bytes=memory, messages=lambda table: [(7, *part) for part in received])
     assert device_buffer._not_received(of) == parts
-
-
-def test_without_cuda_there_is_no_device() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert nccl.device_for([torch.zeros(3)]) is None
-    assert not Exchange(None, 1.0).may_swap_on(None)
-
-
-def test_host_memory_that_starts_at_a_page_is_not_enlarged() -> None:
-    asked = []
-
-    class Locked(_Host):
-        def host_memory(self, size: int) -> torch.Tensor:
-            asked.append(size)
-            memory = torch.empty(size + 4096, dtype=torch.uint8)
-            start = -memory.data_ptr() % 4096
-            return memory[start : start + size]
-
-    DeviceBuffer([1 << 20, 1 << 21], DeviceGroup(Locked(), mock.Mock(), 1.0))
-    assert asked == [1 << 20, 1 << 21]

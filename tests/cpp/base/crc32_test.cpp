@@ -89,15 +89,8 @@ TEST_P(Crc32, EveryLengthAndAlignment) {
   }
 }
 
-TEST_P(Crc32, LongInputs) {
-  for (const size_t size : {4096, 65536 - 1, 300003}) {
-    const std::vector<unsigned char> bytes = random_bytes(size, 2);
-    ASSERT_EQ(GetParam().function(0, bytes.data(), size), reference(0, bytes.data(), size)) << size;
-  }
-}
-
 TEST_P(Crc32, GoesOnWhereItStopped) {
-  const std::vector<unsigned char> bytes = random_bytes(5000, 3);
+  const std::vector<unsigned char> bytes = random_bytes(70'000, 3);
   const uint32_t whole = GetParam().function(0, bytes.data(), bytes.size());
   std::mt19937 random(4);
   for (int round = 0; round < 100; ++round) {
@@ -148,17 +141,6 @@ TEST(Crc32Combine, IsAssociativeAtAnyLength) {
               crc32_combine(a, crc32_combine(b, c, size_c), size_b + size_c))
         << size_b << " " << size_c;
   }
-}
-
-TEST(Crc32Choice, TakesTheBestThereIs) {
-  const std::string chosen = crc32_implementation();
-#if defined(__x86_64__)
-  EXPECT_EQ(chosen, detail::have_avx512() ? "avx512" : detail::have_folding() ? "pclmul" : "table");
-#elif defined(__aarch64__)
-  EXPECT_EQ(chosen, detail::have_folding() ? "pmull" : detail::have_instructions() ? "armv8" : "table");
-#else
-  EXPECT_EQ(chosen, "table");
-#endif
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 #include "base/memory.h"
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <set>
 #include <thread>
@@ -45,10 +42,6 @@ TEST(Arena, HandsOutAlignedWritableSlots) {
   EXPECT_EQ(slot.data()[arena.slot_bytes() - 1], std::byte{1});
 }
 
-TEST(Arena, TakesNothingBeforeItIsAsked) {
-  EXPECT_EQ(Arena(kSlot, 8 * kSlot).allocated_bytes(), 0u);
-}
-
 TEST(Arena, KeepsToItsBudget) {
   Arena arena(kSlot, 3 * kSlot + kSlot / 2);
   EXPECT_EQ(arena.slots(), 3u);
@@ -75,21 +68,6 @@ TEST(Arena, KeepsMemoryBetweenUses) {
   std::byte* first = arena.acquire().data();
   EXPECT_EQ(arena.acquire().data(), first);  // the warmest
   EXPECT_EQ(arena.allocated_bytes(), kSlot);
-}
-
-TEST(Arena, WaitsForASlot) {
-  Arena arena(kSlot, kSlot);
-  std::optional<Slot> held = arena.acquire();
-  std::atomic<bool> got{false};
-  std::jthread waiter([&] {
-    const Slot slot = arena.acquire();
-    got = true;
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(got);
-  held.reset();
-  waiter.join();
-  EXPECT_TRUE(got);
 }
 
 TEST(Arena, SharesAmongThreads) {
@@ -138,24 +116,6 @@ TEST(SharedArena, IsOneForEachPairOfSizes) {
   Arena& arena = shared_arena(kSlot, 2 * kSlot);
   EXPECT_EQ(&shared_arena(kSlot, 2 * kSlot), &arena);
   EXPECT_NE(&shared_arena(kSlot, 3 * kSlot), &arena);
-}
-
-// A data loader that forks must not find its parent's slots taken, nor write to its parent's memory.
-TEST(SharedArena, IsNewAfterFork) {
-  Arena& arena = shared_arena(kSlot, kSlot);
-  const Slot taken = arena.acquire();
-  taken.data()[0] = std::byte{1};
-  const pid_t child = ::fork();
-  ASSERT_GE(child, 0);
-  if (child == 0) {
-    std::optional<Slot> own = shared_arena(kSlot, kSlot).try_acquire();
-    if (own) own->data()[0] = std::byte{2};
-    ::_exit(own ? 0 : 1);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  EXPECT_EQ(taken.data()[0], std::byte{1});
 }
 
 }  // namespace

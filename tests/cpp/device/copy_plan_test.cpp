@@ -153,35 +153,6 @@ TEST(CopyPlan, PitchesThatNoDeviceTakesAreCopiedRunByRun) {
   }
 }
 
-TEST(CopyPlan, NoCopyCrossesABorderOfLockedPieces) {
-  constexpr uint64_t kBase = 1 << 20, kPiece = 1000;
-  std::vector<DeviceRow> rows;
-  uint64_t at = kBase + 10;
-  for (int64_t i = 0; i < 400; ++i) {
-    rows.push_back(flat(kDevice + 4096 * static_cast<uint64_t>(i), at, 1 + i % 60));
-    at += rows.back().bytes;
-  }
-  rows.push_back(flat(kDevice, at, 5000));
-  rows.push_back(strided(kDevice, at + 5000, 1, {20, 150}, {300, 1}));
-  rows.push_back(strided(kDevice, at + 8000, 1, {2, 2500}, {3000, 1}));
-  CopyLimits limits{.small_bytes = 500, .pitched_run = 100};
-  for (const uint64_t slab_bytes : {0, 4096}) {
-    limits.slab_bytes = slab_bytes;
-    for (const CopyGroup& group : groups(rows, {.base = kBase, .piece_bytes = kPiece}, limits)) {
-      const auto one_piece = [&](const std::byte* begin, uint64_t bytes) {
-        const uint64_t first = reinterpret_cast<uintptr_t>(begin) - kBase, last = first + bytes - 1;
-        return first / kPiece == last / kPiece;
-      };
-      for (const FlatCopy& copy : group.flat) EXPECT_TRUE(one_piece(copy.host, copy.bytes));
-      for (const PitchedCopy& copy : group.pitched) EXPECT_TRUE(one_piece(copy.host, copy.host_pitch * copy.height));
-    }
-  }
-}
-
-TEST(CopyPlan, ElementsMayOverlapOnTheDevice) {
-  EXPECT_EQ(groups({strided(kDevice, 9, 4, {5, 2}, {0, 1})}).size(), 1u);
-}
-
 TEST(CopyPlan, NothingIsNoGroup) {
   EXPECT_TRUE(groups({}).empty());
   EXPECT_TRUE(groups({flat(kDevice, 0, 0)}).empty());

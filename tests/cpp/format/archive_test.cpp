@@ -49,12 +49,6 @@ TEST(Archive, AlignsBodies) {
   }
 }
 
-TEST(Archive, ReadsWhatTorchSaves) {
-  for (const char* name : {"float32_2x3", "int64_0x4", "uint16_3x3", "transposed_float32_3x2", "object"}) {
-    EXPECT_EQ(check_archive(view(golden(name))), "") << name;
-  }
-}
-
 TEST(Archive, LeavesABodyOut) {
   const std::string body(100, 'x');
   ArchiveWriter archive;
@@ -219,14 +213,6 @@ TEST(Archive, OfOnePickleAlone) {
   EXPECT_FALSE(of({"data.pkl", "data.pkl"}));
   EXPECT_FALSE(of({"data.pkl", "data/0"}));
   EXPECT_FALSE(of({"folder/data.pkl", "version"}));
-}
-
-TEST(Archive, NoticesHeadersThatAreNotThere) {
-  std::string bad = small_archive();
-  bad[0] = 'X';
-  EXPECT_EQ(check_archive(view(bad)), "the header of archive/data.pkl is damaged");
-  EXPECT_FALSE(find_body(view(bad), "/data.pkl"));
-  EXPECT_TRUE(find_body(view(bad), "/data/0"));
 }
 
 }  // namespace

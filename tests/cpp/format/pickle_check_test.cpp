@@ -69,32 +69,11 @@ TEST(PickleCheck, FindsWhatAnUnpicklerWouldRunInto) {
   EXPECT_NE(check("Q."), "");  // a persistent id: no tensors in here
 }
 
-TEST(PickleCheck, FindsDeepNesting) {
-  EXPECT_EQ(check(std::string(50, '(') + std::string(50, 't') + "."), "");
-  EXPECT_NE(check(std::string(5000, '(') + std::string(5000, 't') + "."), "");
-  EXPECT_NE(check(std::string(5000, ']') + std::string(4999, 'a') + "."), "");
-  std::string tuples = ")";
-  for (int i = 0; i < 5000; ++i) tuples += "\x85";
-  EXPECT_NE(check(tuples + "."), "");
-}
-
 // A list is remembered while it is empty, and filled afterwards.
 TEST(PickleCheck, FindsDeepNestingThroughMemos) {
   std::string pickle = "\x80\x02]" + put(0) + "0";
   for (uint32_t list = 1; list < 5000; ++list) pickle += "]" + put(list) + get(list - 1) + "a0";
   EXPECT_NE(check(pickle + get(4999) + "."), "");
-}
-
-TEST(PickleCheck, FindsChangesToClasses) {
-  EXPECT_NE(check(kClass + kState + "b."), "");
-  EXPECT_NE(check(kClass + put(0) + "0" + get(0) + kState + "b."), "");
-  EXPECT_NE(check(kClass + "2" + kState + "b."), "");
-  EXPECT_NE(check("X\5\0\0\0torchX\4\0\0\0Size\x93"s + kState + "b."), "");
-  EXPECT_NE(check(kClass + "N" + kState + "\x86" + "b."), "");
-  // Adding no items is nothing to the unpickler: the class is still there to be changed.
-  for (const char* add_nothing : {"(e", "(u", "(\x90"}) {
-    EXPECT_NE(check(kClass + add_nothing + "N" + kState + "\x86" + "b."), "") << add_nothing;
-  }
 }
 
 // Tuples of the same tuple twice, 60 times, as the key of a dict: 2^60 steps to hash it.

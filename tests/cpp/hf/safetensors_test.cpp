@@ -44,17 +44,8 @@ TEST(SafetensorsHeader, NamesWhatIsWrong) {
       {"a space first", " {}", 0, corrupt, "does not start with '{'"},
       {"no end", "{", 0, corrupt, "expected a string"},
       {"trailing junk", "{}x", 0, corrupt, "padding"},
-      {"a NUL as padding", "{}\0"s, 0, corrupt, "padding"},
-      {"another value behind", "{} {}", 0, corrupt, "padding"},
-      {"not UTF-8", "{\"\xff\":1}", 0, corrupt, "not UTF-8"},
-      {"a surrogate in UTF-8", "{\"\xed\xa0\x80\":1}", 0, corrupt, "not UTF-8"},
-      {"half a surrogate pair", "{\"\\ud800\":1}", 0, corrupt, "surrogate"},
-      {"a raw control character", "{\"\x01\":1}", 0, corrupt, "control character"},
       {"metadata null twice", "{\"__metadata__\":null,\"__metadata__\":null}", 0, corrupt, "a second"},
       {"metadata nearly null", "{\"__metadata__\":nul}", 0, corrupt, "expected a value"},
-      {"metadata a list", "{\"__metadata__\":[]}", 0, corrupt, "expected '{'"},
-      {"a number in metadata", "{\"__metadata__\":{\"a\":1}}", 0, corrupt, "expected a string"},
-      {"a map in metadata", "{\"__metadata__\":{\"a\":{}}}", 0, corrupt, "expected a string"},
       {"metadata twice", "{\"__metadata__\":{},\"__metadata__\":{}}", 0, corrupt, "a second \"__metadata__\""},
       {"checksums twice", "{\"__metadata__\":{\"vescale_ckpt.crc32\":\"\",\"vescale_ckpt.crc32\":\"\"}}", 0, corrupt,
        "a second \"vescale_ckpt.crc32\""},
@@ -70,9 +61,6 @@ TEST(SafetensorsHeader, NamesWhatIsWrong) {
       {"a dtype that is a number", "{\"a\":{\"dtype\":8}}", 2, corrupt, "expected a string"},
       {"a shape that is a number", "{" + entry("a", "U8", "2", "[0,2]") + "}", 2, corrupt, "expected '['"},
       {"a negative size", "{" + entry("a", "U8", "[-2]", "[0,2]") + "}", 2, corrupt, "whole number"},
-      {"half a size", "{" + entry("a", "U8", "[2.5]", "[0,2]") + "}", 2, corrupt, "whole number"},
-      {"an exponent", "{" + entry("a", "U8", "[2e0]", "[0,2]") + "}", 2, corrupt, "whole number"},
-      {"a size beyond 64 bits", "{" + entry("a", "U8", "[18446744073709551616]", "[0,2]") + "}", 2, corrupt, "64 bits"},
       {"nested shapes", "{" + entry("a", "U8", "[[2]]", "[0,2]") + "}", 2, corrupt, "expected a number"},
       {"one offset", "{" + entry("a", "U8", "[2]", "[0]") + "}", 2, corrupt, "fewer than two"},
       {"three offsets", "{" + entry("a", "U8", "[2]", "[0,2,2]") + "}", 2, corrupt, "more than two"},
@@ -96,7 +84,6 @@ TEST(SafetensorsHeader, NamesWhatIsWrong) {
       {"too few bytes", "{" + kOk + "}", 1, corrupt, "truncated"},
       {"no bytes", "{" + kOk + "}", 0, corrupt, "truncated"},
       {"too many bytes", "{" + kOk + "}", 3, corrupt, "belong to nobody"},
-      {"nesting", "{\"a\":{\"x\":" + std::string(100'000, '[') + "}}", 0, corrupt, "nested"},
   };
   for (const Hostile& hostile : headers) {
     for (const bool checksums : {true, false}) {
@@ -193,19 +180,6 @@ TEST(SafetensorsChecksums, FindAnyFlippedBitOfTheHead) {
     flip();
   }
   EXPECT_FALSE(refusal(head, 16));
-}
-
-// A tool that knows nothing of checksums keeps our metadata when it writes a file anew, with other data.
-TEST(SafetensorsChecksums, OfAHeaderThatWasWrittenAnewDoNotCount) {
-  const SafetensorsLayout layout({{"name", dtype_named("F32"), {2, 2}}}, {});
-  const std::string head = layout.head(blocks_of(layout, std::string(16, 'x')));
-  std::string json = head.substr(8);
-  json.erase(json.find_last_not_of(' ') + 1);
-  for (size_t spaces = 0; spaces < 8; ++spaces) {
-    const SafetensorsHeader header = parse_file(head_of(json + std::string(spaces, ' ')), 16);
-    EXPECT_FALSE(header.has_checksums());
-    EXPECT_EQ(header.metadata(), SafetensorsHeader::Metadata{});
-  }
 }
 
 TEST(SafetensorsChecksums, AreTextAndBack) {

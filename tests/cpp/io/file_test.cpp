@@ -1,28 +1,16 @@
 #include "io/file.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include <cerrno>
-#include <csignal>
-#include <functional>
 
 #include "base/error.h"
 #include "base/memory.h"
+#include "error_of.h"
 #include "scratch.h"
 
 namespace vescale_ckpt::io {
 namespace {
-
-Error error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error::invalid("nothing was thrown");
-}
 
 class FileTest : public ScratchTest {
  protected:
@@ -47,21 +35,6 @@ TEST_F(FileTest, IsCreatedWhereThereIsNone) {
   EXPECT_EQ(error.code, EEXIST);
   EXPECT_EQ(error.path, path("old"));
   EXPECT_EQ(read_file(path("old")), "content");
-}
-
-TEST_F(FileTest, ThatIsMissingIsNamed) {
-  const Error error = error_of([&] { File::open(path("missing"), Access::direct); });
-  EXPECT_EQ(error.kind, Error::Kind::io);
-  EXPECT_EQ(error.code, ENOENT);
-  EXPECT_NE(std::string(error.what()).find(path("missing")), std::string::npos) << error.what();
-}
-
-// A FIFO of that name would make a reader wait for ever.
-TEST_F(FileTest, IsARegularOne) {
-  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
-  for (const std::string& name : {path("fifo"), directory(), std::string("/dev/zero")}) {
-    EXPECT_EQ(error_of([&] { File::open(name, Access::direct); }).code, EINVAL) << name;
-  }
 }
 
 TEST_F(FileTest, TravelsAsAskedOrTheNextWay) {
@@ -118,30 +91,6 @@ TEST_F(FileTest, ReservesSpace) {
   EXPECT_EQ(file->size(), 1000u);
   EXPECT_EQ(std::filesystem::file_size(path("new")), 1000u);
   EXPECT_NO_THROW(file->sync());
-}
-
-TEST_F(FileTest, OnlySetsTheLengthWhereSpaceCannotBeReserved) {
-  for (const int code : {EOPNOTSUPP, ENOSYS, EINVAL}) {
-    const auto file = File::create(path(std::to_string(code)), Access::direct);
-    const ArmedFault fault(Call::allocate, code);
-    file->preallocate(1 << 20);
-    EXPECT_EQ(std::filesystem::file_size(file->path()), 1u << 20);
-  }
-}
-
-// A signal (a profiler's timer, a child's end) may interrupt these: fallocate on a tmpfs before Linux 6.9, all of them
-// on network file systems.
-TEST_F(FileTest, RepeatsInterruptedCalls) {
-  for (const Call call : {Call::open, Call::allocate, Call::truncate, Call::sync}) {
-    const ArmedFault fault(call, EINTR);
-    EXPECT_NO_THROW({
-      const auto file = File::create(path(std::to_string(static_cast<int>(call))), Access::direct);
-      file->preallocate(1 << 20);
-      file->truncate(1000);
-      file->sync();
-    }) << "call "
-       << static_cast<int>(call);
-  }
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "error_of.h"
 #include "io/file.h"
 #include "io/transfer.h"
 #include "tensors.h"
@@ -177,21 +178,6 @@ TEST_F(RemoteTest, ReadsAcrossTheEndGiveWhatThereIs) {
   EXPECT_THROW(perform(transfer), Error);
 }
 
-// Whole blocks are written, and the length comes last: no zeros stay behind it, also where a part ends with the block.
-TEST_F(RemoteTest, PaddingIsCutOff) {
-  const auto all = random_bytes(kPart + 4096);
-  for (const uint64_t end : {uint64_t{4096}, kPart, kPart + 4096}) {
-    for (const uint64_t padding : {uint64_t{1}, uint64_t{4095}}) {
-      const auto file = created();
-      const auto bytes = std::span(all).first(end);
-      write_exactly(*file, 0, bytes.first(end - 4096));
-      write_exactly(*file, end - 4096, bytes.last(4096));
-      file->complete(end - padding, true);
-      EXPECT_TRUE(std::ranges::equal(store_.content(kPath), bytes.first(end - padding))) << end;
-    }
-  }
-}
-
 TEST_F(RemoteTest, WritersWaitForTheLowestBytes) {
   const auto file = created();
   const auto bytes = random_bytes(kPart);
@@ -209,48 +195,13 @@ TEST_F(RemoteTest, AnUploadThatFailsEndsAllWaits) {
   store_.fails_at = 1;
   const auto file = created();
   const auto bytes = random_bytes(kPart);
-  try {
+  const Error error = error_of([&] {
     for (uint64_t part = 0; part < 20; ++part) write_exactly(*file, part * kPart, bytes);
     file->complete(20 * kPart, true);
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_STREQ(error.what(), "the store is down");
-  }
+  });
+  EXPECT_STREQ(error.what(), "the store is down");
   file->discard();
   EXPECT_FALSE(store_.has(kPath));
-}
-
-TEST_F(RemoteTest, AWriterThatWaitsIsCancelled) {
-  const auto file = created();
-  auto ahead = std::async(std::launch::async, [&] { write_exactly(*file, 9 * kPart, random_bytes(1)); });
-  file->cancel();
-  EXPECT_THROW(ahead.get(), Error);
-  file->discard();
-}
-
-TEST_F(RemoteTest, BytesThatWereSentCannotBeWrittenAgain) {
-  const auto file = created();
-  const auto bytes = random_bytes(kPart);
-  for (uint64_t part = 0; part < 8; ++part) write_exactly(*file, part * kPart, bytes);
-  EXPECT_THROW(write_exactly(*file, 0, bytes), Error);
-  file->discard();
-}
-
-TEST_F(RemoteTest, KnowsPathsWithAScheme) {
-  EXPECT_TRUE(is_remote("s3://bucket/key"));
-  EXPECT_TRUE(is_remote("memory://key"));
-  EXPECT_FALSE(is_remote("/a/b"));
-  EXPECT_FALSE(is_remote("/a/s3://b"));
-  EXPECT_FALSE(is_remote("://b"));
-}
-
-TEST_F(RemoteTest, SeveralWritersOfOneFileAreRefused) {
-  try {
-    File::open_shared(kPath, Access::buffered);
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind, Error::Kind::invalid) << error.what();
-  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "access_test.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "error_of.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::io {
@@ -120,16 +121,12 @@ TEST_P(TransferTest, SaysWhatFailedAndWhere) {
     const auto file = reopened();
     Transfer failing = transfer(call, call == Call::read ? *file : *file_, kBlock, memory, 0, kPiece);
     const ArmedFault fault(call, code);
-    try {
-      perform(failing);
-      FAIL() << std::strerror(code);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, kind);
-      EXPECT_EQ(error.code, code);
-      EXPECT_EQ(error.path, path("file"));
-      EXPECT_EQ(error.offset, kBlock);
-      EXPECT_NE(std::string(error.what()).find(std::strerror(code)), std::string::npos) << error.what();
-    }
+    const Error error = error_of([&] { perform(failing); });
+    EXPECT_EQ(error.kind, kind);
+    EXPECT_EQ(error.code, code);
+    EXPECT_EQ(error.path, path("file"));
+    EXPECT_EQ(error.offset, kBlock);
+    EXPECT_NE(std::string(error.what()).find(std::strerror(code)), std::string::npos) << error.what();
   }
 }
 
@@ -139,12 +136,7 @@ TEST_P(TransferTest, SaysHowFarATransferCame) {
   Transfer write = transfer(Call::write, *file_, 0, memory, 0, kPiece);
   write.done = kPiece / 2;
   const ArmedFault fault(Call::write, EIO);
-  try {
-    perform(write);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.offset, kPiece / 2);
-  }
+  EXPECT_EQ(error_of([&] { perform(write); }).offset, kPiece / 2);
 }
 
 // Descriptors that cannot do what is asked: the kernel's own errors, with nothing injected.
@@ -154,12 +146,7 @@ TEST_P(TransferTest, PassesTheKernelsErrorsOn) {
   perform(write);
   const auto readable = reopened();
   Transfer refused = transfer(Call::write, *readable, 0, memory, 0, kPiece);
-  try {
-    perform(refused);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code, EBADF);
-  }
+  EXPECT_EQ(error_of([&] { perform(refused); }).code, EBADF);
 }
 
 TEST_P(TransferTest, GoesTheNextWayWhenOneIsRefused) {
@@ -193,12 +180,7 @@ TEST_P(TransferTest, OpensAStaleFileAgainOnce) {
   for (const char* const what : {"stays stale", "is gone"}) {
     const ArmedFault fault(Call::read, ESTALE, 0, 2);
     Transfer again = transfer(Call::read, *file, 0, back, 0, back.size());
-    try {
-      perform(again);
-      FAIL() << what;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code, ESTALE) << what;
-    }
+    EXPECT_EQ(error_of([&] { perform(again); }).code, ESTALE) << what;
     std::filesystem::remove(file->path());
   }
 }
@@ -228,14 +210,10 @@ TEST_P(TransferTest, ReadsOverTheEndOfTheFile) {
 
     Transfer too_much = transfer(Call::read, *file, 0, back, 0, kPiece);
     too_much.needed = length + 1;
-    try {
-      perform(too_much);
-      FAIL() << length;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::corrupt);
-      EXPECT_EQ(error.offset, length);
-      EXPECT_EQ(error.path, path("file"));
-    }
+    const Error error = error_of([&] { perform(too_much); });
+    EXPECT_EQ(error.kind, Error::Kind::corrupt);
+    EXPECT_EQ(error.offset, length);
+    EXPECT_EQ(error.path, path("file"));
   }
 }
 

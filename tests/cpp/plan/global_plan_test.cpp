@@ -48,49 +48,6 @@ TEST(GlobalPlan, PiecesAreRowsOfTheFirstDimLongerThanOne) {
   EXPECT_EQ(std::vector(plan.bytes_by_rank().begin(), plan.bytes_by_rank().end()), (std::vector<uint64_t>{40, 40}));
 }
 
-TEST(GlobalPlan, PiecesAreRowsOfALaterDimWhereThoseOfTheFirstAreUneven) {
-  Ranks ranks(4);
-  ranks.replicated("w", {3, 8}, "int8");
-  const GlobalPlan plan = ranks.plan(placed(Placement::balanced, 1));
-  for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(part(plan, rank), (Rows{0, 1, 2 * rank, 2}));
-  EXPECT_EQ(owners(plan.catalog()),
-            (Owners{{"w (0,0) (3,2)", 0}, {"w (0,2) (3,2)", 1}, {"w (0,4) (3,2)", 2}, {"w (0,6) (3,2)", 3}}));
-}
-
-TEST(GlobalPlan, WhatIsMarkedAsUncutHasOneWriter) {
-  const Dims shape = {1, 10, 8}, origin(3);
-  Ranks ranks(2);
-  for (size_t rank = 0; rank < ranks.count(); ++rank) {
-    state::Item item;
-    item.name = "w";
-    item.kind = state::ItemKind::tensor;
-    item.dtype = dtype_of("int8");
-    item.flags = state::kUncut;
-    item.bytes = 80;
-    item.shape = item.size = shape;
-    item.offset = origin;
-    ranks.builder(rank).add(item);
-  }
-  const GlobalPlan plan = ranks.plan(placed(Placement::balanced, 1));
-  EXPECT_EQ(part(plan, 0), (Rows{0, -1, 0, 0}));
-  EXPECT_EQ(part(plan, 1), Rows());
-}
-
-TEST(GlobalPlan, ChunksOfAKeyStandInTheOrderOfTheirOffsets) {
-  Ranks ranks(4);
-  for (size_t rank = 0; rank < 4; ++rank) {  // two columns, each on two ranks, each to be split
-    ranks.shard(rank, "w", {10, 8}, {0, static_cast<int64_t>(rank % 2) * 4}, {10, 4});
-  }
-  const metadata::Catalog catalog = ranks.plan(placed(Placement::balanced, 1)).catalog();
-  ASSERT_EQ(catalog.chunks.size(), 4u);
-  std::vector<Dims> offsets;
-  for (const metadata::Catalog::Chunk& chunk : catalog.chunks) {
-    const auto offset = catalog.offset(catalog.keys[0], chunk);
-    offsets.emplace_back(offset.begin(), offset.end());
-  }
-  EXPECT_EQ(offsets, (std::vector<Dims>{{0, 0}, {0, 4}, {5, 0}, {5, 4}}));
-}
-
 TEST(GlobalPlan, LowestRankTakesAllAndSplitsNothing) {
   Ranks ranks(3);
   for (const size_t rank : {1u, 2u}) ranks.tensor(rank, "a", {1000, 1000});

@@ -11,17 +11,11 @@
 #include "format/torch_record.h"
 #include "plan/global_plan.h"
 #include "state/inventory.h"
+#include "tensors.h"
 
 namespace vescale_ckpt::plan {
 
 using Dims = std::vector<int64_t>;
-
-inline uint8_t dtype_of(std::string_view name) {
-  for (size_t code = 0; code < format::dtypes().size(); ++code) {
-    if (format::dtypes()[code].name == name) return static_cast<uint8_t>(code);
-  }
-  throw std::out_of_range("no such dtype");
-}
 
 class Ranks {
  public:
@@ -60,7 +54,7 @@ class Ranks {
  private:
   void add(size_t rank, std::string_view name, state::ItemKind kind, const Dims& shape, const Dims& offset,
            const Dims& size, std::string_view dtype) {
-    state::Item item{name, kind, dtype_of(dtype), 0, 0, shape, offset, size};
+    state::Item item{name, kind, static_cast<uint8_t>(dtype_code(dtype)), 0, 0, shape, offset, size};
     item.bytes = format::dtypes()[item.dtype].item_bytes;
     for (const int64_t length : size) item.bytes *= static_cast<uint64_t>(length);
     builders_[rank].add(item);

@@ -14,28 +14,6 @@ namespace {
 
 using Table = std::vector<int64_t>;
 
-TEST(WriteTable, HoldsTensors) {
-  const Memory memory(1000);
-  const int64_t at = address(memory);
-  const int64_t float32 = code_of("float32");
-  const int64_t int8 = code_of("int8");
-  const Table table = {float32, at, 0,                       // a scalar
-                       int8,    at, 2, 3, 4, 4, 1,           // contiguous
-                       int8,    at, 2, 3, 4, 1, 3,           // transposed
-                       int8,    at, 2, 3, 0, 7, 7,           // empty: contiguous whatever its strides
-                       float32, at, 3, 1, 5, 1, 99, 1, 42};  // dimensions of one have any stride
-  const std::vector<write::RecordSource> rows = write::parse_write_table(table);
-  ASSERT_EQ(rows.size(), 5u);
-  const uint64_t bytes[] = {4, 12, 12, 0, 20};
-  for (size_t row = 0; row < rows.size(); ++row) {
-    EXPECT_EQ(rows[row].data, memory.data());
-    EXPECT_EQ(rows[row].bytes, bytes[row]) << row;
-    EXPECT_EQ(rows[row].framing->body_bytes(), bytes[row]) << row;
-    EXPECT_EQ(rows[row].strided.has_value(), row == 2) << row;
-  }
-  EXPECT_EQ(rows[1].framing, rows[2].framing);  // one for each dtype and shape
-}
-
 TEST(WriteTable, NamesTheRowThatMakesNoSense) {
   const Table good = {0, 0, 1, 3, 1};
   const auto with = [&](const Table& row) {
@@ -52,28 +30,6 @@ TEST(WriteTable, NamesTheRowThatMakesNoSense) {
   EXPECT_EQ(with({0}), 1);
   EXPECT_EQ(with({0, 0, 1, -3, 1}), 1);                   // negative size
   EXPECT_EQ(with({0, 0, 2, kHuge, kHuge, kHuge, 1}), 1);  // overflow
-}
-
-TEST(ReadTable, HoldsBoxes) {
-  const Memory memory(1000);
-  const int64_t float32 = code_of("float32");
-  const int64_t at = address(memory);
-  const Table table = {7, 4096, 5000, 0xFFFFFFFF, float32, 2, 10, 20, 3, 5, 4, 6, at, 6, 1,  //
-                       0, 0,    1600, -1,         float32, 0, at};
-  const std::vector<ReadItem> items = parse_read_table(table);
-  ASSERT_EQ(items.size(), 2u);
-  EXPECT_EQ(items[0].file, 7u);
-  EXPECT_EQ(items[0].record_offset, 4096u);
-  EXPECT_EQ(items[0].record_length, 5000u);
-  EXPECT_EQ(items[0].crc, 0xFFFFFFFF);
-  EXPECT_EQ(items[0].dtype, dtype_code("float32"));
-  EXPECT_EQ(items[0].chunk_sizes, (Sizes{10, 20}));
-  EXPECT_EQ(items[0].memory, memory.data());
-  EXPECT_EQ(items[0].box.bytes(), 4u * 6 * 4);
-  EXPECT_EQ(items[0].box.begin(), (3u * 20 + 5) * 4);
-  EXPECT_EQ(items[1].crc, kUnknownCrc);
-  EXPECT_EQ(items[1].box.bytes(), 4u);
-  EXPECT_TRUE(items[1].box.whole());
 }
 
 TEST(ReadTable, NamesTheRowThatMakesNoSense) {

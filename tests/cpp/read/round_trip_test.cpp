@@ -4,10 +4,8 @@
 #include <random>
 #include <set>
 
-#include "base/error.h"
 #include "data_files.h"
 #include "format/archive.h"
-#include "read/ranges.h"
 
 namespace vescale_ckpt::read {
 namespace {
@@ -140,62 +138,6 @@ TEST_P(RoundTrip, ChecksumsBlocksAcrossCellBorders) {
   EXPECT_TRUE(met.contains({kBlock - kTorchPlace, 1}));
 }
 
-TEST_P(RoundTrip, GoesInPlaceWhereItCan) {
-  for (const auto& [place, unchanging] :
-       {std::pair(kTorchPlace, false), {kOddPlace, false}, {kTorchPlace, true}, {kOddPlace, true}}) {
-    const Tensor tensor = Tensor::of_bytes(5 << 20, place);
-    write::RecordSource source = tensor.source();
-    source.unchanging = unchanging;
-    const std::string name = "file" + std::to_string(place) + (unchanging ? "_unchanging" : "");
-    const WrittenFile file = write_data_file(path(name), {source}, options());
-    expect_true_table(file, {source});
-    const uint64_t body = file.records[0].offset + source.framing->prologue().size();
-    const uint64_t interior = align_down(body + tensor.memory.size(), kBlock) - align_up(body, kBlock);
-    const bool congruent = !direct() || place == kTorchPlace;
-    EXPECT_EQ(file.in_place, unchanging && congruent ? interior : 0);
-    if (access() != io::Access::uncached) {  // which not every kernel has
-      EXPECT_EQ(file.by_access[static_cast<size_t>(access())], file.in_place + file.slots);
-    }
-
-    drop_cache(file.path);
-    const Memory target(tensor.memory.size(), place);
-    const auto report = read_items(file.path, {tensor.item(0, file.records[0], target.data())}, options());
-    EXPECT_EQ(report->stats.in_place, !direct() ? tensor.memory.size() : congruent ? interior : 0);
-    if (access() != io::Access::uncached) {
-      EXPECT_EQ(report->stats.by_access[static_cast<size_t>(access())], report->stats.in_place + report->stats.slots);
-    }
-    EXPECT_TRUE(target.text() == tensor.memory.text());
-  }
-}
-
-// Memory that is not laid out as the file wants it: transposed, expanded, every other row.
-TEST_P(RoundTrip, PacksStridedTensors) {
-  struct Layout {
-    Sizes sizes, strides;
-  };
-  const Memory memory(4 << 20, kOddPlace);
-  fill_random(memory.bytes(), 1);
-  std::vector<Tensor> expected;
-  std::vector<write::RecordSource> sources;
-  for (const auto& [sizes, strides] : {Layout{{700, 1001}, {1, 700}},             // transposed
-                                       Layout{{1400, 700}, {0, 1}},               // expanded
-                                       Layout{{500, 1000}, {2000, 1}},            // every other row
-                                       Layout{{3, 5, 7}, {1, 40, 3}},             // small
-                                       Layout{{9, 300, 200}, {200, 2000, 1}}}) {  // permuted
-    Tensor& tensor = expected.emplace_back("float32", sizes);
-    write::RecordSource& source = sources.emplace_back(tensor.source());
-    source.data = memory.data();
-    source.strided.emplace(4, sizes, Sizes(sizes.size(), 0), sizes, strides);
-    source.strided->gather(tensor.memory.data(), 0, tensor.memory.size(), memory.data());
-  }
-  const WrittenFile file = write_data_file(path("file"), sources, options());
-  EXPECT_EQ(file.in_place, 0u);
-  for (size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_EQ(file.records[i].crc, crc32(0, expected[i].memory.data(), expected[i].memory.size())) << i;
-  }
-  expect_read_back(file.path, expected, file.records, kTorchPlace, options());
-}
-
 // Boxes of chunks, into contiguous and into transposed memory, checked by blocks, by whole records, or not at all.
 TEST_P(RoundTrip, ReadsBoxes) {
   std::vector<Tensor> tensors;
@@ -263,67 +205,9 @@ TEST_P(RoundTrip, ReadsBoxes) {
   }
 }
 
-// Tensors, more tensors, then bytes as they are, in one file.
-TEST_P(RoundTrip, WritesInSeveralGroups) {
-  std::vector<Tensor> first, second;
-  for (const uint64_t bytes : {uint64_t{10}, kLarge, kLarge + 77}) first.push_back(Tensor::of_bytes(bytes));
-  for (const uint64_t bytes : {kLarge + 5, uint64_t{0}, uint64_t{3}}) second.push_back(Tensor::of_bytes(bytes));
-  const uint64_t lengths[] = {0, 1, 5000, 0, kLarge + 9};
-  std::vector<Memory> objects;
-  std::vector<write::RecordSource> sources;
-  for (const uint64_t length : lengths) {
-    fill_random(objects.emplace_back(length, kOddPlace).bytes(), length);
-    sources.push_back({nullptr, objects.back().data(), length, std::nullopt});
-  }
-
-  write::FileWriter writer(path("file"), 0, options(), true);
-  std::vector<write::PlacedRecord> placed = writer.write({});
-  EXPECT_TRUE(placed.empty());
-  for (const std::vector<Tensor>* group : {&first, &second}) {
-    std::vector<write::RecordSource> rows;
-    for (const Tensor& tensor : *group) rows.push_back(tensor.source());
-    for (const write::PlacedRecord& record : writer.write(rows)) placed.push_back(record);
-  }
-  const std::vector<write::PlacedRecord> placed_objects = writer.write(sources);
-  writer.finish(true);
-
-  std::vector<Tensor> all = std::move(first);
-  for (Tensor& tensor : second) all.push_back(std::move(tensor));
-  expect_read_back(path("file"), all, placed, kTorchPlace, options());
-
-  std::vector<ByteRange> ranges;
-  std::vector<Memory> found;
-  std::vector<std::byte*> targets;
-  for (const write::PlacedRecord& object : placed_objects) {
-    ranges.push_back({0, object.offset, object.length});
-    targets.push_back(found.emplace_back(object.length).data());
-  }
-  read_ranges(std::vector{path("file")}, ranges, targets, options());
-  for (size_t i = 0; i < objects.size(); ++i) {
-    EXPECT_EQ(placed_objects[i].length, lengths[i]);
-    EXPECT_TRUE(found[i].text() == objects[i].text()) << i;
-  }
-}
-
 class DefaultSlots : public AccessTest {};
 
 INSTANTIATE_TEST_SUITE_P(Each, DefaultSlots, ::testing::Values(io::Access::direct), access_test_name);
-
-TEST_P(DefaultSlots, RoundTripTensorsAroundTheirSize) {
-  io::EngineOptions options;
-  options.widest = access();
-  static const std::vector<Tensor> tensors = [] {
-    std::vector<Tensor> tensors;
-    const uint64_t slot = io::EngineOptions().slot_bytes;
-    for (const uint64_t bytes : {uint64_t{12345}, slot - 3 * kBlock, slot - 1, slot + kBlock + 1}) {
-      tensors.push_back(Tensor::of_bytes(bytes));
-    }
-    return tensors;
-  }();
-  const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options);
-  drop_cache(file.path);
-  expect_read_back(file.path, tensors, file.records, kTorchPlace, options);
-}
 
 // Small records up to the last byte of a slot, then a large one, whose beginning goes with them.
 TEST_P(DefaultSlots, TakeSmallRecordsToTheLastByte) {
@@ -342,134 +226,6 @@ TEST_P(DefaultSlots, TakeSmallRecordsToTheLastByte) {
     drop_cache(file.path);
     expect_read_back(file.path, tensors, file.records, kTorchPlace, options);
   }
-}
-
-class Ranges : public ScratchTest {};
-
-TEST_F(Ranges, AreReadTogether) {
-  const Memory content(3 << 20);
-  fill_random(content.bytes(), 1);
-  write_file(path("a"), content.text());
-  write_file(path("b"), content.text().substr(0, 5000));
-  const std::vector<std::string> paths = {path("a"), path("b")};
-  std::mt19937 random(1);
-  io::EngineOptions options;
-  options.slot_bytes = 1 << 20;
-  for (int round = 0; round < 20; ++round) {
-    std::vector<ByteRange> ranges;
-    std::vector<Memory> found;
-    std::vector<std::byte*> targets;
-    for (int i = 0; i < 30; ++i) {
-      const uint32_t file = random() % 2;
-      const uint64_t limit = file == 0 ? content.size() : 5000;
-      const uint64_t offset = random() % (limit + 1);
-      const uint64_t most = std::min<uint64_t>(limit - offset, random() % 10 == 0 ? limit : 3000);
-      ranges.push_back({file, offset, random() % (most + 1)});
-      targets.push_back(found.emplace_back(ranges.back().length).data());
-    }
-    read_ranges(paths, ranges, targets, options);
-    for (size_t i = 0; i < ranges.size(); ++i) {
-      ASSERT_TRUE(found[i].text() == content.text().substr(ranges[i].offset, ranges[i].length)) << i;
-    }
-  }
-}
-
-TEST_F(Ranges, ThatLeaveTheirFileAreNamed) {
-  write_file(path("a"), std::string(1000, 'x'));
-  const std::vector<std::string> paths = {path("a"), path("missing")};
-  Memory target(2000);
-  const std::vector<std::byte*> targets(3, target.data());
-  const auto item_of_error = [&](const std::vector<ByteRange>& ranges, Error::Kind kind) {
-    try {
-      read_ranges(paths, ranges, targets, io::EngineOptions());
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, kind) << error.what();
-      return error.item;
-    }
-    return int64_t{-2};
-  };
-  constexpr uint64_t kMost = uint64_t{1} << 63;
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 900, 101}, {0, 0, 5}}, Error::Kind::corrupt), 1);
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 1001, 0}, {0, 0, 5}}, Error::Kind::corrupt), 1);
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 500, kMost - 1}, {0, 0, 5}}, Error::Kind::corrupt), 1);
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, kMost - 1, kMost - 1}, {0, 0, 5}}, Error::Kind::corrupt), 1);
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 0, 5}, {1, 0, 0}}, Error::Kind::io), 2);
-  const ArmedFault fault(Call::read, EIO);
-  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 900, 100}}, Error::Kind::io), 0);
-}
-
-// Places behind 4 GiB, in files with holes: only their last pages take room on the disk.
-class FarOffsets : public AccessTest {
- protected:
-  static void put(int fd, uint64_t offset, std::string_view bytes) {
-    ASSERT_EQ(system::write(fd, bytes.data(), bytes.size(), offset, 0), static_cast<int64_t>(bytes.size()));
-  }
-};
-
-INSTANTIATE_TEST_SUITE_P(Each, FarOffsets, ::testing::Values(io::Access::direct), access_test_name);
-
-TEST_P(FarOffsets, OfRecords) {
-  constexpr uint64_t kFar = (uint64_t{5} << 30) + 4096 + 192;
-  const Tensor tensor("float32", {900, 1000});
-  const io::EngineOptions options = small_options(GetParam());
-  const WrittenFile near = write_data_file(path("near"), {tensor.source()}, options);
-  const int fd = system::open(path("far").c_str(), O_RDWR | O_CREAT, 0600);
-  put(fd, kFar, read_file(near.path).substr(near.records[0].offset, near.records[0].length));
-  system::close(fd);
-  const write::PlacedRecord far{kFar, near.records[0].length, near.records[0].crc};
-  const Memory whole(tensor.memory.size()), box(100 * 1000 * 4);
-  read_items(path("far"), {tensor.item(0, far, whole.data())}, options);
-  EXPECT_TRUE(whole.text() == tensor.memory.text());
-  read_items(path("far"), {tensor.box_item(0, far, {800, 0}, {100, 1000}, box.data())}, options);
-  EXPECT_TRUE(box.text() == tensor.box({800, 0}, {100, 1000}).text());
-}
-
-// A record of more than 4 GiB, all zeros but its last row, with a checksum table.
-TEST_P(FarOffsets, WithinRecords) {
-  const Sizes sizes{(int64_t{1} << 32) / 4096 + 3, 4096};
-  const format::TensorRecord record(format::dtypes()[dtype_code("uint8")], sizes);
-  constexpr uint64_t kRecord = 4096 + 64 * 3;
-  const uint64_t body = kRecord + record.prologue().size(), last_row = body + record.body_bytes() - 4096;
-  const Memory row(4096);
-  fill_random(row.bytes(), 1);
-
-  std::vector<uint32_t> blocks;
-  const Memory zeros(format::kChecksumBlock);
-  std::memset(zeros.data(), 0, zeros.size());
-  const uint32_t whole_block = crc32(0, zeros.data(), zeros.size());
-  for (uint64_t at = body; at < body + record.body_bytes();) {
-    const uint64_t next = std::min(align_down(at, kChecked) + kChecked, body + record.body_bytes());
-    const uint64_t empty = std::min(next, std::max(at, last_row)) - at;
-    const uint32_t crc = empty == kChecked ? whole_block : crc32(0, zeros.data(), empty);
-    blocks.push_back(next == at + empty ? crc : crc32(crc, row.data() + (at + empty - last_row), next - at - empty));
-    at = next;
-  }
-  format::ChecksumTable table;
-  table.add(kRecord, body, record.body_bytes(), 0, blocks);
-
-  const int fd = system::open(path("far").c_str(), O_RDWR | O_CREAT, 0600);
-  put(fd, kRecord, record.prologue());
-  put(fd, last_row, row.text());
-  std::string epilogue(record.epilogue_bytes(), '\0');
-  record.write_epilogue(0, reinterpret_cast<std::byte*>(epilogue.data()));
-  put(fd, body + record.body_bytes(), epilogue);
-  const uint64_t end = align_up(kRecord + record.total_bytes(), kBlock);
-  put(fd, end, table.serialize(end));
-  system::close(fd);
-
-  const Memory target(2 * 4096);
-  const Sizes offsets{sizes[0] - 2, 0}, box_sizes{2, 4096};
-  const ReadItem item{0,
-                      kRecord,
-                      record.total_bytes(),
-                      dtype_code("uint8"),
-                      sizes,
-                      io::Box(1, sizes, offsets, box_sizes, row_major(box_sizes)),
-                      target.data()};
-  const auto report = read_items(path("far"), {item}, small_options(GetParam()));
-  EXPECT_EQ(report->unverified_bytes, 0u);
-  EXPECT_EQ(target.text().substr(0, 4096), zeros.text().substr(0, 4096));
-  EXPECT_EQ(target.text().substr(4096), row.text());
 }
 
 }  // namespace

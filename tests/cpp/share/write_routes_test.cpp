@@ -272,15 +272,6 @@ TEST(WriteRoutes, RanksThatWriteMoreBesideTheRoutesWriteLessOfThem) {
   }
 }
 
-TEST(WriteRoutes, RanksThatHoldCornersWriteEvenly) {
-  WriteJob job(4);
-  for (uint32_t rank = 0; rank < 4; ++rank) job.node(rank, 0);
-  job.corners(0, 1000, 4000);
-  for (const RankRoutes& of_rank : job.run({}, small(32 << 20))) {
-    EXPECT_NEAR(static_cast<double>(staged_bytes(of_rank)), 4'000'000, 1 << 20);
-  }
-}
-
 TEST(WriteRoutes, WhatItsWriterHoldsAloneIsNotBrought) {
   WriteJob job(2);
   job.tensor(0, "float32", {100, 100}, 0, {0, 1}, {100, 0});

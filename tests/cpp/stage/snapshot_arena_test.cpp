@@ -368,44 +368,6 @@ TEST(SnapshotArena, DoesNotAskAgainForWhatADeviceUsesAsItIs) {
   EXPECT_EQ(device.asked(), 2u);  // for the second piece
 }
 
-// Who trains does not wait for it; whoever wants to change what is being registered does.
-TEST(SnapshotArena, RegistersInTheBackground) {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool begun = false, go_on = false;
-  std::atomic<bool> adding{false};
-  const MemoryRegistrar registrar{
-      [&](std::byte*, uint64_t) {
-        adding = true;
-        std::unique_lock lock(mutex);
-        begun = true;
-        changed.notify_all();
-        changed.wait(lock, [&] { return go_on; });
-        adding = false;
-        return true;
-      },
-      [&](std::byte*, uint64_t) { EXPECT_FALSE(adding); },
-  };
-  SnapshotArena arena;
-  arena.set_registrar(registrar);
-  {
-    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
-    std::memset(range.data(), 1, range.bytes());
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return begun; });
-  }
-  EXPECT_EQ(arena.memory().registered, 0u);
-  std::jthread trimming([&] { arena.trim(); });
-  {
-    const std::lock_guard lock(mutex);
-    go_on = true;
-  }
-  changed.notify_all();
-  trimming.join();
-  EXPECT_EQ(arena.memory().registered, 0u);
-  EXPECT_EQ(arena.memory().touched, 0u);
-}
-
 class Gate {
  public:
   void open(unsigned count) {

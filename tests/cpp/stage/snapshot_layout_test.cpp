@@ -75,35 +75,6 @@ TEST(SnapshotLayout, PutsLargeBodiesWhereTheyAreSentFromAndPacksTheRest) {
                                    2 * kBlock + io::kLargeBody + write::kTorchOffset}));
 }
 
-TEST(SnapshotLayout, StartsWithALargeBodyAtOnce) {
-  EXPECT_EQ(lay_out_snapshot(std::vector{row(4096, io::kLargeBody)}, kEndless).offsets[0], write::kTorchOffset);
-}
-
-TEST(SnapshotLayout, TakesEqualRowsOnce) {
-  const std::vector<write::RecordSource> rows = {row(4096, 100), row(8192, 100), row(4096, 100)};
-  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
-  expect_sound(rows, layout);
-  EXPECT_EQ(layout.copied_bytes, 200u);
-  EXPECT_EQ(layout.offsets[0], layout.offsets[2]);
-}
-
-TEST(SnapshotLayout, TakesOverlappingRowsAsOne) {
-  const std::vector<write::RecordSource> rows = {row(1150, 50), row(1000, 100), row(1099, 60), row(1020, 10),
-                                                 row(5000, 1)};
-  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
-  expect_sound(rows, layout);
-  EXPECT_EQ(layout.copies.size(), 2u);
-  EXPECT_EQ(layout.copied_bytes, 201u);
-}
-
-TEST(SnapshotLayout, LeavesOutWhatLiesBetweenViews) {
-  const std::vector<write::RecordSource> rows = {row(1000, 100), row(1100, 100), row(1300, 100)};
-  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
-  expect_sound(rows, layout);
-  EXPECT_EQ(layout.copies.size(), 3u);  // neighbours have places of their own
-  EXPECT_EQ(layout.copied_bytes, 300u);
-}
-
 TEST(SnapshotLayout, PlacesOverlappingRowsForTheLargest) {
   constexpr uint64_t kStart = 1 << 30;
   const std::vector<write::RecordSource> rows = {row(kStart, 5000), row(kStart + 4000, 2 * io::kLargeBody),
@@ -132,14 +103,6 @@ TEST(SnapshotLayout, PutsLargeStridedRowsWhereTheyAreSentFrom) {
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.offsets[1], kBlock + write::kTorchOffset);
-}
-
-TEST(SnapshotLayout, HasNoPlaceForRowsWithoutBytes) {
-  const std::vector<write::RecordSource> rows = {row(0, 0), row(4096, 8), row(4096, 0)};
-  const SnapshotLayout layout = lay_out_snapshot(rows, 8);
-  expect_sound(rows, layout);
-  EXPECT_EQ(layout.first, 0u);
-  EXPECT_EQ(lay_out_snapshot({}, 0).offsets.size(), 0u);
 }
 
 TEST(SnapshotLayout, TakesTheLastRowsThatThereIsRoomFor) {

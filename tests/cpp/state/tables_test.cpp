@@ -44,17 +44,6 @@ struct State {
   FillTable read(const Words& reads) const { return make_read_table(tables(), reads); }
 };
 
-TEST(TensorTable, HoldsTensors) {
-  const Words words = {7, 0, 1, 2, 3, 4, 4, 1, -1, -1, -1, 0};
-  const TensorTable table(words);
-  ASSERT_EQ(table.size(), 2u);
-  EXPECT_EQ(table[0].address, 7);
-  EXPECT_EQ(table[0].shape[1], 4);
-  EXPECT_EQ(table[0].strides[0], 4);
-  EXPECT_EQ(table[1].device, -1);
-  EXPECT_TRUE(table[1].shape.empty());
-}
-
 TEST(TensorTable, RefusesWhatIsMalformed) {
   const std::vector<Words> bad = {{7, 0, 1},           {7, 0, 1, -1},   {7, 0, 1, 1, 5}, {7, 0, 1, 65},
                                   {7, 0, 1, kMost, 5}, {7, 1000, 1, 0}, {7, -2, 1, 0},   {7, 0, 1, 0, 7, 0}};

@@ -9,6 +9,7 @@
 #include "access_test.h"
 #include "base/error.h"
 #include "data_files.h"
+#include "error_of.h"
 #include "tables.h"
 
 namespace vescale_ckpt::write {
@@ -195,13 +196,9 @@ TEST_P(BoxWriterTest, SendsOnlyEdgesAndShortPiecesThroughThePageCache) {
 TEST_P(BoxWriterTest, FailsWithTheErrorOfAnyCall) {
   for (const Call call : {Call::open, Call::write, Call::sync}) {
     const ArmedFault fault(call, ENOSPC, call == Call::write ? 3 : 0, 1000);
-    try {
-      write(1, false, nullptr);
-      FAIL() << "no error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::full);
-      EXPECT_EQ(error.path, path("file"));
-    }
+    const Error error = error_of([&] { write(1, false, nullptr); });
+    EXPECT_EQ(error.kind, Error::Kind::full);
+    EXPECT_EQ(error.path, path("file"));
   }
   write(1, false, nullptr);
   BoxWriter cancelled({path("file")}, options_);

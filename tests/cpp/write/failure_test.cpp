@@ -1,5 +1,4 @@
 // Any system call may fail at any time: the error reaches the caller, nothing is left behind, and the next one works.
-#include <cerrno>
 #include <optional>
 #include <thread>
 
@@ -103,56 +102,6 @@ TEST_P(Failure, OfAWriteWakesWhoWaits) {
   }
 }
 
-TEST_P(Failure, OfAnyCallEndsAReadCleanly) {
-  const WrittenFile file = write("file");
-  std::vector<Memory> targets;
-  std::vector<read::ReadItem> items;
-  for (size_t i = 0; i < tensors().size(); ++i) {
-    targets.emplace_back(tensors()[i].memory.size());
-    items.push_back(tensors()[i].item(0, file.records[i], targets[i].data()));
-  }
-  items.push_back(tensors()[1].box_item(0, file.records[1], {99}, {1 << 21}, targets[1].data()));
-  // All of the records, then a part of one, which needs the table.
-  for (const auto& rows : {std::vector(items.begin(), items.end() - 1), std::vector(items.end() - 1, items.end())}) {
-    for (const Call call : {Call::open, Call::read}) {
-      uint64_t failures = 0;
-      for (uint64_t nth = 0;; ++nth) {
-        ASSERT_LT(nth, 100u);
-        if (access() == io::Access::direct) drop_cache(file.path);
-        const ArmedFault fault(call, EIO, nth);
-        try {
-          read_items(file.path, rows, options());
-        } catch (const Error& error) {
-          ++failures;
-          EXPECT_EQ(error.code, EIO) << error.what();
-          EXPECT_EQ(error.path, file.path);
-        }
-        expect_slots_back(options());
-        if (system::calls_seen(call) <= nth) break;
-      }
-      EXPECT_GT(failures, 0u);
-    }
-  }
-  expect_readable(file);
-}
-
-// Transfers that come in pieces, interrupted, and refused the way they went, are not failures.
-TEST_P(Failure, OfNoKindIsSlowness) {
-  for (const int code : {0, EINTR, EAGAIN, EINVAL, EOPNOTSUPP}) {
-    if ((code == EINVAL || code == EOPNOTSUPP) && access() == io::Access::buffered) continue;  // there is no other way
-    const uint64_t times = code == EINVAL || code == EOPNOTSUPP ? 1 : 7;
-    WrittenFile file;
-    {
-      const ArmedFault fault(Call::write, code, 1, times);
-      file = write("file" + std::to_string(code));
-      EXPECT_GE(system::calls_seen(Call::write), 2u);
-    }
-    if (access() == io::Access::direct) drop_cache(file.path);
-    const ArmedFault fault(Call::read, code, 0, times);
-    expect_readable(file);
-  }
-}
-
 // One slot, many threads, several files at a time: slow, but within the budget and to the end.
 TEST_P(Failure, OfMemoryToGrowIsNoFailure) {
   io::EngineOptions tight = options();
@@ -177,23 +126,6 @@ TEST_P(Failure, OfMemoryToGrowIsNoFailure) {
   }
   expect_slots_back(tight);
   EXPECT_EQ(shared_arena(tight.slot_bytes, tight.arena_bytes).allocated_bytes(), kSlotBytes);
-}
-
-// Settings that the layout cannot work with are refused before a byte is written.
-class Settings : public ScratchTest {};
-
-TEST_F(Settings, OfSlotsThatMakeNoSenseAreRefused) {
-  for (const uint64_t bytes : {uint64_t{0}, kBlock, uint64_t{1} << 20, kSlotBytes + 1, kSlotBytes + kBlock}) {
-    io::EngineOptions options;
-    options.slot_bytes = bytes;
-    try {
-      FileWriter(path("file"), 1 << 20, options, true);
-      ADD_FAILURE() << "slots of " << bytes;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, Error::Kind::invalid);
-    }
-    EXPECT_TRUE(files().empty());
-  }
 }
 
 }  // namespace
