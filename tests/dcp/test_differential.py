@@ -497,6 +497,8 @@ def test_compressed_load_counts_in_the_stats(checkpoint: Path, zstd: Any) -> Non
     assert reader.last_stats is not None
     assert (reader.last_stats.tensors, reader.last_stats.objects) == (2, 1)
     assert reader.last_stats.bytes == 4040
+    report = vescale_ckpt.verify(checkpoint)
+    assert report.ok and report.unverified_bytes >= 4040
 
 
 class _Rot13(_extension.StreamTransformExtension):
