@@ -129,6 +129,15 @@ def test_result_in_vain(checkpoint: Path, held: threading.Event) -> None:
 # --- One after another
 
 
+def test_a_warning_says_how_much_exceeds_the_budget(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(4 << 20))
+    values = {str(number): torch.ones(1 << 18) for number in range(10)}
+    vescale_ckpt.save(checkpoint, values, async_checkpoint=True).result(BOUND)
+    assert "6 MiB of 10 MiB were written before training went on: snapshots may take 4 MiB" in caplog.text
+
+
 def test_the_next_save_waits(checkpoint: Path, held: threading.Event) -> None:
     first = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
     threading.Timer(0.2, held.set).start()

@@ -87,7 +87,7 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
 # --- Children of multiprocessing
 
 
-@pytest.mark.parametrize("kind", ["fork", "forkserver"])
+@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
 def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
     context = forks() if kind == "forkserver" else multiprocessing.get_context(kind)
     assert exit_code(context, save_in_background, checkpoint) == 0

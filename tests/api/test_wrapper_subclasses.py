@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from harness.files import data_files, flip
 from harness.ranks import run_ranks
 from harness.saves import cause
+from harness.snapshots import late_copies
 from harness.wrapper_tensors import Copying, OneScale, Quantized, Uncut, Unknown
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,6 +115,28 @@ def test_forms(checkpoint: Path, kind: str) -> None:
         assert torch.equal(found.scale, given.scale)
     else:
         assert found.bits() == given.bits()
+
+
+def test_inner_tensors_are_copied_before_a_save_returns(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, rows = torch.nn.Parameter(torch.ones(3)), 400_000
+    given = Quantized.random(rows)
+    monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(4 << 20))  # for which the inner tensors do not count
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.state[weight]["average"] = given
+    expected = given.bits()
+    with late_copies() as copy_now:
+        state = {"w": weight, "q": given}
+        handle = vescale_ckpt.save(checkpoint, state, async_checkpoint=True, gate=optimizer)
+        assert not handle.staged.done()
+        given.codes.zero_()
+        copy_now.set()
+        handle.result(60)
+    assert sum(map(len, expected)) > 4 << 20
+    found = {"q": Quantized.zeros(rows)}
+    vescale_ckpt.load(checkpoint, found)
+    assert found["q"].bits() == expected and "before training went on" not in caplog.text
 
 
 def test_a_plan_is_not_used_for_a_plain_tensor_of_the_same_shape(checkpoint: Path) -> None:

@@ -38,6 +38,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt._engine import _C
 
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")
@@ -218,6 +219,14 @@ def test_a_directory_above_that_may_not_be_read_fails_no_save(tmp_path: Path) ->
     with fault("sync_directory", errno.EACCES, skip=2):  # behind those of the index
         save(tmp_path / "a" / "b", small_state(1))
     assert outcome(tmp_path / "a" / "b", small_state(1)) is None
+
+
+def test_a_directory_that_cannot_be_synced_is_as_durable_as_its_server_makes_it() -> None:
+    descriptor = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    with pytest.raises(OSError, match="Invalid argument"):  # as on network file systems that do not sync directories
+        os.fsync(descriptor)
+    os.close(descriptor)
+    _C.sync_directory("/proc")
 
 
 @pytest.mark.parametrize("call", ["open", "read"])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
+from harness.files import data_files
 from harness.logs import logged
 from harness.ranks import run_ranks
 from harness.states import assert_same, blank
@@ -226,7 +227,7 @@ def _fail_then_save(way: str, directory: str) -> None:
     with pytest.raises((CheckpointError, CheckpointException)) as caught:
         save(way, f"{directory}/2", broken, planner)
     assert "table: rank 0 has shape (1500, 1000), rank 1 has (1500, 999)" in everything_in(caught.value)
-    assert not os.path.exists(f"{directory}/2/.metadata")
+    assert not os.path.exists(f"{directory}/2/.metadata") and not data_files(Path(directory, "2"))
     for k in (3, 4):
         state = replicated(k)
         save(way, f"{directory}/{k}", state, planner)

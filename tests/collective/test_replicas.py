@@ -67,6 +67,30 @@ def test_one_rank_is_saved_whole_and_a_warning_names_key_and_ranks(tmp_path: Pat
         warned = warned or differ
 
 
+def _looked_at(path: str) -> list[str]:
+    """Rank 1 differs in one element of each tensor."""
+    small, large = torch.zeros(8), torch.zeros(MiB // 2)  # 4 and 16 elements of them are compared
+    state = {f"{name} {at}": whole.clone() for name, whole in (("small", small), ("large", large)) for at in AT[name]}
+    state |= {"nan": torch.full((4,), float("nan")), "zero": torch.zeros(4)}
+    if dist.get_rank():
+        for name, at in AT.items():
+            for element in at:
+                state[f"{name} {element}"][element] = 1
+        state["zero"] = -state["zero"]
+    with logged() as texts:
+        vescale_ckpt.save(path, state, planner=SavePlanner())
+    return [name for name in state if any(f"{name} (ranks 0 and 1)" in text for text in texts)]
+
+
+#: Elements, of which those at odd places, and those at odd multiples of 1/32, are compared.
+AT = {"small": (0, 3), "large": (0, MiB // 64, 31 * MiB // 64)}
+
+
+def test_which_elements_are_compared_and_how(tmp_path: Path) -> None:
+    seen, _ = run_ranks(2, _looked_at, str(tmp_path))
+    assert seen == ["small 3", *(f"large {at}" for at in AT["large"][1:]), "zero"]
+
+
 def _hashed_in_two_ways(path: str) -> list[str]:
     """Rank 1 hashes in Python, as what lies on devices is; one tensor of it differs in the last save."""
     if dist.get_rank():

@@ -90,6 +90,25 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
     assert gaps == 0 if exchanges else gaps > 0
 
 
+def test_a_mount_that_renames_where_it_should_exchange_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    made = tmp_path / "made"
+    convert(tmp_path / "a.pt", made, format="safetensors")
+    renamed: list[str] = []
+
+    def rename(first: str, second: str) -> bool:
+        renamed.append(second)
+        os.rename(first, second)
+        return True
+
+    monkeypatch.setattr(*steps.STEPS["exchange names"], rename)
+    convert(tmp_path / "a.pt", made, format="safetensors", rename={"a": "b"}, overwrite=True)
+    assert renamed and str(made) not in renamed
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "made"] and os.listdir(made) == ["model.safetensors"]
+
+
 def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "old", format="safetensors")

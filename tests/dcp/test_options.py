@@ -3,6 +3,7 @@ processes, asynchronous saves and groups of ranks."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -69,6 +70,14 @@ def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint:
     assert_same(target, state)
     assert reader.last_stats is not None
     assert reader.last_stats.buffered_bytes == reader.last_stats.uncached_bytes == 0
+
+
+def test_direct_io_true_raises_where_it_is_refused(checkpoint: Path) -> None:
+    state = {"a": torch.randn(MiB)}
+    dcp_save(checkpoint, state)
+    with faults.fault("write", errno.EINVAL), pytest.raises(CheckpointException, match="past the page cache"):
+        dcp_save(checkpoint, {"a": torch.zeros(MiB)}, direct_io=True)
+    assert_same(load_blank(checkpoint, state), state)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 1000, MiB + 1])

@@ -71,6 +71,17 @@ def test_all_ranks_are_told_the_same(tmp_path: Path) -> None:
     assert found == [([False, True, False, True], [2, 4], 2, True)] * 2
 
 
+def _one_rank_asks(directory: Path) -> None:
+    with CheckpointManager(directory, save_interval_steps=10, timeout=5) as manager:
+        if dist.get_rank() == 1:  # the other one would be late
+            assert manager.save(1, _state()) is None and not manager.should_save(2)
+        dist.barrier()
+
+
+def test_ranks_do_not_communicate_for_a_step_that_is_not_due(tmp_path: Path) -> None:
+    run_ranks(2, _one_rank_asks, tmp_path)
+
+
 def test_the_best_step(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, best="acc", best_mode="max", async_checkpoint=False) as manager:
         assert manager.best_step() is None

@@ -7,8 +7,10 @@ import errno
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from test_manager import BOUND
 from test_manager_async import let_go_by
 
 from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
+from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.running_save import RunningSave
 
 LONG, SHORT = 1000.0, 1.0  # seconds until the deadline: it is not reached; a save that is held is not durable then
+LOAD_OF_THE_MACHINE = 20.0  # seconds that tests allow on top: to tell what ends from what hangs
 
 
 def _state(step: int, size: int = 1000) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def _writes_for_ever(directory: Path) -> Any:
         running = saver.save(2, _state(2, 3 << 20))
         assert running is not None
         _signal()
+        began = time.monotonic()
         assert saver.save(3, _state(3)) is None
+        assert time.monotonic() - began < SHORT + 0.5 + 5 + LOAD_OF_THE_MACHINE
         assert type(running.exception(BOUND)).__name__ == "SaveCancelledError"
         preempted = saver.preempted
     saver.save(4, _state(4))  # the process was not killed
@@ -213,6 +219,26 @@ def _dies(directory: Path) -> Any:
 
 def test_a_rank_that_dies_in_the_last_save(checkpoint: Path) -> None:
     assert run_ranks(2, _dies, checkpoint, check=False)[0] == (False, [1], [1])
+
+
+def _does_not_come(directory: Path) -> Any:
+    saver = _manager(directory, SHORT)
+    with mock.patch.object(manager, "_SECONDS_TO_CANCEL", 0.5):
+        _signal(0)
+        if dist.get_rank() == 0:
+            began = time.monotonic()
+            with pytest.raises(CheckpointTimeoutError) as told:
+                saver.save(1, _state(1))
+            assert SHORT < time.monotonic() - began < BOUND
+            (directory.parent / "gave up").touch()
+            return told.value.late_ranks
+    while not (directory.parent / "gave up").exists():  # the run has a limit
+        time.sleep(0.01)
+    return None
+
+
+def test_a_rank_that_does_not_come_to_the_last_save(checkpoint: Path) -> None:
+    assert run_ranks(2, _does_not_come, checkpoint) == [[1], None]
 
 
 def _cannot_tell(directory: Path) -> Any:

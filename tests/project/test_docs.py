@@ -65,7 +65,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
 # --- What is generated
 
 
-@pytest.mark.parametrize("script", ["write_commands_page", "write_settings_page"])
+@pytest.mark.parametrize("script", ["write_commands_page", "write_promises_table", "write_settings_page"])
 def test_the_page_of_a_script_is_up_to_date(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -538,6 +538,15 @@ def test_names_that_are_not_files_in_the_directory_are_refused(checkpoint: Path,
     assert answer.peak_bytes < ENOUGH
 
 
+def test_a_link_in_the_directory_is_followed(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    (data,) = data_files(checkpoint)
+    data.rename(checkpoint.parent / "elsewhere")
+    data.symlink_to(checkpoint.parent / "elsewhere")
+    assert describe_outcome(checkpoint) == ""
+    assert same(load(checkpoint, small_state(0)), small_state(1))
+
+
 @pytest.mark.parametrize("kind", ["a FIFO", "a link to a device that has no end", "a link to itself", "a directory"])
 def test_metadata_that_is_no_file_is_an_error(checkpoint: Path, kind: str) -> None:
     save(checkpoint, small_state(1))

@@ -205,6 +205,12 @@ def test_what_needs_code_is_refused_by_name_unless_trusted(name: str, caplog: py
     assert objects.load(data, weights_only=False, key="some.key") is not None
 
 
+def test_a_key_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for key in ("one of them", "another", "one of them"):
+        objects.dump(Code(), key)
+    assert len(caplog.records) == 2
+
+
 def test_classes_that_the_user_declares_safe_load() -> None:
     data = objects.dump({"a": Code()}, "key")
     with torch.serialization.safe_globals([Code]):

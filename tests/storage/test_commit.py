@@ -225,6 +225,16 @@ def test_file_modes_follow_the_umask(checkpoint: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in checkpoint.iterdir()} == {0o640}
 
 
+def test_a_checkpoint_needs_no_other_and_no_place(tmp_path: Path) -> None:
+    for k in (1, 2):
+        save(tmp_path / "run" / str(k), small_state(k))
+    shutil.copytree(tmp_path / "run" / "2", tmp_path / "copied")
+    (tmp_path / "run" / "2").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "run")
+    for name in ("copied", "moved"):
+        assert outcome(tmp_path / name, small_state(2)) is None
+
+
 # --- Stock DCP and ours, one after the other
 
 

@@ -195,6 +195,23 @@ def test_an_average_may_be_updated_and_not_be_swapped_in(checkpoint: Path) -> No
     assert no_snapshot_is_left()
 
 
+def test_tensors_of_inference_are_copied_before_the_save_returns(checkpoint: Path) -> None:
+    weight = ones()
+    with torch.inference_mode():
+        average = torch.ones(SIZE)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.state[weight]["average"] = average  # it belongs to the optimizer, and has no counter
+    with late_copies() as copy:
+        saved = {"weight": weight, "average": average}
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        assert not handle.staged.done()
+        with torch.inference_mode():
+            average.zero_()
+        copy.set()
+        handle.result(BOUND)
+    assert load(checkpoint, {"average": torch.zeros(SIZE)})["average"].eq(1).all()
+
+
 class _Numbers(Dataset[int]):
     def __len__(self) -> int:
         return 8
