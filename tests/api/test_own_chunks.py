@@ -394,10 +394,15 @@ def test_a_plain_tensor_that_differs_between_ranks_by_its_type_is_no_replica(che
 # --- veScale's RaggedShard: a run of a flattened prefix of dimensions, which is several boxes
 
 
-@dataclass(frozen=True)
+@dataclass(init=False, unsafe_hash=True)
 class RaggedShard(Placement):
     dims: tuple[int, ...]
     local_units: tuple[int, ...]
+
+    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dims = dims
+        self.local_units = local_units
 
 
 class _Ragged(torch.Tensor):

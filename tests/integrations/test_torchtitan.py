@@ -40,7 +40,8 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int,
     assert first == 7 or (mode == "async" and first == 5)
     jobs.assert_same(resumed, undisturbed, first=first)
     folder = tmp_path / "checkpoint"
-    assert len(list(folder.iterdir())) in (2, 3)  # torchtitan does not purge at the last step
+    # torchtitan does not purge at the last step, and a job that is killed may not have purged before.
+    assert len(list(folder.iterdir())) <= (4 if mode == "async" else 3)
     for path in folder.iterdir():
         info = vescale_ckpt.inspect(path)
         assert info.writer == "vescale_ckpt" and vescale_ckpt.verify(path).ok

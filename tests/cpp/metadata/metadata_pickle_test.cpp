@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -11,11 +12,15 @@
 #include "base/crc32.h"
 #include "base/error.h"
 #include "format/pickle_check.h"
+#include "io/commit.h"
 #include "metadata/catalogs.h"
 #include "metadata/pickle_out.h"
+#include "scratch.h"
 
 namespace vescale_ckpt::metadata {
 namespace {
+
+class PendingMetadata : public ScratchTest {};
 
 std::span<const std::byte> bytes_of(std::string_view text) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
@@ -56,6 +61,35 @@ TEST(MetadataPickle, IsTheSameOfAnyNumberOfThreads) {
   const std::string alone = checkpoint.metadata({}, 1);
   expect_sound(alone);
   for (const unsigned threads : {2, 3, 8, 64}) EXPECT_TRUE(checkpoint.metadata({}, threads) == alone) << threads;
+}
+
+// Blocks end at 32,768 keys and chunks: about that, several blocks, none.
+TEST_F(PendingMetadata, IsTheSameInAFileAsInMemory) {
+  KeyPathsBuilder builder;
+  builder.name("object", 1);
+  builder.text("object");
+  const std::string block = builder.pack();
+  const KeyPaths paths(std::vector<std::span<const std::byte>>{bytes_of(block)});
+  for (const int64_t chunks : {0, 1, 32'766, 32'767, 32'768, 70'000}) {
+    for (const int objects : {0, 1, 3}) {
+      Checkpoint checkpoint(3);
+      for (int i = 0; i < objects; ++i) checkpoint.object(i == 0 ? "object" : "object " + std::to_string(i));
+      if (chunks != 0) checkpoint.tensor("tensor", {chunks}, grid({chunks}, {chunks}));
+      if (objects > 1) checkpoint.tensor("last", {40'000}, grid({40'000}, {40'000}));
+      const std::string in_memory = checkpoint.metadata({bytes_of(block)});
+      const RecordLocations where = checkpoint.locations();
+      for (const unsigned threads : {1, 2, 8}) {
+        io::PendingFile file(directory(), "metadata");
+        const WrittenMetadata written =
+            write_metadata({checkpoint.catalog, where, paths, "/a/path", "save"}, threads,
+                           [&](uint64_t offset, std::span<const std::byte> bytes) { file.write(offset, bytes); });
+        EXPECT_EQ(file.size(), written.bytes);
+        EXPECT_TRUE(std::ranges::equal(written.trailer, bytes_of(in_memory).last(MetadataTrailer::kBytes)));
+        file.commit();
+        EXPECT_TRUE(read_file(path("metadata")) == in_memory) << chunks << " chunks, " << objects << " objects";
+      }
+    }
+  }
 }
 
 // A thread that waits for its turn does not wait for a block that will never come.
