@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
-from harness.ranks import run_ranks
+from harness.ranks import close_ranks, run_ranks
 from harness.snapshots import held
 from test_manager import BOUND
 from test_manager_async import let_go_by
@@ -239,12 +239,12 @@ def _does_not_come(directory: Path) -> Any:
 
 def test_a_rank_that_does_not_come_to_the_last_save(checkpoint: Path) -> None:
     assert run_ranks(2, _does_not_come, checkpoint) == [[1], None]
+    close_ranks()  # they count their failures differently now
 
 
 def _cannot_tell(directory: Path) -> Any:
     """Rank 0 cannot reach the store at the deadline, and writes later."""
     saver, rank = _manager(directory, SHORT), dist.get_rank()
-    assert saver.latest() is None  # ranks connect before the time is short
     with held() if rank == 0 else _slow_writes() as event:
         running = saver.save(1, _state(1, 3 << 20))
         assert running is not None
