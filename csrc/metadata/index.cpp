@@ -46,35 +46,21 @@ void Index::corrupt(const char* what) const {
 void Index::load_header() {
   std::memcpy(&header_, file_.get(0, sizeof header_), sizeof header_);
   expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
-  if (header_.version != IndexHeader1::kVersion) {
-    expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
-           "the checksum of its header differs");
-    expect(header_.version == IndexHeader::kVersion, "it is of another version");
-    return;
-  }
-  IndexHeader1 old;
-  std::memcpy(&old, file_.get(0, sizeof old), sizeof old);
-  expect(crc32(0, &old, sizeof old - sizeof old.header_crc) == old.header_crc, "the checksum of its header differs");
-  std::ranges::copy(old.tables, header_.tables);
-  header_.tables[IndexHeader::kWords] = header_.tables[IndexHeader::kCrcs] = {VerifiedFile::kPiece, 0};
-  header_.checksums_crc = old.checksums_crc;
+  expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
+         "the checksum of its header differs");
+  expect(header_.version == IndexHeader::kVersion, "it is of another version");
 }
 
 void Index::load() {
   load_header();
   expect(header_.piece_bytes == VerifiedFile::kPiece, "it is of another version");
   expect(header_.file_bytes == file_.size() && header_.checksums <= file_.size(), "its length differs");
-  const bool is_old = header_.version == IndexHeader1::kVersion;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     const auto [at, count] = header_.tables[section];
-    const bool of_places = is_old && section == IndexHeader1::kPlaces;
     expect(at % 8 == 0 && at >= VerifiedFile::kPiece && at <= header_.checksums, "a table lies outside of it");
-    expect(count <= (header_.checksums - at) / (of_places ? sizeof(IndexPlace) : kIndexElement[section]),
-           "a table lies outside of it");
+    expect(count <= (header_.checksums - at) / kIndexElement[section], "a table lies outside of it");
   }
-  if (!is_old) {
-    expect(header_.tables[IndexHeader::kColumns].count / kIndexColumns >= size(), "it lacks columns");
-  }
+  expect(header_.tables[IndexHeader::kColumns].count / kIndexColumns >= size(), "it lacks columns");
   const uint64_t strings = header_.tables[IndexHeader::kEnds].count;
   expect(header_.dtypes <= kMostDtypes && strings >= 1 + header_.dtypes, "it lacks names");
   expect(strings < kNoCrc && size() < UINT32_MAX, "it names too much");
@@ -123,10 +109,6 @@ Index::Key Index::key(uint64_t number) const {
          "a key is of no known kind");
   expect(object || row.dtype < header_.dtypes, "a key has an unknown dtype");
   expect(row.chunks <= (row.ndim == 0 ? 1 : header_.file_bytes), "a key has too many chunks");
-  if (header_.version == IndexHeader1::kVersion) {
-    const uint64_t places = header_.tables[IndexHeader1::kPlaces].count;
-    expect(within(row.first_crc, row.chunks, places), "a key has too many chunks");
-  }
   const uint64_t all_dims = header_.tables[IndexHeader::kDims].count;
   expect(
       within(row.dims, row.ndim, all_dims) && BoxTree(row.chunks, row.ndim).words() <= all_dims - row.dims - row.ndim,
@@ -193,11 +175,6 @@ void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<
           });
 }
 
-RecordLocation Index::place(const Key& key, uint64_t chunk) const {
-  const IndexPlace& row = *elements<IndexPlace>(IndexHeader1::kPlaces, key.first_crc + chunk, 1);
-  return {row.file & ~kNoCrc, row.offset, row.length, (row.file & kNoCrc) != 0 ? -1 : int64_t{row.crc}};
-}
-
 uint64_t Index::code(const IndexColumn& column, uint64_t chunk) const {
   const uint64_t words = header_.tables[IndexHeader::kWords].count;
   const uint64_t bit = chunk * column.width, shift = bit % 64;  // chunks are no more than the file has bytes
@@ -222,18 +199,13 @@ uint64_t Index::column(uint64_t number, uint64_t chunk) const {
 }
 
 RecordLocation Index::location(const Key& key, uint64_t chunk) const {
-  RecordLocation found;
-  if (header_.version == IndexHeader1::kVersion) {
-    found = place(key, chunk);
-  } else {
-    const uint64_t first = kIndexColumns * key.number;
-    const uint64_t file = column(first, chunk);
-    expect(file <= UINT32_MAX, "a chunk lies in a file without a name");
-    found = {static_cast<uint32_t>(file) & ~kNoCrc, column(first + 1, chunk), column(first + 2, chunk), -1};
-    if ((file & kNoCrc) == 0) {
-      expect(within(key.first_crc, chunk + 1, header_.tables[IndexHeader::kCrcs].count), "a chunk lacks its checksum");
-      found.crc = *elements<uint32_t>(IndexHeader::kCrcs, key.first_crc + chunk, 1);
-    }
+  const uint64_t first = kIndexColumns * key.number;
+  const uint64_t file = column(first, chunk);
+  expect(file <= UINT32_MAX, "a chunk lies in a file without a name");
+  RecordLocation found{static_cast<uint32_t>(file) & ~kNoCrc, column(first + 1, chunk), column(first + 2, chunk), -1};
+  if ((file & kNoCrc) == 0) {
+    expect(within(key.first_crc, chunk + 1, header_.tables[IndexHeader::kCrcs].count), "a chunk lacks its checksum");
+    found.crc = *elements<uint32_t>(IndexHeader::kCrcs, key.first_crc + chunk, 1);
   }
   expect(found.file < files(), "a chunk lies in a file without a name");
   expect(found.offset < kFarthest && found.length < kFarthest, "a chunk lies nowhere");

@@ -73,7 +73,6 @@ class Index {
   }
   uint64_t column(uint64_t number, uint64_t chunk) const;
   uint64_t code(const IndexColumn& column, uint64_t chunk) const;
-  RecordLocation place(const Key& key, uint64_t chunk) const;  // of version 1
   void load_header();
   void check_inside(const Key& key, const int64_t* box) const;
   // Returns elements first .. first + count of a table, which must have them.

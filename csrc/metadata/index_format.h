@@ -71,25 +71,4 @@ constexpr uint32_t kNoCrc = uint32_t{1} << 31;
 constexpr uint64_t kIndexElement[IndexHeader::kSections] = {
     8, 1, sizeof(IndexSlot), sizeof(IndexKey), 8, sizeof(IndexColumn), 8, sizeof(uint32_t)};
 
-// Version 1, which older releases have written: its header has six tables, the last of which are the places of all
-// chunks. IndexKey::first_crc is the first place of the key there.
-struct IndexHeader1 {
-  static constexpr uint32_t kVersion = 1;
-  static constexpr size_t kSections = 6;
-  static constexpr IndexHeader::Section kPlaces = IndexHeader::kColumns;
-
-  char before_tables[48];  // as in IndexHeader
-  IndexHeader::Table tables[kSections];
-  uint32_t checksums_crc;
-  uint32_t header_crc;
-};
-static_assert(sizeof(IndexHeader1) == 152);
-
-struct IndexPlace {
-  uint64_t offset, length;  // place of the record
-  uint32_t crc;
-  uint32_t file;  // as in the column of files
-};
-static_assert(sizeof(IndexPlace) == 24);
-
 }  // namespace vescale_ckpt::metadata

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-import tarfile
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter
-from vescale_ckpt._checkpoint.native import metadata_file, metadata_pickle
+from vescale_ckpt._checkpoint.native import metadata_file
 
 
 class SecondReader:
@@ -161,21 +160,7 @@ def test_more_chunks_than_a_node_of_the_tree_has_room_for(checkpoint: Path) -> N
     _check(checkpoint)
 
 
-def test_an_index_of_an_older_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tarfile.open(Path(__file__).with_name("index_1.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    index = metadata_file.read_index(str(tmp_path))
-    assert index is not None
-    index.check()
-    assert sorted(index.keys()) == ["bias", "empty", "epoch", "step", "weight"]
-    monkeypatch.setattr(metadata_pickle, "loads", None)  # nobody needs what `.metadata` says
-    state = {"weight": torch.empty(3, 4), "bias": torch.empty(5, dtype=torch.bfloat16), "epoch": 0}
-    vescale_ckpt.load(tmp_path, state)
-    assert torch.equal(state["weight"], torch.arange(12.0).reshape(3, 4)) and state["epoch"] == 3
-    assert torch.equal(state["bias"], torch.arange(5, dtype=torch.bfloat16))
-
-
-def test_an_index_of_a_later_release_is_done_without(checkpoint: Path) -> None:
+def test_an_index_of_another_version_is_done_without(checkpoint: Path) -> None:
     vescale_ckpt.save(checkpoint, {"weight": torch.ones(3)})
     index = checkpoint / ".metadata.index"
     data = bytearray(index.read_bytes())

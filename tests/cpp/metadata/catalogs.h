@@ -159,88 +159,21 @@ class ItemRows {
 
 // Makes the checksums of an index those of what it holds.
 inline void seal(std::vector<std::byte>& image) {
-  const auto sealed = [&](auto header) {
-    std::memcpy(&header, image.data(), sizeof header);
-    IndexHeader beginning;  // of both versions
-    std::memcpy(&beginning, image.data(), sizeof beginning);
-    const uint64_t checksums = beginning.checksums;
-    if (checksums <= image.size() && checksums % VerifiedFile::kPiece == 0 && checksums != 0) {
-      std::byte* sums = image.data() + checksums;
-      const uint64_t pieces =
-          std::min<uint64_t>(checksums / VerifiedFile::kPiece - 1, (image.size() - checksums) / sizeof(uint32_t));
-      for (uint64_t i = 0; i < pieces; ++i) {
-        const uint32_t crc = crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
-        std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
-      }
-      header.checksums_crc = crc32(0, sums, pieces * sizeof(uint32_t));
-    }
-    header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
-    std::memcpy(image.data(), &header, sizeof header);
-  };
-  uint32_t version = 0;
-  std::memcpy(&version, image.data() + offsetof(IndexHeader, version), sizeof version);
-  if (version == IndexHeader1::kVersion) {
-    sealed(IndexHeader1());
-  } else {
-    sealed(IndexHeader());
-  }
-}
-
-// The index of an image as releases before version 2 have written it.
-inline std::vector<std::byte> in_version_1(const std::vector<std::byte>& image) {
-  const Index index(image);
   IndexHeader header;
   std::memcpy(&header, image.data(), sizeof header);
-  const auto table = [&](IndexHeader::Section section) { return image.data() + header.tables[section].at; };
-  std::vector<IndexKey> keys(index.size());
-  std::vector<int64_t> dims;
-  std::vector<IndexPlace> places;
-  for (uint64_t i = 0; i < index.size(); ++i) {
-    const Index::Key key = index.key(i);
-    std::memcpy(&keys[i], table(IndexHeader::kKeys) + i * sizeof(IndexKey), sizeof(IndexKey));
-    keys[i].dims = dims.size();
-    keys[i].first_crc = places.size();
-    dims.insert(dims.end(), key.shape.begin(), key.shape.end());
-    std::vector<int64_t> nodes;
-    for (uint64_t chunk = 0; chunk < key.chunks; ++chunk) {
-      if (!key.shape.empty()) nodes.insert(nodes.end(), index.box(key, chunk).begin(), index.box(key, chunk).end());
-      const RecordLocation at = index.location(key, chunk);
-      places.push_back({at.offset, at.length, static_cast<uint32_t>(std::max<int64_t>(at.crc, 0)),
-                        at.file | (at.crc < 0 ? kNoCrc : 0)});
+  const uint64_t checksums = header.checksums;
+  if (checksums <= image.size() && checksums % VerifiedFile::kPiece == 0 && checksums != 0) {
+    std::byte* sums = image.data() + checksums;
+    const uint64_t pieces =
+        std::min<uint64_t>(checksums / VerifiedFile::kPiece - 1, (image.size() - checksums) / sizeof(uint32_t));
+    for (uint64_t i = 0; i < pieces; ++i) {
+      const uint32_t crc = crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
+      std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
     }
-    const BoxTree tree(key.chunks, key.shape.size());
-    nodes.resize(tree.words());
-    tree.fill(nodes);
-    dims.insert(dims.end(), nodes.begin(), nodes.end());
+    header.checksums_crc = crc32(0, sums, pieces * sizeof(uint32_t));
   }
-
-  IndexHeader1 old{};
-  std::memcpy(&old, &header, sizeof old.before_tables);
-  const std::pair<const void*, size_t> of_tables[IndexHeader1::kSections] = {
-      {table(IndexHeader::kEnds), 8 * header.tables[IndexHeader::kEnds].count},
-      {table(IndexHeader::kText), header.tables[IndexHeader::kText].count},
-      {table(IndexHeader::kSlots), sizeof(IndexSlot) * header.tables[IndexHeader::kSlots].count},
-      {keys.data(), sizeof(IndexKey) * keys.size()},
-      {dims.data(), 8 * dims.size()},
-      {places.data(), sizeof(IndexPlace) * places.size()}};
-  std::vector<std::byte> result(VerifiedFile::kPiece);
-  for (size_t section = 0; section < IndexHeader1::kSections; ++section) {
-    const auto [data, bytes] = of_tables[section];
-    const size_t element = section == IndexHeader1::kPlaces ? sizeof(IndexPlace) : kIndexElement[section];
-    old.tables[section] = {result.size(), bytes / element};
-    result.insert(result.end(), static_cast<const std::byte*>(data), static_cast<const std::byte*>(data) + bytes);
-    result.resize((result.size() + 7) / 8 * 8);
-  }
-  const uint64_t pieces = (result.size() + VerifiedFile::kPiece - 1) / VerifiedFile::kPiece;
-  const uint64_t checksums = pieces * VerifiedFile::kPiece;
-  result.resize(checksums + (pieces - 1) * sizeof(uint32_t));
-  const uint64_t file_bytes = result.size();
-  std::memcpy(result.data(), &old, sizeof old);
-  std::memcpy(result.data() + offsetof(IndexHeader, version), &IndexHeader1::kVersion, sizeof(uint32_t));
-  std::memcpy(result.data() + offsetof(IndexHeader, file_bytes), &file_bytes, sizeof file_bytes);
-  std::memcpy(result.data() + offsetof(IndexHeader, checksums), &checksums, sizeof checksums);
-  seal(result);
-  return result;
+  header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
+  std::memcpy(image.data(), &header, sizeof header);
 }
 
 }  // namespace vescale_ckpt::metadata

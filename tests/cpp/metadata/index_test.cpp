@@ -39,8 +39,8 @@ Checkpoint example() {
   return checkpoint;
 }
 
-// With columns that are formulas, few values, and wide codes; and what older releases have written of the same.
-std::vector<std::vector<std::byte>> of_all_versions() {
+// With columns that are formulas, few values, and wide codes.
+std::vector<std::byte> of_all_columns() {
   Checkpoint checkpoint = example();
   checkpoint.tensor("far apart", {50}, grid({50}, {50})).tensor("two", {60}, grid({60}, {60}));
   std::mt19937_64 random(3);
@@ -49,8 +49,7 @@ std::vector<std::vector<std::byte>> of_all_versions() {
       table[4 * row + 1] = static_cast<int64_t>(row % 2 ? random() >> 3 : uint64_t{1} << 50);
     }
   }
-  const auto image = checkpoint.image();
-  return {image, in_version_1(image)};
+  return checkpoint.image();
 }
 
 // Everything that an index says, as text.
@@ -125,13 +124,11 @@ void expect_same(const Index& index, const Checkpoint& checkpoint) {
 
 TEST_F(IndexTest, GivesBackWhatWentIn) {
   const Checkpoint checkpoint = example();
-  for (const auto& image : {checkpoint.image("the save"), in_version_1(checkpoint.image("the save"))}) {
-    const Index index(written(image));
-    EXPECT_EQ(index.save_id(), "the save");
-    expect_same(index, checkpoint);
-    EXPECT_FALSE(index.find("gri"));
-    EXPECT_FALSE(index.find("grid "));
-  }
+  const Index index(written(checkpoint.image("the save")));
+  EXPECT_EQ(index.save_id(), "the save");
+  expect_same(index, checkpoint);
+  EXPECT_FALSE(index.find("gri"));
+  EXPECT_FALSE(index.find("grid "));
 }
 
 // Numbers of all kinds that columns tell apart: equal, evenly spaced, few, many, small, large.
@@ -165,9 +162,7 @@ TEST_F(IndexTest, GivesBackAnyColumns) {
         }
       }
     }
-    const auto image = checkpoint.image();
-    expect_same(Index(image), checkpoint);
-    expect_same(Index(in_version_1(image)), checkpoint);
+    expect_same(Index(checkpoint.image()), checkpoint);
     if (HasFailure()) FAIL() << "in round " << round;
   }
 }
@@ -271,25 +266,26 @@ TEST_F(IndexTest, ErrorsOfTheSystemAreThose) {
 }
 
 TEST_F(IndexTest, CutAnywhereItIsRefused) {
-  for (const auto& image : of_all_versions()) {
-    for (size_t length = 0; length < image.size(); length += length < 5000 ? 97 : 509) {
-      const std::string file = written({image.begin(), image.begin() + static_cast<ptrdiff_t>(length)});
-      EXPECT_THROW(Index{file}, Error) << length;
-      EXPECT_THROW(Index(std::vector(image.begin(), image.begin() + static_cast<ptrdiff_t>(length))), Error) << length;
-    }
-    std::vector<std::byte> longer = image;
-    longer.push_back({});
-    EXPECT_THROW(Index{written(longer)}, Error);
+  const std::vector<std::byte> image = of_all_columns();
+  for (size_t length = 0; length < image.size(); length += length < 5000 ? 97 : 509) {
+    const std::string file = written({image.begin(), image.begin() + static_cast<ptrdiff_t>(length)});
+    EXPECT_THROW(Index{file}, Error) << length;
+    EXPECT_THROW(Index(std::vector(image.begin(), image.begin() + static_cast<ptrdiff_t>(length))), Error) << length;
   }
+  std::vector<std::byte> longer = image;
+  longer.push_back({});
+  EXPECT_THROW(Index{written(longer)}, Error);
 }
 
 // Every bit that is used is covered by a checksum: a flip is refused, or lies in padding and changes nothing.
-void expect_flips_found(const std::vector<std::byte>& image, const std::string& file, size_t header_bytes) {
+TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
+  const std::vector<std::byte> image = example().image();
+  const std::string file = written(image);
   const std::string expected = all_of(Index(file));
   std::fstream out(file, std::ios::binary | std::ios::in | std::ios::out);
   size_t refused = 0, flipped = 0, meaningless = 0;
   // Between the header and the next piece are zeros without a meaning: a few of them are enough.
-  const auto is_filling = [&](size_t at) { return at >= header_bytes && at < VerifiedFile::kPiece; };
+  const auto is_filling = [&](size_t at) { return at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece; };
   for (size_t at = 0; at < image.size(); ++at) {
     if (is_filling(at) && at % 61 != 0) continue;
     ++flipped;
@@ -319,12 +315,6 @@ void expect_flips_found(const std::vector<std::byte>& image, const std::string& 
   }
   EXPECT_EQ(refused, flipped - meaningless);
   EXPECT_GT(meaningless, 0u);
-}
-
-TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
-  const auto image = example().image(), old = in_version_1(image);
-  expect_flips_found(image, written(image), sizeof(IndexHeader));
-  expect_flips_found(old, written(old), sizeof(IndexHeader1));
 }
 
 // Keys share what they have, so a few bytes could claim any number of chunks.
@@ -357,19 +347,18 @@ void use(const Source& source) {
 }
 
 TEST_F(IndexTest, HostileBytesAreRefusedOrHarmless) {
-  for (const auto& image : of_all_versions()) {
-    std::mt19937_64 random(11);
-    const uint64_t extreme[] = {
-        0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, INT64_MAX, uint64_t{1} << 63, UINT64_MAX, uint64_t{1} << 61, image.size()};
-    for (size_t at = 0; at + 8 <= image.size(); at += 12) {
-      if (at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) at = VerifiedFile::kPiece;
-      std::vector<std::byte> hostile = image;
-      const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
-      std::memcpy(hostile.data() + at, &value, random() % 2 == 0 ? 4 : 8);
-      seal(hostile);
-      if (at % 32 == 0) use(written(hostile));
-      use(hostile);  // AddressSanitizer knows where it ends
-    }
+  const std::vector<std::byte> image = of_all_columns();
+  std::mt19937_64 random(11);
+  const uint64_t extreme[] = {
+      0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, INT64_MAX, uint64_t{1} << 63, UINT64_MAX, uint64_t{1} << 61, image.size()};
+  for (size_t at = 0; at + 8 <= image.size(); at += 12) {
+    if (at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) at = VerifiedFile::kPiece;
+    std::vector<std::byte> hostile = image;
+    const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
+    std::memcpy(hostile.data() + at, &value, random() % 2 == 0 ? 4 : 8);
+    seal(hostile);
+    if (at % 32 == 0) use(written(hostile));
+    use(hostile);  // AddressSanitizer knows where it ends
   }
 }
 
@@ -377,10 +366,10 @@ TEST_F(IndexTest, HostileBytesAreRefusedOrHarmless) {
 TEST_F(IndexTest, FuzzOfManyHostileBytesAtOnce) {
   const char* setting = std::getenv("VESCALE_CKPT_FUZZ_SECONDS");
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(setting == nullptr ? 0 : std::stoi(setting));
-  const auto images = of_all_versions();
+  const std::vector<std::byte> image = of_all_columns();
   std::mt19937_64 random(12);
   for (int round = 0; round < 3000 || std::chrono::steady_clock::now() < end; ++round) {
-    std::vector<std::byte> hostile = images[static_cast<size_t>(round) % images.size()];
+    std::vector<std::byte> hostile = image;
     for (size_t i = 0; i < 1 + random() % 40; ++i) {
       const size_t at = random() % 3 == 0 ? random() % sizeof(IndexHeader)
                                           : VerifiedFile::kPiece + random() % (hostile.size() - VerifiedFile::kPiece);
