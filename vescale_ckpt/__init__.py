@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from . import errors
+
 _NAMES = {
     "_collective.handle": ("SaveHandle",),
     "_dcp.load_planner": ("LoadPlanner",),
@@ -27,21 +29,7 @@ _NAMES = {
     "_convert.convert": ("ConvertReport", "convert"),
     "_convert.copy": ("copy",),
     "_convert.transfer": ("CopyReport",),
-    "errors": (
-        "CheckpointError",
-        "CheckpointTimeoutError",
-        "CorruptCheckpointError",
-        "IncompatibleStateError",
-        "LoadFailedError",
-        "Mismatch",
-        "MissingKeysError",
-        "RankFailedError",
-        "SaveCancelledError",
-        "SaveFailedError",
-        "SaveInProgressError",
-        "StorageFullError",
-        "UntrustedCheckpointError",
-    ),
+    "errors": tuple(errors.__all__),
     "manager.manager": ("CheckpointManager",),
     "reports": ("CheckpointInfo", "JobStats", "LoadReport", "LoadStats", "SaveStats", "VerifyReport"),
     "metrics": ("metrics",),  # the module itself

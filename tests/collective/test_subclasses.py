@@ -65,7 +65,7 @@ class Hostile(torch.Tensor):
 
 
 class OnlyRead(torch.Tensor):
-    """It tells its chunks to loads, and nothing to saves."""
+    """Lists its chunks for loads, and nothing for saves."""
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         raise AssertionError("a save does not ask")

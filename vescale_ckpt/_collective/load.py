@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.loadable import LoadableCheckpoint, refused_transform
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
@@ -142,13 +142,13 @@ class _Source:
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
     def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
-        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, before memory is allocated for
-        it."""
+        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
+        before memory is allocated for it."""
         places = self.metadata.storage_data
         infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
         infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
         if any(getattr(info, "transform_descriptors", None) for info in infos):
-            return  # compressed: the tensor may be larger than its records
+            raise refused_transform(key)
         lengths = (getattr(info, "length", None) for info in infos)
         room = sum(length for length in lengths if type(length) is int and length > 0)
         needed = stored.size.numel() * stored.properties.dtype.itemsize

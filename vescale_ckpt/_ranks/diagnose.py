@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .rendezvous import FailureReport, Notes, Rendezvous, is_in_background
+from .rendezvous import FailureReport, Notes, Rendezvous
 from .store_thread import StoreGoneError
 
 
@@ -106,8 +106,7 @@ class Failure(NamedTuple):
         return self._report([], text, mismatch=True)
 
     def _report(self, late: list[int], text: str, mismatch: bool = False) -> FailureReport:
-        text = f"{self.phase}: {text}"
-        return FailureReport(self.calls, self.phase, late, text, mismatch, in_background=is_in_background())
+        return FailureReport(self.calls, self.phase, late, f"{self.phase}: {text}", mismatch)
 
     @property
     def _where(self) -> str:

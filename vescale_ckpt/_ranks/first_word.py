@@ -30,15 +30,9 @@ class FirstWord:
             there = ""
             while True:
                 now = bytes(store.compare_set(self._key, there, f"{self._number} {word}")).decode()
-                if _number(now) >= self._number:
-                    return self._of_this(now)
+                number, _, first = now.partition(" ")
+                if int(number) >= self._number:
+                    return first if int(number) == self._number else ""
                 there = now
 
         return self._store_thread.ask(say, seconds)
-
-    def _of_this(self, now: str) -> str:
-        return now.partition(" ")[2] if _number(now) == self._number else ""
-
-
-def _number(now: str) -> int:
-    return int(now.partition(" ")[0])

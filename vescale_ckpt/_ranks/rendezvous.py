@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -50,6 +50,11 @@ class Note(NamedTuple):
 Notes = dict[int, Note | None]  #: {rank: note, or None for a rank that has not come}
 
 
+def is_in_background() -> bool:
+    """Whether this is a thread of this package: a save after its call, or copies between nodes."""
+    return threading.current_thread().name.startswith("vescale_ckpt ")
+
+
 @dataclass(frozen=True)
 class FailureReport:
     """The reason why a generation ended. `calls`: the number of the collective that failed; 0: the meeting itself."""
@@ -61,7 +66,7 @@ class FailureReport:
     mismatch: bool = False  # ranks were in different collectives
     commit: int = 0  # the number of the collective after which the latest commit began
     commit_is_known: bool = True
-    in_background: bool = False  # no call of the user's has failed
+    in_background: bool = field(default_factory=is_in_background)  # no call of the user's has failed
 
     def error(self) -> CheckpointError:
         if self.mismatch:
@@ -121,7 +126,7 @@ class Rendezvous:
         def diagnose(notes: Notes) -> FailureReport:
             absent = [rank for rank, note in notes.items() if note is None]
             text = f"{phase}: {self.named(absent)} did not come within {timeout:g} s{self.last_seen(absent)}"
-            return FailureReport(0, phase, absent, text, in_background=is_in_background())
+            return FailureReport(0, phase, absent, text)
 
         self._store_thread.ask(come, max(STORE_SECONDS, deadline - time.monotonic()))
         self._look_until(lambda store: store.check([outcome]), deadline)
@@ -296,11 +301,6 @@ class Rendezvous:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self.generation}/{name}"
-
-
-def is_in_background() -> bool:
-    """Whether this is a thread of this package: a save after its call, or copies between nodes."""
-    return threading.current_thread().name.startswith("vescale_ckpt ")
 
 
 def _batched(keys: Iterable[str]) -> Iterator[list[str]]:
