@@ -253,7 +253,8 @@ def test_a_kill_or_an_error_of_one_rank_ends_all_and_leaves_a_whole_step(
     killed = tmp_path / "killed.py"
     killed.write_text(_KILLED_JOB)
     given = (place, way, str(rank), call, str(number), str(int(error)))
-    with jobs.started(without_gpu, str(killed), *given) as running:
+    # Rank 1's next save waits as long as this for the store of a rank 0 that was killed.
+    with jobs.started(without_gpu, str(killed), *given, VESCALE_CKPT_TIMEOUT="90") as running:
         statuses = running.wait()
     assert statuses[rank] == (error if error < 0 else 1) and 0 not in statuses, running.text
     resumed = jobs.run(without_gpu, str(job), place, way)
