@@ -42,7 +42,7 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int,
     folder = tmp_path / "checkpoint"
     # torchtitan does not purge at the last step, and a job that is killed may not have purged before.
     assert len(list(folder.iterdir())) <= (4 if mode == "async" else 3)
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir())[-2:]:  # the kill may come while torchtitan removes an older one
         info = vescale_ckpt.inspect(path)
         assert info.writer == "vescale_ckpt" and vescale_ckpt.verify(path).ok
         assert "optimizer.state.norm.weight.exp_avg" in info.tensors
