@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
@@ -127,7 +128,7 @@ def _hold(rank: Rank, state: State, dim: int | None, places: Sequence[Path]) -> 
     """Makes what is loaded into, and keeps what it has to be then."""
     os.chdir(places[rank.rank % len(places)])
     expected = distributed(state, rank.mesh, dim)
-    targets = random_states.targets_for(expected)
+    targets = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     rank.kept.update(state=targets, expected=_local(expected), targets=_local(targets))
 
 

@@ -87,7 +87,8 @@ class Worker:
             self._wait_for_copies()
             assert self._copies.complete == step
 
-        return stall[0], timed(dist.barrier, all_of_it)
+        taken = timed(dist.barrier, all_of_it)
+        return stall[0], taken
 
     def save_while_sending(self, step: int) -> tuple[float, float]:
         """The same as `save`, of the second of two steps."""
