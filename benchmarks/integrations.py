@@ -54,8 +54,11 @@ def lightning(folder: str) -> dict[str, Way]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layers(batch)
+
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            return self.layers(batch).square().mean()
+            return self(batch).square().mean()
 
     def way(kind: Callable[..., Any], **options: Any) -> Way:
         ranks = int(os.environ["WORLD_SIZE"])

@@ -36,11 +36,8 @@ def plain_tensors(count: int) -> dict[str, torch.Tensor]:
 def dtensors(count: int) -> dict[str, DTensor]:
     """On a mesh of all ranks, of which each holds 1 KiB of every tensor."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    placements = (Shard(0),)
-    return {
-        name: DTensor.from_local(tensor, mesh, placements, run_check=False)
-        for name, tensor in plain_tensors(count).items()
-    }
+    plain = plain_tensors(count)
+    return {name: DTensor.from_local(tensor, mesh, (Shard(0),), run_check=False) for name, tensor in plain.items()}
 
 
 STATES: dict[str, Callable[[int], Any]] = {"plain tensors": plain_tensors, "DTensors": dtensors}
@@ -64,9 +61,7 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
             dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner)
 
         candidates: dict[str, Turn] = {
-            "dcp.save, our planner and writer": lambda: _steps(
-                ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write
-            ),
+            "dcp.save, ours": lambda: _steps(ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write),
             "vescale_ckpt.save": lambda: _steps(ours, vescale_ckpt.SavePlanner(), path, our_write),
             STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
         }
