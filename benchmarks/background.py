@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -31,6 +30,7 @@ from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
 from benchmarks.harness.random_states import State
 from benchmarks.harness.saves_and_loads import Candidate
 from benchmarks.harness.usage import settle, synchronize
+from benchmarks.ranks import alone
 
 TRAINING_STEPS, TRIES = 50, 5  # whose fastest try says how long a step takes without a save
 
@@ -184,11 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            state = random_states.build(states.shapes_of(options.state, options.gib), options.seed)
+        with alone():
+            state = random_states.build(states.shapes_of(options.state, options.gib))
             yield from alternate(options.state, Saves(directory, state).turns(options.candidates))
-        finally:
-            dist.destroy_process_group()
 
     return command.run(options, measured)

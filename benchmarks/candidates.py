@@ -6,9 +6,7 @@ exist. Each is at its best settings, and is kept over all rounds as a training j
 
 from __future__ import annotations
 
-import mmap
 import os
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,80 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import vescale_ckpt
 from benchmarks.harness import saves_and_loads
 from benchmarks.harness.by_turns import CEILING
-from benchmarks.harness.page_cache import address_of
 from benchmarks.harness.random_states import State
-from benchmarks.harness.raw_file import FILE_NAME, PIECE_BYTES, THREADS, preallocate, whole_blocks
 from benchmarks.harness.saves_and_loads import Candidate, bytes_of, sync
-from vescale_ckpt._engine import _C
-
-
-class Unavoidable:
-    """What a save with checksums and a verified load cannot do without, and nothing else.
-
-    4 threads write all bytes from memory, or read them into it, with one checksum. The memory was touched before, in
-    pages of 4 KiB, as that of torch's tensors is by default. With `new_memory` loads take theirs from the system, on
-    huge pages, as loads into new tensors do. Warm reads take pieces that stay in the processor's cache.
-    """
-
-    def __init__(self, *, new_memory: bool, warm: bool) -> None:
-        self._new_memory = new_memory
-        self._piece = 2**19 if warm else PIECE_BYTES
-        self._direct = 0 if warm else os.O_DIRECT
-        self._touched: mmap.mmap | None = None
-
-    def save(self, state: State, directory: Path) -> None:
-        size = whole_blocks(bytes_of(state))
-        descriptor = os.open(directory / FILE_NAME, os.O_WRONLY | os.O_CREAT | self._direct, 0o644)
-
-        def write(piece: memoryview, at: int, address: int) -> None:
-            _C.crc32_of_memory(address, len(piece))
-            os.pwritev(descriptor, [piece], at)
-
-        try:
-            preallocate(descriptor, size)
-            self._in_pieces(self._memory(size), write)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def load(self, into: State, directory: Path) -> None:
-        size = whole_blocks(bytes_of(into))
-        descriptor = os.open(directory / FILE_NAME, os.O_RDONLY | self._direct)
-
-        def read(piece: memoryview, at: int, address: int) -> None:
-            os.preadv(descriptor, [piece], at)
-            _C.crc32_of_memory(address, len(piece))
-
-        try:
-            self._in_pieces(_huge_pages(size) if self._new_memory else self._memory(size), read)
-        finally:
-            os.close(descriptor)
-
-    def _memory(self, size: int) -> mmap.mmap:
-        """Touched memory, the same from call to call."""
-        if self._touched is None:
-            self._touched = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            content = random.Random(0).randbytes(2**20)  # storage may compress what is less random
-            for at in range(0, size, len(content)):
-                self._touched[at : at + len(content)] = content[: size - at]
-        return self._touched
-
-    def _in_pieces(self, memory: mmap.mmap, move: Callable[[memoryview, int, int], None]) -> None:
-        start = address_of(memory)
-        with memoryview(memory) as view, ThreadPoolExecutor(THREADS) as pool:
-            starts = range(0, len(view), self._piece)
-            list(pool.map(lambda at: move(view[at : at + self._piece], at, start + at), starts))
-
-
-def _huge_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def unavoidable(*, new_memory: bool, warm: bool) -> Candidate:
-    made = Unavoidable(new_memory=new_memory, warm=warm)
-    return Candidate(made.save, made.load, keeps_state=False)
 
 
 def memcpy() -> Candidate:
@@ -126,12 +52,12 @@ def plug_points(*, checksums: bool = True, verify: bool = True) -> Candidate:
         if not writers:
             writers.append(vescale_ckpt.StorageWriter(directory, checksums=checksums))
         # `checkpoint_id` points the writer, which is kept, at the new directory.
-        dcp_save({"model": state}, checkpoint_id=directory, storage_writer=writers[0], planner=planner, no_dist=True)
+        dcp_save({"model": state}, checkpoint_id=directory, storage_writer=writers[0], planner=planner)
         return writers[0].last_stats
 
     def load(into: State, directory: Path) -> object:
         reader = vescale_ckpt.StorageReader(directory, verify=verify)
-        dcp_load({"model": into}, storage_reader=reader, planner=vescale_ckpt.LoadPlanner(), no_dist=True)
+        dcp_load({"model": into}, storage_reader=reader, planner=vescale_ckpt.LoadPlanner())
         return reader.last_stats
 
     return Candidate(save, load)
@@ -172,24 +98,6 @@ def plain_numpy() -> Candidate:
     return Candidate(save, load)
 
 
-def numpy_save() -> Candidate:
-    """`numpy.save` and `numpy.load`, tensor after tensor, in one file."""
-
-    def save(state: State, directory: Path) -> None:
-        with open(directory / "state.npy", "wb") as file:
-            for tensor in state.values():
-                np.save(file, _memory_of(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(into: State, directory: Path) -> None:
-        with open(directory / "state.npy", "rb") as file:
-            for tensor in into.values():
-                _memory_of(tensor)[:] = np.load(file)
-
-    return Candidate(save, load)
-
-
 def library_safetensors() -> Candidate:
     """The safetensors library, with the sync that it leaves out."""
 
@@ -201,15 +109,6 @@ def library_safetensors() -> Candidate:
         _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
 
     return Candidate(save, load)
-
-
-def safetensors_in_memory() -> Candidate:
-    """The safetensors library, to bytes in memory: nothing is written."""
-
-    def load(into: State, directory: Path) -> None:
-        raise NotImplementedError("nothing was written: time saves only, with --ops save")
-
-    return Candidate(lambda state, directory: len(safetensors.torch.save(state)), load, keeps_state=False)
 
 
 def our_safetensors() -> Candidate:
@@ -233,11 +132,6 @@ class Entry(NamedTuple):
 
 REGISTRY: dict[str, Entry] = {
     CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: saves_and_loads.raw(buffered_reads=warm)),
-    "unavoidable": Entry(
-        "as many bytes with one checksum, from and into touched memory in pages of 4 KiB",
-        lambda warm: unavoidable(new_memory=False, warm=warm),
-    ),
-    "unavoidable-new": Entry("the same, loads into new memory", lambda warm: unavoidable(new_memory=True, warm=warm)),
     "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: memcpy()),
     "vescale": Entry("our writer, reader and planners", lambda _: plug_points()),
     "vescale-functions": Entry("our save and load", lambda _: saves_and_loads.ours()),
@@ -247,9 +141,7 @@ REGISTRY: dict[str, Entry] = {
     "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: saves_and_loads.stock(4)),
     "torch": Entry("torch.save + fsync, torch.load", lambda _: torch_save()),
     "numpy": Entry("plain writes and reads: tofile + fsync, readinto", lambda _: plain_numpy()),
-    "numpy-save": Entry("numpy.save + fsync, numpy.load", lambda _: numpy_save()),
     "safetensors": Entry("save_file + fsync, load_file", lambda _: library_safetensors()),
-    "safetensors-memory": Entry("safetensors.torch.save to bytes, written nowhere", lambda _: safetensors_in_memory()),
     "vescale-safetensors": Entry("our safetensors functions, into new tensors", lambda _: our_safetensors()),
 }
 

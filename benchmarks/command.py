@@ -30,9 +30,7 @@ class Alternate(Protocol):
     def __call__(self, case: str, candidates: Mapping[str, Turn], **more: Any) -> Iterator[Sample]: ...
 
 
-def parser(
-    name: str, description: str | None, epilog: str | None = None, directory: str = tempfile.gettempdir()
-) -> argparse.ArgumentParser:
+def parser(name: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     """A parser of what all benchmarks can be asked for."""
     made = argparse.ArgumentParser(
         prog=f"python -m {name}",
@@ -43,8 +41,13 @@ def parser(
     add = made.add_argument
     add("--rounds", type=positive, default=5, metavar="N", help="counted rounds (default %(default)s)")
     add("--warmup", type=int, default=1, metavar="N", help="rounds before them, not counted (default %(default)s)")
-    add("--dir", type=_directory, default=Path(directory), metavar="DIR", help="where to save (default %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of contents and order (default %(default)s)")
+    add(
+        "--dir",
+        type=_directory,
+        default=Path(tempfile.gettempdir()),
+        metavar="DIR",
+        help="where to save (default %(default)s)",
+    )
     add("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     return made
 
@@ -88,15 +91,14 @@ def run(
     measured: Callable[[Path, Alternate], Iterable[Sample]],
     *,
     baseline: str = STOCK,
-    others: Mapping[str, object] | None = None,
 ) -> int:
     """Takes the samples that `measured` yields in an empty directory, prints each case and writes `--json`.
 
-    Returns the exit status: 1 where something could not be measured. `others` are results of another kind, for JSON.
+    Returns the exit status: 1 where something could not be measured.
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
-    by_turns = partial(alternate, rounds=options.rounds, warmup=options.warmup, seed=options.seed)
+    by_turns = partial(alternate, rounds=options.rounds, warmup=options.warmup)
     about = _machine(options.dir)
     samples: list[Sample] = []
     shown, failure, status = 0, "", 1
@@ -114,10 +116,10 @@ def run(
     rows = summarize(samples, baseline)
     print(f"{table(summarize(samples[shown:], baseline), baseline)}\n\n{_footnote(about, samples)}")
     if options.json:
-        found: dict[str, Any] = {"machine": about, "settings": vars(options), **(others or {})}
+        found: dict[str, Any] = {"machine": about, "settings": vars(options)}
         found |= {"rows": [*map(dataclasses.asdict, rows)], "samples": [*map(dataclasses.asdict, samples)]}
         options.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    if not failure and not rows and not others:
+    if not failure and samples and not rows:
         failure = "no round could be counted"
     if failure:
         print(f"benchmark failed: {failure}", file=sys.stderr)

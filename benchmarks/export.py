@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from benchmarks import command, states
@@ -29,7 +28,7 @@ from benchmarks.harness import random_states
 from benchmarks.harness.by_turns import STOCK, Sample, Steps
 from benchmarks.harness.saves_and_loads import WrongContentsError
 from benchmarks.harness.usage import measure, settle
-from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
+from benchmarks.ranks import Rank, Ranks, Timed, distributed, ranks_on, timed, together
 
 Save = Callable[[dict[str, Any], str], object]
 
@@ -50,23 +49,17 @@ CANDIDATES: dict[str, Save] = {
 HELD = {"rows": 0, "columns": 1, "replicated": None}
 
 
-def _hold(rank: Rank, kind: str, gib: float, held: str, seed: int) -> int:
+def _hold(rank: Rank, kind: str, gib: float, held: str) -> int:
     """Builds this rank's state. Returns the bytes of the whole."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
-    dim = HELD[held]
-    whole = random_states.build(states.shapes_of(kind, gib), seed)
-    rank.kept["state"] = {
-        name: distribute_tensor(
-            tensor, rank.mesh, [Replicate() if dim is None else Shard(min(dim, tensor.ndim - 1))], src_data_rank=None
-        )
-        for name, tensor in whole.items()
-    }
+    whole = random_states.build(states.shapes_of(kind, gib))
+    rank.kept["state"] = distributed(whole, rank.mesh, HELD[held])
     return sum(tensor.nbytes for tensor in whole.values())
 
 
 def _save(rank: Rank, candidate: str, directory: str) -> Timed:
-    return timed(rank, lambda: CANDIDATES[candidate](rank.kept["state"], directory))
+    return timed(rank.barrier.wait, lambda: CANDIDATES[candidate](rank.kept["state"], directory))
 
 
 def _turn(ranks: Ranks, name: str, directory: Path, size: int) -> Steps:
@@ -78,12 +71,12 @@ def _turn(ranks: Ranks, name: str, directory: Path, size: int) -> Steps:
     return {"save": saved, "sync behind it": measure(lambda: settle(directory))} if name == STOCK else {"save": saved}
 
 
-def _check(directory: Path, kind: str, gib: float, seed: int) -> None:
+def _check(directory: Path, kind: str, gib: float) -> None:
     """Raises WrongContentsError unless the export holds the state, bit for bit."""
     found: dict[str, torch.Tensor] = {}
     for path in (directory / "export").glob("*.safetensors"):
         found.update(vescale_ckpt.safetensors.load_file(path))
-    if wrong := random_states.differences(random_states.build(states.shapes_of(kind, gib), seed), found):
+    if wrong := random_states.differences(random_states.build(states.shapes_of(kind, gib)), found):
         raise WrongContentsError(f"the export is not the state: {wrong[:3]}")
 
 
@@ -96,14 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--held", choices=HELD, nargs="+", default=list(HELD), help="how ranks hold it (default: all ways)")
     add("--ranks", type=command.positive, default=4, metavar="N", help="(default %(default)s)")
     options = parser.parse_args(arguments)
-    kind, gib, seed = options.state, options.gib, options.seed
+    kind, gib = options.state, options.gib
 
     def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
-        with ranks_on(options.ranks, ONE_NODE) as ranks:
+        with ranks_on(options.ranks) as ranks:
             for held in options.held:
-                size = ranks.call(_hold, kind, gib, held, seed)[0]
+                size = ranks.call(_hold, kind, gib, held)[0]
                 case = f"{kind}, {held}, {size / 2**20:.0f} MiB on {options.ranks} ranks"
                 yield from alternate(case, {name: partial(_turn, ranks, name, directory, size) for name in CANDIDATES})
-                _check(directory, kind, gib, seed)
+                _check(directory, kind, gib)
 
     return command.run(options, measured)

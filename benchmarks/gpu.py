@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import gpu_copies, gpu_saves
 from benchmarks.background import Saves
@@ -26,6 +25,7 @@ from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import STOCK, Row, Steps
 from benchmarks.harness.room import working_folder
 from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
+from benchmarks.ranks import alone
 
 
 def taken(action: Callable[[], object]) -> Steps:
@@ -50,19 +50,19 @@ def copies(device: str, rounds: int, scale: float) -> None:
 
 def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
     """Synchronous saves and cold loads, and asynchronous saves beside training, ours and stock's."""
-    shapes = {f"layer.{i}": (4096, 4096) for i in range(max(1, size // (2 * 4096 * 4096)))}
     with working_folder(Path(directory)) as folder:
-        both = SavesAndLoads(shapes, Disk(folder, partial(page_cache.prepare, warm=False)), device=device)
+        both = SavesAndLoads(
+            gpu_saves.shapes_of(size), Disk(folder, partial(page_cache.prepare, warm=False)), device=device
+        )
         turns = {name: partial(both.turn, name, REGISTRY[name].make(False)) for name in ("vescale", "dcp-4")}
         title = f"saves and cold loads on {device}"
         measured(title, turns, rounds, lambda row: {f"{row.step}_{row.candidate}_cold_gb_s": row.rate})
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # stock wants one
-        ways = Saves(folder, both.state).turns(["ours", "ours, gate", "our stager", STOCK])
-        title = f"saves beside training on {device}"
-        measured(
-            title, ways, rounds, lambda row: {f"{row.candidate}, {row.step} beside training, ms": row.seconds * 1e3}
-        )
-        dist.destroy_process_group()
+        with alone():  # stock wants a process group
+            ways = Saves(folder, both.state).turns(["ours", "ours, gate", "our stager", STOCK])
+            title = f"saves beside training on {device}"
+            measured(
+                title, ways, rounds, lambda row: {f"{row.candidate}, {row.step} beside training, ms": row.seconds * 1e3}
+            )
 
 
 def room(wanted: int, directory: str, device: str) -> int:

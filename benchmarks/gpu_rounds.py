@@ -9,13 +9,9 @@ import torch
 
 from benchmarks.figures import record
 from benchmarks.harness.by_turns import STOCK, Row, Sample, Turn, alternate, summarize, table
+from benchmarks.harness.usage import synchronize
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -5,58 +5,63 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
 import vescale_ckpt
+from benchmarks.harness import page_cache, random_states
 from benchmarks.harness.by_turns import Row, Steps
+from benchmarks.harness.random_states import Shapes, State
+from benchmarks.harness.room import working_folder
+from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads, ours
+from benchmarks.harness.usage import synchronize
 
 from .figures import record
-from .gpu_rounds import MiB, measured, synchronize, timed
+from .gpu_rounds import GiB, MiB, measured
 
 LEAST_TELLING = 1e9  # bytes a second that a medium must take to tell a device from the host
 
 
-def make_state(device: str, size: int) -> dict[str, torch.Tensor]:
-    """`size` bytes of bfloat16, about, in matrices of at most 32 MiB."""
+def shapes_of(size: int) -> Shapes:
+    """`size` bytes, about, in matrices of at most 32 MiB."""
     side = 4096 if size >= 64 * MiB else 256
-    layers = max(1, size // (2 * side * side))
-    return {f"layer.{i}": torch.randn(side, side, device=device).bfloat16() for i in range(layers)}
+    return {f"layer.{number}": (side, side) for number in range(max(1, size // (2 * side * side)))}
 
 
-def bytes_of(state: dict[str, torch.Tensor]) -> int:
-    return sum(value.nbytes for value in state.values())
-
-
-def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> Iterator[tuple[float, float]]:
-    """Seconds that asynchronous saves stop training for: of the first one, and the median of all others so far. Each
-    begins when the one before is durable."""
-    seconds: list[float] = []
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        for _ in range(rounds + 1):
-            synchronize()
-            started = time.perf_counter()
-            handle = vescale_ckpt.save(folder, state, async_checkpoint=True)
-            seconds.append(time.perf_counter() - started)
-            handle.result()
-            if len(seconds) > 1:
-                yield seconds[0], statistics.median(seconds[1:])
+def _begin(
+    folder: str, state: State, gate: torch.optim.Optimizer | None = None
+) -> tuple[float, vescale_ckpt.SaveHandle]:
+    """Seconds that an asynchronous save stops training for, and the save."""
+    synchronize()
+    started = time.perf_counter()
+    handle = vescale_ckpt.save(folder, state, async_checkpoint=True, gate=gate)
+    return time.perf_counter() - started, handle
 
 
 def first(device: str, directory: str, rounds: int, size: int, peak: float | None) -> None:
-    """The first save of this process and the steady ones; `peak`: of the bus, bytes a second."""
-    state = make_state(device, size)
-    for began, stall in stalls(state, directory, rounds):
-        record(first_stall_ms=began * 1e3, steady_stall_ms=stall * 1e3, first_save_of_steady=began / stall)
-        if peak is not None:
-            record(stall_of_peak_time=stall * peak / bytes_of(state), state_gib=bytes_of(state) / 2**30)
+    """The first save of this process and the steady ones, each begun when the one before is durable; `peak`: of the
+    bus, bytes a second."""
+    state = random_states.build(shapes_of(size), device)
+    state_bytes = random_states.bytes_in(shapes_of(size))
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for _ in range(rounds + 1):
+            stall, handle = _begin(folder, state)
+            handle.result()
+            seconds.append(stall)
+            if len(seconds) == 1:
+                continue
+            began, steady = seconds[0], statistics.median(seconds[1:])
+            record(first_stall_ms=began * 1e3, steady_stall_ms=steady * 1e3, first_save_of_steady=began / steady)
+            if peak is not None:
+                record(stall_of_peak_time=steady * peak / state_bytes, state_gib=state_bytes / GiB)
 
 
 def gated(device: str, directory: str, rounds: int, size: int) -> None:
     """The stall behind a gate, and launches of a small kernel while the copy goes on, against launches without it."""
-    state = make_state(device, size)
+    state = random_states.build(shapes_of(size), device)
     optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
     small = torch.zeros(64, device=device)
     synchronize()
@@ -64,10 +69,7 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
     seconds, beside = [], []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for number in range(rounds + 1):
-            synchronize()
-            started = time.perf_counter()
-            handle = vescale_ckpt.save(folder, state, async_checkpoint=True, gate=optimizer)
-            stall = time.perf_counter() - started
+            stall, handle = _begin(folder, state, optimizer)
             launches = [launch(small)]
             while not handle.staged.done():
                 launches.append(launch(small))
@@ -95,46 +97,35 @@ def percentile(values: list[float], part: float) -> float:
 
 def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_device: float | None) -> None:
     """Synchronous saves and loads of a state on the device, and of the same in host memory, from the page cache."""
-    on_device = make_state(device, size)
-    states = {"host": {name: value.to("cpu", copy=True) for name, value in on_device.items()}, "device": on_device}
-    copies = {kind: {name: torch.zeros_like(value) for name, value in state.items()} for kind, state in states.items()}
-    before, most, rates = own_device_bytes(), 0, dict[tuple[str, str], float]()
+    with working_folder(Path(directory)) as folder:
+        disk = Disk(folder, partial(page_cache.prepare, warm=True))
+        places = {"host": "cpu", "device": device}  # in this order: figures of the device need the host's
+        kinds = {kind: SavesAndLoads(shapes_of(size), disk, device=place) for kind, place in places.items()}
+        before, most, rates = own_device_bytes(), 0, dict[tuple[str, str], float]()
 
-    def turn(kind: str) -> Steps:
-        nonlocal most
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            save = timed(lambda: vescale_ckpt.save(folder, states[kind]))
-            load = timed(lambda: vescale_ckpt.load(folder, copies[kind]))
-        most = max(most, own_device_bytes() - before)
-        _check(states[kind], copies[kind], kind)
-        return {"save": save, "load": load}
+        def turn(kind: str) -> Steps:
+            nonlocal most
+            steps = kinds[kind].turn(kind, ours())
+            most = max(most, own_device_bytes() - before)
+            return steps
 
-    def figures(row: Row) -> dict[str, object]:
-        rate = rates[row.step, row.candidate] = bytes_of(on_device) / row.seconds
-        found: dict[str, object] = {f"{row.step}_{row.candidate}_gb_s": rate / 1e9}
-        if row.candidate == "host":
+        def figures(row: Row) -> dict[str, object]:
+            rate = rates[row.step, row.candidate] = (row.rate or 0.0) * 1e9
+            found: dict[str, object] = {f"{row.step}_{row.candidate}_gb_s": row.rate}
+            if row.candidate == "host":
+                return found
+            found[f"{row.step}_of_host"] = row.of_baseline
+            on_host = rates[row.step, "host"]
+            if on_host < LEAST_TELLING:  # then the medium alone makes both equal
+                text = f"{row.of_baseline:.3g}, which tells nothing: the medium takes {on_host / 1e9:.2g} GB/s"
+                found[f"{row.step}_of_host"] = text
+            if peak_to_device is not None:
+                found["own_device_mib"] = most / MiB
+                if row.step == "load":
+                    found["load_of_lesser"] = rate / min(peak_to_device, on_host)
             return found
-        found[f"{row.step}_of_host"] = row.of_baseline
-        on_host = rates[row.step, "host"]
-        if on_host < LEAST_TELLING:  # then the medium alone makes both equal
-            text = f"{row.of_baseline:.3g}, which tells nothing: the medium takes {on_host / 1e9:.2g} GB/s"
-            found[f"{row.step}_of_host"] = text
-        if peak_to_device is not None:
-            found["own_device_mib"] = most / MiB
-            if row.step == "load":
-                found["load_of_lesser"] = rate / min(peak_to_device, on_host)
-        return found
 
-    turns = {kind: partial(turn, kind) for kind in states}  # in this order: figures of the device need the host's
-    measured("saves and loads", turns, rounds, figures, "host")
-
-
-def _check(state: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor], kind: str) -> None:
-    """Ends the process if something was loaded wrong, else makes the targets ready for the next load."""
-    for name, value in state.items():
-        if not torch.equal(value, loaded[name]):
-            raise SystemExit(f"{name} came back wrong, {kind}")
-        loaded[name].zero_()
+        measured("saves and loads", {kind: partial(turn, kind) for kind in kinds}, rounds, figures, "host")
 
 
 def own_device_bytes() -> int:

@@ -64,18 +64,9 @@ def train(device: str, directory: str, steps: int, every: int, die_at: int) -> N
 
 def run(device: str, directory: Path, *options: str) -> tuple[int, dict[int, str], int]:
     """The step that a process began at, losses by step, and its exit status."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_train",
-        "--device",
-        device,
-        "--directory",
-        str(directory),
-        *options,
-    ]
+    words = ["-m", "benchmarks.gpu_train", "--device", device, "--directory", str(directory), *options]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=LIMIT, env=environment)
     lines = [line.split() for line in result.stdout.splitlines()]
     losses = {int(words[1]): words[2] for words in lines if words[0] == "step"}
     begun = [int(words[1]) for words in lines if words[0] == "begun"]

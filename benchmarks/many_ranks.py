@@ -11,8 +11,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from benchmarks import command
 from benchmarks.harness.by_turns import STOCK, Sample, Steps
-from benchmarks.ranks import ONE_NODE, Rank, Timed, ranks_on, timed, together
+from benchmarks.harness.usage import Usage
+from benchmarks.ranks import Rank, Timed, ranks_on, timed, together
 from vescale_ckpt._ranks import store_thread
 from vescale_ckpt._ranks.exchange import Exchange
 
 OURS, PURPOSES = "vescale", ("save", "load", "manager")
 _TIMEOUT, _STEADY = 300, 3
-_ASKED_ONCE = 5  # requests of a rank for each purpose, which do not depend on the number of ranks
-_COUNTED_RANKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,8 @@ class Cost:
 
     descriptors: int
     requests: int  #: to the store
-    once: int  #: of them those that do not depend on how long it waits for others
-    seconds: float
+    seconds: dict[str, float]  #: by step
     cpu_seconds: float
-    agree: float  #: seconds of the second `agree`
-    gather: float
 
 
 class _CountingStore:
@@ -51,13 +47,13 @@ class _CountingStore:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.asked: list[str] = []
+        self.asked = 0
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._store, name)
 
         def counted(*arguments: Any) -> Any:
-            self.asked.append(f"{name} {arguments[0] if arguments else ''}")
+            self.asked += 1
             return function(*arguments)
 
         return counted
@@ -74,26 +70,18 @@ def _connect(rank: Rank) -> Cost:
     rank.barrier.wait()
     before, cpu = _descriptors(), time.process_time()
     began = time.perf_counter()
-    exchanges = [Exchange.of(None, _TIMEOUT, purpose) for purpose in PURPOSES]
-    seconds = time.perf_counter() - began
-    asked = [*stores[0].asked]
-    exchange = exchanges[0]
+    exchange, *_others = [Exchange.of(None, _TIMEOUT, purpose) for purpose in PURPOSES]
+    seconds, asked = {"connect": time.perf_counter() - began}, stores[0].asked
     exchange.agree([1], "agree")
-    took = []
-    for collective in (lambda: exchange.agree([1], "again"), lambda: exchange.gather(b"x" * 100, "gather")):
+    for name, collective in (
+        ("agree", lambda: exchange.agree([1], "again")),
+        ("gather", lambda: exchange.gather(b"x" * 100, "gather")),
+    ):
         rank.barrier.wait()
         began = time.perf_counter()
         collective()
-        took.append(time.perf_counter() - began)
-    cost = Cost(
-        descriptors=_descriptors() - before,
-        requests=len(asked),
-        once=len([request for request in asked if not request.endswith(("/outcome']", f"/at/{rank.rank}"))]),
-        seconds=seconds,
-        cpu_seconds=time.process_time() - cpu,
-        agree=took[0],
-        gather=took[1],
-    )
+        seconds[name] = time.perf_counter() - began
+    cost = Cost(_descriptors() - before, asked, seconds, time.process_time() - cpu)
     rank.barrier.wait()  # no rank ends its connections before the others are done
     return cost
 
@@ -102,53 +90,25 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def counted_requests(size: int, seconds: float) -> float:
-    """Requests to the store of one rank that connects for all purposes in so many seconds: those that it makes once,
-    and while it waits for others, questions at growing distances and its note again and again."""
-    heartbeat = 0.4 + size / 10_000
-    each = seconds / len(PURPOSES)
-    pause, waited, asked = 0.002, 0.0, 0
-    while waited < each:
-        asked += 1
-        waited += pause
-        pause = min(1.5 * pause, heartbeat)
-    return len(PURPOSES) * (_ASKED_ONCE + asked + each / heartbeat)
+def _connecting(size: int) -> Steps:
+    """Seconds of the slowest rank."""
+    with ranks_on(size, backend="fake") as ranks:
+        costs: list[Cost] = ranks.call(_connect)
+    held = _middle_and_most("descriptors", [cost.descriptors for cost in costs])
+    asked = _middle_and_most("requests to the store", [cost.requests for cost in costs])
+    cpu = sum(cost.cpu_seconds for cost in costs)
+    slowest = {step: Usage(max(cost.seconds[step] for cost in costs)) for step in costs[0].seconds}
+    return {**slowest, "connect": replace(slowest["connect"], cpu_seconds=cpu, path=f"{held}, {asked}")}
 
 
-def costs_of(size: int) -> list[Cost]:
-    with ranks_on(size, ONE_NODE, "fake") as ranks:
-        return ranks.call(_connect)
-
-
-def _table(found: dict[int, list[Cost]]) -> str:
-    lines = [
-        "| ranks | descriptors | requests to the store | by the formula | once | seconds, slowest rank | processor ms "
-        "| agree ms | gather ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for size, costs in found.items():
-        each = {name: [cost[name] for cost in map(asdict, costs)] for name in asdict(costs[0])}
-        middle = {name: statistics.median(values) for name, values in each.items()}
-        slowest = max(each["seconds"])
-        lines.append(
-            f"| {size} | {middle['descriptors']:.0f} ({max(each['descriptors'])}) "
-            f"| {middle['requests']:.0f} ({max(each['requests'])}) | {counted_requests(size, slowest):.0f} "
-            f"| {middle['once']:.0f} | {slowest:.2f} | {1000 * middle['cpu_seconds']:.0f} "
-            f"| {1000 * max(each['agree']):.0f} | {1000 * max(each['gather']):.0f} |"
-        )
-    return "\n".join(lines)
+def _middle_and_most(what: str, of_ranks: Sequence[int]) -> str:
+    return f"{statistics.median(of_ranks):.0f} {what} (at most {max(of_ranks)})"
 
 
 # --- The first saves and loads of a job
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    """What one rank did, and holds when the job ends, beyond what it began with."""
-
-    timed: dict[str, list[Timed]]  #: by step
-    descriptors: int
-    threads: int
+_OfRank = tuple[dict[str, list[Timed]], int, int]  # by step; descriptors and threads at the end, beyond those at first
 
 
 def _job(rank: Rank, name: str, items: int, folder: str) -> _OfRank:
@@ -168,29 +128,27 @@ def _job(rank: Rank, name: str, items: int, folder: str) -> _OfRank:
     for number in range(1 + _STEADY):
         for step, operation in (("save", save), ("load", load)):
             of_step = steps.setdefault(step if number else f"first {step}", [])
-            of_step.append(timed(rank, partial(operation, number)))
-    return _OfRank(steps, _descriptors() - begun[0], _threads() - begun[1])
+            of_step.append(timed(rank.barrier.wait, partial(operation, number)))
+    return steps, _descriptors() - begun[0], _threads() - begun[1]
 
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _turn(size: int, name: str, items: int, directory: Path, held: dict[tuple[int, str], tuple[float, float]]) -> Steps:
+def _turn(size: int, name: str, items: int, directory: Path) -> Steps:
     folder = directory / name
     folder.mkdir()
-    with ranks_on(size, ONE_NODE) as ranks:
+    with ranks_on(size) as ranks:
         of_ranks: list[_OfRank] = ranks.call(_job, name, items, str(folder))
     shutil.rmtree(folder)
-    held[size, name] = (
-        statistics.median(of_rank.descriptors for of_rank in of_ranks),
-        statistics.median(of_rank.threads for of_rank in of_ranks),
-    )
-    found: dict[str, float] = {}
-    for step, of_step in of_ranks[0].timed.items():
-        times = [together([of_rank.timed[step][number] for of_rank in of_ranks]) for number in range(len(of_step))]
-        found[step] = statistics.median(usage.seconds for usage in times)
-    return found
+    steps, descriptors, threads = zip(*of_ranks, strict=True)
+    found: dict[str, Usage] = {}
+    for step, of_step in steps[0].items():
+        times = [together([of_rank[step][number] for of_rank in steps]) for number in range(len(of_step))]
+        found[step] = Usage(statistics.median(usage.seconds for usage in times))
+    held = f"{_middle_and_most('descriptors', descriptors)}, {_middle_and_most('threads', threads)}"
+    return {**found, "load": replace(found["load"], path=f"more at the end: {held}")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,23 +159,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--save", type=sizes, default=[16, 48, 64], metavar="N,…", help="numbers of ranks that save")
     parser.add_argument("--items", type=command.positive, default=200, metavar="N", help="of 1 KiB, of each rank")
     options = parser.parse_args(arguments)
-    costs = {size: costs_of(size) for size in options.connect}
-    if costs:
-        print(
-            _table(costs),
-            f"| {_COUNTED_RANKS}: counted | {counted_requests(_COUNTED_RANKS, 60):.0f} in 60 s |\n",
-            sep="\n",
-        )
-    held: dict[tuple[int, str], tuple[float, float]] = {}
 
     def measured(directory: Path, alternate: command.Alternate) -> Iterator[Sample]:
+        for size in options.connect:
+            yield from alternate(f"{size} ranks that connect", {OURS: partial(_connecting, size)})
         for size in options.save:
-            turns = {name: partial(_turn, size, name, options.items, directory, held) for name in (OURS, STOCK)}
+            turns = {name: partial(_turn, size, name, options.items, directory) for name in (OURS, STOCK)}
             yield from alternate(f"{size} ranks x {options.items} items", turns)
 
-    status = command.run(
-        options, measured, others={"connecting": {size: [*map(asdict, of_size)] for size, of_size in costs.items()}}
-    )
-    for (size, name), (descriptors, threads) in held.items():
-        print(f"{size} ranks, {name}: {descriptors:.0f} descriptors and {threads:.0f} threads more than before")
-    return status
+    return command.run(options, measured)

@@ -31,8 +31,7 @@ from benchmarks import command
 from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import CEILING, Sample, Steps
 from benchmarks.harness.room import BenchmarkError, check_room
-from benchmarks.harness.usage import measure
-from benchmarks.ranks import Timed, together
+from benchmarks.ranks import Timed, timed, together
 from vescale_ckpt import CheckpointManager
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -88,8 +87,8 @@ class Worker:
             self._wait_for_copies()
             assert self._copies.complete == step
 
-        timed = _timed(all_of_it)
-        return stall[0], timed
+        taken = timed(dist.barrier, all_of_it)
+        return stall[0], taken
 
     def save_while_sending(self, step: int) -> tuple[float, float]:
         """The same as `save`, of the second of two steps."""
@@ -105,10 +104,10 @@ class Worker:
     def restore(self, step: int) -> Timed:
         for part in self._parts:
             part.zero_()
-        timed = _timed(lambda: self._managers[1].restore(self._state))
+        taken = timed(dist.barrier, lambda: self._managers[1].restore(self._state))
         assert all(map(torch.equal, self._parts, self._saved)), "other values were restored"
         self._wait_for_copies()
-        return timed
+        return taken
 
     def raw(self, source: int, target: int, lost: int) -> Timed:
         """Sends so many bytes from a rank to another one, and reads this rank's part."""
@@ -123,7 +122,7 @@ class Worker:
             with self._raw.open("rb", buffering=0) as file:
                 assert file.readinto(memoryview(self._bytes.numpy())) == len(self._bytes)
 
-        return _timed(move)
+        return timed(dist.barrier, move)
 
     @property
     def _copies(self) -> Any:
@@ -136,19 +135,6 @@ class Worker:
         while not self._copies.is_idle():
             assert time.monotonic() < deadline, "copies do not end"
             time.sleep(0.002)
-
-
-def _timed(operation: Callable[[], object]) -> Timed:
-    times: list[float] = []
-
-    def all_at_once() -> None:
-        dist.barrier()
-        times.append(time.perf_counter())
-        operation()
-        times.append(time.perf_counter())
-
-    usage = measure(all_at_once)
-    return Timed(times[0], times[1], usage)
 
 
 def obey(rank: int, pipe: Connection, *arguments: Any) -> None:
@@ -196,7 +182,7 @@ class Job:
         restored = together(self._call("restore", step))
         return {
             "stall": max(stall for stall, _ in saved),
-            "copied": dataclasses.replace(together([timed for _, timed in saved]), path=path),
+            "copied": dataclasses.replace(together([taken for _, taken in saved]), path=path),
             "restore": restored,
         }
 

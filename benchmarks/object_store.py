@@ -158,7 +158,7 @@ def _measured(options: argparse.Namespace, directory: Path, alternate: Alternate
             except ImportError as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
         shapes = states.shapes_of(options.state, options.gib)
-        both = SavesAndLoads(shapes, Store(url), seed=options.seed)
+        both = SavesAndLoads(shapes, Store(url))
         case = f"{options.state}, {len(shapes):,} tensors, {both.bytes / GiB:.3f} GiB"
         yield from alternate(case, {name: partial(both.turn, name, candidate) for name, candidate in made.items()})
 

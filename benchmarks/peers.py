@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import vescale_ckpt
 from benchmarks import command
 from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps
-from benchmarks.ranks import LOOPBACK, Rank, Ranks, Timed, ranks_on, timed, together
+from benchmarks.ranks import Rank, Ranks, Timed, ranks_on, timed, together
 from vescale_ckpt._checkpoint.native.native_checkpoint import NativeCheckpoint
 from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._ranks.exchange import Exchange
@@ -39,21 +39,24 @@ def _hold(rank: Rank, mib: int, folder: str) -> None:
 def _copy(rank: Rank, name: str, folder: str) -> Timed:
     if name == CEILING:
         whole = torch.cat([*rank.kept["parts"].values()])
-        return timed(rank, lambda: dist.recv(whole, 0) if rank.rank else dist.send(whole, 1))
+        return timed(rank.barrier.wait, lambda: dist.recv(whole, 0) if rank.rank else dist.send(whole, 1))
     if name == OURS:
         (file,) = Path(folder, "node0").glob("__0_*")
         files = NodeFiles([0, 1], {file.name: {0: file.stat().st_size}})
         checkpoint = NativeCheckpoint.by_metadata(f"{folder}/node{rank.rank}", None)
-        return timed(rank, lambda: files.bring(Exchange.of(timeout=300), "copy", checkpoint, [file.name] * rank.rank))
+        return timed(
+            rank.barrier.wait,
+            lambda: files.bring(Exchange.of(timeout=300), "copy", checkpoint, [file.name] * rank.rank),
+        )
     from torchft.checkpointing.http_transport import HTTPTransport
 
     transport: Any = HTTPTransport(PATIENCE, num_chunks=0)
     address = [f"http://localhost:{transport.metadata().rpartition(':')[2]}"]
     dist.broadcast_object_list(address, 0)
     if rank.rank == 0:
-        found = timed(rank, lambda: transport.send_checkpoint([1], 1, rank.kept["parts"], PATIENCE))
+        found = timed(rank.barrier.wait, lambda: transport.send_checkpoint([1], 1, rank.kept["parts"], PATIENCE))
     else:
-        found = timed(rank, lambda: transport.recv_checkpoint(0, address[0], 1, PATIENCE))
+        found = timed(rank.barrier.wait, lambda: transport.recv_checkpoint(0, address[0], 1, PATIENCE))
     dist.barrier()
     transport.shutdown()
     return found
@@ -61,7 +64,10 @@ def _copy(rank: Rank, name: str, folder: str) -> Timed:
 
 def _save(rank: Rank, name: str, path: str) -> Timed:
     state = rank.kept["state"]
-    return timed(rank, lambda: vescale_ckpt.save(path, state) if name == OURS else dcp.save(state, checkpoint_id=path))
+    return timed(
+        rank.barrier.wait,
+        lambda: vescale_ckpt.save(path, state) if name == OURS else dcp.save(state, checkpoint_id=path),
+    )
 
 
 def _turn(ranks: Ranks, name: str, directory: Path) -> Steps:
@@ -83,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def measured(directory: Path, alternate: command.Alternate) -> Iterator[Sample]:
-        with ranks_on(2, LOOPBACK) as ranks:
+        with ranks_on(2, apart=True) as ranks:
             ranks.call(_hold, options.mib, str(directory))
             names = [CEILING, OURS, STOCK, *(["torchft"] if find_spec("torchft") else [])]
             turns = {name: partial(_turn, ranks, name, directory) for name in names}

@@ -19,7 +19,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import safetensors.torch as library
 import torch
@@ -39,109 +38,93 @@ _ROWS, _COLUMNS = 4096, 2048  # of a weight
 _CASES = ["fp8", "mxfp4", "experts"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """One quantised model and its plain twin, and everything that loads them."""
+    """A model and its plain twin, with ``values``, and what loads the model: by name, tensors like it, and the load."""
 
-    def __init__(self, directory: Path, gib: float, scheme: str, seed: int) -> None:
-        self.name = f"{scheme} to bfloat16"
-        self._scheme = scheme
-        self._directory = directory
-        rows = min(_ROWS, max(128, int(gib * 2**30 / 2 / _COLUMNS) // 128 * 128))
-        count = max(1, round(gib * 2**30 / (2 * rows * _COLUMNS)))
-        generator = torch.Generator().manual_seed(seed)
-        self._stored: State = {}
-        for number in range(count):
-            self._stored |= _weight(scheme, number, rows, generator)
-        self._model, self._plain = directory / "model", directory / "plain"
-        for folder in (self._model, self._plain):
-            folder.mkdir(parents=True)
-        config = {"quant_method": scheme, "weight_block_size": [128, 128]}
-        (self._model / "config.json").write_text(json.dumps({"quantization_config": config}))
-        index = {"weight_map": dict.fromkeys(self._stored, "model.safetensors")}
-        library.save_file(self._stored, self._model / "model.safetensors")
-        (self._model / "model.safetensors.index.json").write_text(json.dumps(index))
-        self._expected = self._by_arithmetic(self._stored)
-        library.save_file(self._expected, self._plain / "model.safetensors")
+    name: str
+    directory: Path
+    values: State
+    ways: dict[str, tuple[State, Callable[[State], object]]]
 
     def turns(self) -> dict[str, Turn]:
         def copy(target: State) -> None:
             for name, tensor in target.items():
-                ctypes.memmove(tensor.data_ptr(), self._expected[name].data_ptr(), tensor.nbytes)
+                ctypes.memmove(tensor.data_ptr(), self.values[name].data_ptr(), tensor.nbytes)
 
-        ways: dict[str, tuple[State, Callable[[State], object]]] = {
-            CEILING: (self._expected, copy),
-            "as stored": (self._stored, partial(vescale_ckpt.load, self._model)),
-            "plain": (self._expected, partial(vescale_ckpt.load, self._plain)),
-            "values": (self._expected, partial(vescale_ckpt.load, self._model)),
-            STOCK: (self._expected, self._by_stock),
-        }
-        return {name: partial(_turn, self._directory, like, self._expected, way) for name, (like, way) in ways.items()}
+        plain = partial(vescale_ckpt.load, self.directory / "plain")
+        ways = {CEILING: (self.values, copy), "plain": (self.values, plain), **self.ways}
+        return {name: partial(_turn, self.directory, like, self.values, way) for name, (like, way) in ways.items()}
 
-    def _by_arithmetic(self, stored: State) -> State:
-        if self._scheme == "mxfp4":
-            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-            stems = [key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")]
-            return {
-                stem: convert_moe_packed_tensors(stored[f"{stem}_blocks"], stored[f"{stem}_scales"]) for stem in stems
-            }
-        found = {}
-        for key in filter(lambda key: key.endswith(".weight"), stored):
-            scales = stored[f"{key}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-            found[key] = (stored[key].float() * scales).bfloat16()
-        return found
+def _save(directory: Path, **states: State) -> None:
+    for name, state in states.items():
+        (directory / name).mkdir(parents=True)
+        library.save_file(state, directory / name / "model.safetensors")
 
-    def _by_stock(self, target: State) -> None:
-        if self._scheme == "mxfp4":
-            stored = {key: torch.empty_like(value) for key, value in self._stored.items()}
-            vescale_ckpt.load(self._model, stored)
-            for key, value in self._by_arithmetic(stored).items():
-                target[key].copy_(value)
+
+def quantized(directory: Path, gib: float, scheme: str) -> Case:
+    rows = min(_ROWS, max(128, int(gib * 2**30 / 2 / _COLUMNS) // 128 * 128))
+    generator = torch.Generator().manual_seed(0)
+    stored: State = {}
+    for number in range(max(1, round(gib * 2**30 / (2 * rows * _COLUMNS)))):
+        stored |= _weight(scheme, number, rows, generator)
+    by_arithmetic = _values_of_mxfp4 if scheme == "mxfp4" else _values_of_fp8
+    model, values = directory / "model", by_arithmetic(stored)
+    _save(directory, model=stored, plain=values)
+    config = {"quant_method": scheme, "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps({"quantization_config": config}))
+    index = {"weight_map": dict.fromkeys(stored, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def by_stock(target: State) -> None:
+        if scheme == "fp8":
+            reader = QuantizedHuggingFaceStorageReader(str(model), target_dtype=torch.bfloat16)
+            dcp.load(target, storage_reader=reader)
             return
-        dcp.load(
-            target, storage_reader=QuantizedHuggingFaceStorageReader(str(self._model), target_dtype=torch.bfloat16)
-        )
+        loaded = {key: torch.empty_like(value) for key, value in stored.items()}
+        vescale_ckpt.load(model, loaded)
+        for key, value in _values_of_mxfp4(loaded).items():
+            target[key].copy_(value)
+
+    load = partial(vescale_ckpt.load, model)
+    ways = {"as stored": (stored, load), "values": (values, load), STOCK: (values, by_stock)}
+    return Case(f"{scheme} to bfloat16", directory, values, ways)
 
 
-class Experts:
-    """Experts in files of single weights and of one stack, and everything that loads them as the stack."""
+def _values_of_mxfp4(stored: State) -> State:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    name = "experts, stacked"
-    _RULES: ClassVar = {("e.*.gate.weight", "e.*.up.weight"): "e.gate_up"}
+    stems = [key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")]
+    return {stem: convert_moe_packed_tensors(stored[f"{stem}_blocks"], stored[f"{stem}_scales"]) for stem in stems}
 
-    def __init__(self, directory: Path, gib: float, seed: int) -> None:
-        self._directory = directory
-        rows = 512
-        count = max(2, round(gib * 2**30 / (4 * rows * _COLUMNS)))
-        generator = torch.Generator().manual_seed(seed)
-        self._names = [[f"e.{number}.{name}.weight" for name in ("gate", "up")] for number in range(count)]
-        stored = {
-            name: torch.randn(rows, _COLUMNS, generator=generator).bfloat16() for names in self._names for name in names
-        }
-        self._expected = {"e.gate_up": self._stacked(stored)}
-        for folder, state in (("model", stored), ("plain", self._expected)):
-            (directory / folder).mkdir(parents=True)
-            library.save_file(state, directory / folder / "model.safetensors")
 
-    def _stacked(self, state: State) -> torch.Tensor:
-        return torch.stack([torch.cat([state[name] for name in names]) for names in self._names])
+def _values_of_fp8(stored: State) -> State:
+    found = {}
+    for key in filter(lambda key: key.endswith(".weight"), stored):
+        scales = stored[f"{key}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        found[key] = (stored[key].float() * scales).bfloat16()
+    return found
 
-    def turns(self) -> dict[str, Turn]:
-        def copy(target: State) -> None:
-            for name, tensor in target.items():
-                ctypes.memmove(tensor.data_ptr(), self._expected[name].data_ptr(), tensor.nbytes)
 
-        def by_stock(target: State) -> None:
-            target["e.gate_up"].copy_(self._stacked(library.load_file(self._directory / "model" / "model.safetensors")))
+def experts(directory: Path, gib: float) -> Case:
+    rows = 512
+    generator = torch.Generator().manual_seed(0)
+    count = max(2, round(gib * 2**30 / (4 * rows * _COLUMNS)))
+    names = [[f"e.{number}.{name}.weight" for name in ("gate", "up")] for number in range(count)]
+    stored = {name: torch.randn(rows, _COLUMNS, generator=generator).bfloat16() for pair in names for name in pair}
 
-        ways: dict[str, Callable[[State], object]] = {
-            CEILING: copy,
-            "plain": partial(vescale_ckpt.load, self._directory / "plain"),
-            "stacked": partial(vescale_ckpt.load, self._directory / "model", stack=self._RULES),
-            STOCK: by_stock,
-        }
-        expected = self._expected
-        return {name: partial(_turn, self._directory, expected, expected, way) for name, way in ways.items()}
+    def stacked(state: State) -> torch.Tensor:
+        return torch.stack([torch.cat([state[name] for name in pair]) for pair in names])
+
+    def by_stock(target: State) -> None:
+        target["e.gate_up"].copy_(stacked(library.load_file(directory / "model" / "model.safetensors")))
+
+    values = {"e.gate_up": stacked(stored)}
+    _save(directory, model=stored, plain=values)
+    rules = {("e.*.gate.weight", "e.*.up.weight"): "e.gate_up"}
+    by_rule = partial(vescale_ckpt.load, directory / "model", stack=rules)
+    return Case("experts, stacked", directory, values, {"stacked": (values, by_rule), STOCK: (values, by_stock)})
 
 
 def _turn(directory: Path, like: State, values: State, way: Callable[[State], object]) -> Steps:
@@ -180,8 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         for name in options.cases:
-            kind = Experts if name == "experts" else partial(Case, scheme=name)
-            case = kind(directory / name, options.gib, seed=options.seed)
+            make = experts if name == "experts" else partial(quantized, scheme=name)
+            case = make(directory / name, options.gib)
             yield from alternate(case.name, case.turns())
 
     return command.run(options, measured)

@@ -5,35 +5,32 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from threading import BrokenBarrierError
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # so that tensors travel between processes by their shared memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from benchmarks.harness.random_states import State
 from benchmarks.harness.room import BenchmarkError
 from benchmarks.harness.usage import Usage, measure
-from benchmarks.network import leave_network, network, start_card
 
-ONE_NODE, LOOPBACK = "one node", "loopback"
+_Result = TypeVar("_Result")
+
 _PATIENCE = timedelta(minutes=10)
 _PATIENCE_AT_THE_END = 10.0
 _PAUSE_BEFORE_DESTROY = 0.5  # gloo aborts where a peer still reads from its socket
-
-
-class Barrier(Protocol):
-    def wait(self) -> object: ...
 
 
 class RankFailedError(BenchmarkError):
@@ -47,7 +44,7 @@ class Rank:
     rank: int
     size: int
     mesh: DeviceMesh
-    barrier: Barrier
+    barrier: Any
     kept: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,12 +57,12 @@ class Timed:
     usage: Usage
 
 
-def timed(rank: Rank, operation: Callable[[], object]) -> Timed:
-    """Runs ``operation``, which begins on all ranks at the same time."""
+def timed(barrier: Callable[[], object], operation: Callable[[], object]) -> Timed:
+    """Runs ``operation``, which begins on all ranks at the same time: behind the barrier."""
     times: list[float] = []
 
     def all_at_once() -> None:
-        rank.barrier.wait()
+        barrier()
         times.append(time.perf_counter())
         operation()
         times.append(time.perf_counter())
@@ -85,6 +82,32 @@ def together(parts: Sequence[Timed]) -> Usage:
         disk_bytes=sum(usage.disk_bytes or 0 for usage in usages),
         call_bytes=sum(usage.call_bytes or 0 for usage in usages),
     )
+
+
+def distributed(state: State, mesh: DeviceMesh, dim: int | None) -> State:
+    """DTensors of what all ranks have, sharded along ``dim`` (or their last one, if they have fewer) or replicated."""
+    return {
+        name: distribute_tensor(
+            tensor, mesh, [Replicate() if dim is None else Shard(min(dim, tensor.ndim - 1))], src_data_rank=None
+        )
+        for name, tensor in state.items()
+    }
+
+
+def in_new_process(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Calls it where there is no process group yet, and nothing cached."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """As the only rank of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Ranks:
@@ -129,8 +152,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_on(size: int, net: str, backend: str = "gloo") -> Iterator[Ranks]:
-    """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number).
+def ranks_on(size: int, *, apart: bool = False, backend: str = "gloo") -> Iterator[Ranks]:
+    """Ranks on one node, or each on a node of its own, over the loopback.
 
     The default group has this backend. Hundreds of ranks need "fake", which sends nothing: gloo connects all with all.
     """
@@ -142,32 +165,20 @@ def ranks_on(size: int, net: str, backend: str = "gloo") -> Iterator[Ranks]:
         ]
     )
     barrier = context.Barrier(size)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with contextlib.ExitStack() as stack:
-        store: str | int = stack.enter_context(tempfile.TemporaryDirectory(prefix="vescale-ckpt-ranks-"))
-        cables = None
-        if net in (ONE_NODE, LOOPBACK):  # as a launcher hosts it
-            host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
-            store = host.port
-        else:
-            cables = stack.enter_context(network(float(net)))
         stack.callback(_end, processes, pipes)
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, net, backend, store, barrier, theirs)
+            arguments = (rank, size, apart, backend, store.port, barrier, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         ranks = Ranks(processes, pipes)
-        if cables is not None:
-            ranks.answers()  # all have left the machine's network
-            for rank, pid in enumerate(ranks.pids):
-                cables.connect(rank, pid)
-            for pipe in pipes:
-                pipe.send("connected")
         ranks.answers()
         yield ranks
         for pipe in pipes:
@@ -187,9 +198,9 @@ def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
 # --- What runs in a rank's process
 
 
-def _serve(rank: int, size: int, net: str, backend: str, store: str | int, barrier: Any, pipe: Connection) -> None:
+def _serve(rank: int, size: int, apart: bool, backend: str, port: int, barrier: Any, pipe: Connection) -> None:
     try:
-        mesh = _join(rank, size, net, backend, store, pipe)
+        mesh = _join(rank, size, apart, backend, port)
     except Exception:
         pipe.send((traceback.format_exc(), None))
         return
@@ -211,22 +222,12 @@ def _serve(rank: int, size: int, net: str, backend: str, store: str | int, barri
     os._exit(0)  # no destructors: they are where gloo aborts
 
 
-def _join(rank: int, size: int, net: str, backend: str, where: str | int, pipe: Connection) -> DeviceMesh:
+def _join(rank: int, size: int, apart: bool, backend: str, port: int) -> DeviceMesh:
     torch.set_num_threads(1)
-    if net != ONE_NODE:
+    if apart:
         os.environ["VESCALE_CKPT_NODE"] = str(rank)
-    if net in (ONE_NODE, LOOPBACK):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    else:
-        leave_network()
-        pipe.send((None, None))
-        pipe.recv()
-        start_card(rank, float(net))
-    store: dist.Store
-    if isinstance(where, int):
-        store = dist.TCPStore("127.0.0.1", where, is_master=False, timeout=_PATIENCE)
-    else:
-        store = dist.FileStore(str(Path(where, "store")), size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     return init_device_mesh("cpu", (size,))
 

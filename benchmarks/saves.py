@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         made = {name: REGISTRY[name].make(options.warm) for name in options.candidates}
         disk = Disk(directory, partial(page_cache.prepare, warm=options.warm))
         for kind, of_kind in shapes.items():
-            both = SavesAndLoads(of_kind, disk, options.ops, seed=options.seed)
+            both = SavesAndLoads(of_kind, disk, options.ops)
             case = f"{kind}, {len(of_kind):,} tensors, {both.bytes / GiB:.3f} GiB"
             yield from alternate(case, {name: partial(both.turn, name, made[name]) for name in made})
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness.by_turns import GiB
 from benchmarks.harness.random_states import ITEM_BYTES, Shapes
+from benchmarks.planning.models import Transformer
 
 LAYERS = 18  # with nine tensors a layer, an embedding and a norm: 164 tensors
 
@@ -37,21 +38,7 @@ def _widths(elements: float, vocabulary: int) -> tuple[int, int, int]:
 def _llama(gib: float) -> Shapes:
     elements = gib * GiB / ITEM_BYTES
     vocabulary = min(32_000, max(64, int(elements / 8192)))
-    hidden, keys, wide = _widths(elements, vocabulary)
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.self_attn.q_proj.weight"] = (hidden, hidden)
-        shapes[f"{prefix}.self_attn.k_proj.weight"] = (keys, hidden)
-        shapes[f"{prefix}.self_attn.v_proj.weight"] = (keys, hidden)
-        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (wide, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (wide, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, wide)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes
+    return dict(Transformer(LAYERS, *_widths(elements, vocabulary), vocabulary, tied=True).shapes())
 
 
 def _stacked(gib: float) -> Shapes:

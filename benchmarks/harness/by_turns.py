@@ -51,28 +51,19 @@ class Row:
     path: str | None
 
 
-def alternate(
-    case: str,
-    candidates: Mapping[str, Turn],
-    rounds: int,
-    *,
-    warmup: int = 0,
-    seed: int = 0,
-    fewer: Mapping[str, int] | None = None,
-) -> Iterator[Sample]:
-    """Runs every candidate once a round, each round in another order; candidates of `fewer` for so many rounds only.
+def alternate(case: str, candidates: Mapping[str, Turn], rounds: int, *, warmup: int = 0) -> Iterator[Sample]:
+    """Runs every candidate once a round, each round in another order.
 
     A round in which files could not be dropped from memory is dropped whole, with a line on stderr.
     """
-    order = random.Random(seed)
+    order = random.Random(0)  # the same on all ranks of a job
     for number in range(-warmup, rounds):
-        names = [name for name in candidates if number < (fewer or {}).get(name, rounds)]
         try:
-            found = {name: _steps(candidates[name]) for name in order.sample(names, len(names))}
+            found = {name: _steps(candidates[name]) for name in order.sample([*candidates], len(candidates))}
         except StillResidentError as error:
             print(f"{case}: round {number} is dropped: {error}", file=sys.stderr)
             continue
-        for name in names:
+        for name in candidates:
             yield from (Sample(case, step, name, number, usage) for step, usage in found[name].items())
 
 

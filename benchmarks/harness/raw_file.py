@@ -41,11 +41,6 @@ def huge_page_buffers(count: int, size: int) -> list[memoryview]:
     return [slots[offset : offset + size] for offset in range(0, count * size, size)]
 
 
-def whole_blocks(size: int) -> int:
-    """The bytes that direct I/O moves for `size` bytes: whole blocks."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def preallocate(descriptor: int, size: int) -> None:
     """fallocate(2) itself: glibc's substitute would write zeros where the file system cannot preallocate."""
     if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
@@ -88,7 +83,7 @@ class RawFile:
 
     def _move(self, path: Path, flags: int, size: int, transfer: Transfer) -> None:
         writing = bool(flags & os.O_WRONLY)
-        padded = whole_blocks(size)
+        padded = -(-size // ALIGNMENT) * ALIGNMENT  # direct I/O moves whole blocks
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
             if writing:

@@ -1,22 +1,17 @@
-"""Finds room for a benchmark: a folder that is gone afterwards, whatever happens, and enough disk and memory."""
+"""Room for a benchmark: a folder that is gone afterwards, and enough disk and memory."""
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness.page_cache import MEMORY_FILE_SYSTEMS, file_system_of
 from benchmarks.harness.usage import available_memory
 from vescale_ckpt.errors import CheckpointError, StorageFullError
-
-_PREFIX = "vescale-ckpt-bench-"
-_MARKER = ".vescale-ckpt-bench"  # locked as long as the benchmark that made the folder lives
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class BenchmarkError(CheckpointError):
@@ -37,38 +32,12 @@ def check_room(directory: Path, on_disk: int, in_memory: int) -> None:
 
 @contextmanager
 def working_folder(parent: Path) -> Iterator[Path]:
-    """A new folder below `parent`, removed at the end. So are those of benchmarks that were killed.
-
-    In the context SIGTERM and SIGHUP end the process as Ctrl-C does.
-    """
-    for marker in parent.glob(f"{_PREFIX}*/{_MARKER}"):
-        with suppress(OSError), open(marker) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(marker.parent)
-    with _ended_by_signals():
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        try:
-            new = folder / f"{_MARKER}.new"
-            with open(new, "w") as file:
-                with suppress(OSError):  # some network file systems have no locks
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                    new.rename(folder / _MARKER)
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    for number in _ENDING:
-        with suppress(ValueError):  # not the main thread
-            before[number] = signal.signal(number, end)
+    """A new folder below `parent`, removed at the end. In the context SIGTERM ends the process as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        with tempfile.TemporaryDirectory(
+            prefix="vescale-ckpt-bench-", dir=parent, ignore_cleanup_errors=True
+        ) as folder:
+            yield Path(folder)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)

@@ -65,15 +65,9 @@ class SavesAndLoads:
     """Holds a state and the tensors to load it into. `operations` are of "save" and "load"."""
 
     def __init__(
-        self,
-        shapes: Shapes,
-        disk: Any,
-        operations: Collection[str] = ("save", "load"),
-        *,
-        seed: int = 0,
-        device: str = "cpu",
+        self, shapes: Shapes, disk: Any, operations: Collection[str] = ("save", "load"), device: str = "cpu"
     ) -> None:
-        self.state = random_states.build(shapes, seed, device)
+        self.state = random_states.build(shapes, device)
         self.bytes = random_states.bytes_in(shapes)
         self._targets = random_states.targets_for(self.state)
         self._disk = disk
@@ -103,16 +97,16 @@ class SavesAndLoads:
         return {operation: steps[operation] for operation in self._operations}
 
     def _measured(self, operation: Callable[[], object], behind: Callable[[], object] = lambda: None) -> Usage:
-        told: list[Any] = []
+        found: object = None
 
         def run() -> None:
-            told.append(operation())
+            nonlocal found
+            found = operation()
             behind()
 
         usage = measure(run)
-        path = told[0] if isinstance(told[0], str) else getattr(told[0], "io_path", None)
-        stats = dataclasses.asdict(told[0]) if dataclasses.is_dataclass(type(told[0])) else None
-        return dataclasses.replace(usage, state_bytes=self.bytes, path=path, stats=stats)
+        path = found if isinstance(found, str) else getattr(found, "io_path", None)
+        return dataclasses.replace(usage, state_bytes=self.bytes, path=path)
 
     def _compare(self, name: str, loaded: State) -> None:
         if wrong := random_states.differences(self.state, loaded):
@@ -161,10 +155,10 @@ def stock(threads: int) -> Candidate:
         if not writers:
             writers.append(FileSystemWriter(folder, thread_count=threads, sync_files=True))
         # `checkpoint_id` points the writer, which is kept, at the new folder.
-        dcp_save({"model": state}, checkpoint_id=folder, storage_writer=writers[0], planner=planner, no_dist=True)
+        dcp_save({"model": state}, checkpoint_id=folder, storage_writer=writers[0], planner=planner)
 
     def load(into: State, folder: Path) -> None:
-        dcp_load({"model": into}, storage_reader=FileSystemReader(folder), no_dist=True)
+        dcp_load({"model": into}, storage_reader=FileSystemReader(folder))
 
     return Candidate(save, load)
 

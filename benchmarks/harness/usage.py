@@ -16,8 +16,6 @@ import torch
 
 _libc = ctypes.CDLL(None)
 
-Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -32,7 +30,6 @@ class Usage:
     resident: float | None = None  #: fraction of the files in the page cache just before a load
     shared: float | None = None  #: fraction of a rank's bytes that another rank read, or that it read for another
     path: str | None = None  #: how the bytes went (direct, buffered, …), as the candidate reports it
-    stats: Plain = None  #: what the candidate reports of itself
 
 
 def measure(operation: Callable[[], object]) -> Usage:

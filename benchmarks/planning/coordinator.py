@@ -20,7 +20,7 @@ from benchmarks.planning.simulated_job import (
     planned,
     written,
 )
-from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
+from benchmarks.planning.stock import Coordinator
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._engine.rows import Inventory
 
@@ -60,15 +60,13 @@ class Ours:
         return watch.seconds
 
 
-def run(alternate: Alternate, ranks: int, items: int, stock_rounds: int, directory: Path) -> list[Sample]:
-    """``stock_rounds`` 0 leaves stock out: it needs gigabytes and minutes where we need neither."""
+def run(alternate: Alternate, ranks: int, items: int, with_stock: bool, directory: Path) -> list[Sample]:
+    """Stock needs gigabytes and minutes where we need neither."""
     state = SimulatedState(entries(ranks, items), Parallelism(ranks, fsdp=ranks))
     inventories, sent = gather(state)
     case = f"coordinator, {ranks:,} ranks x {items:,} items, {sent / 2**20:,.1f} MiB of inventories"
     candidates: dict[str, Turn] = {"vescale": Ours(inventories, state).run}
     with tempfile.TemporaryDirectory(dir=directory) as metadata_directory:
-        if stock_rounds:
-            stock = Coordinator(inventories, Path(metadata_directory))
-            candidates |= with_and_without_collector(stock.run)
-        fewer = dict.fromkeys((COLLECTED, STOCK), stock_rounds)
-        return list(alternate(case, candidates, fewer=fewer))
+        if with_stock:
+            candidates[STOCK] = Coordinator(inventories, Path(metadata_directory)).run
+        return list(alternate(case, candidates))

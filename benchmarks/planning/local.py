@@ -21,17 +21,12 @@ import vescale_ckpt
 from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
 from benchmarks.harness.saves_and_loads import stock_save_planner
-from benchmarks.planning.models import MODELS, with_adam
-from benchmarks.planning.simulated_job import Parallelism
-from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
-from benchmarks.planning.stopwatch import Stopwatch
+from benchmarks.ranks import alone
 from vescale_ckpt import api
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.groups import PerGroup
 
 _SHAPES = ((256,), (16, 16), (4, 64), (2, 8, 16))  # 1 KiB each
-
-State = dict[str, Any]
 
 
 def plain_tensors(count: int) -> dict[str, torch.Tensor]:
@@ -41,20 +36,17 @@ def plain_tensors(count: int) -> dict[str, torch.Tensor]:
 def dtensors(count: int) -> dict[str, DTensor]:
     """On a mesh of all ranks, of which each holds 1 KiB of every tensor."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    placements = (Shard(0),)
-    return {
-        name: DTensor.from_local(tensor, mesh, placements, run_check=False)
-        for name, tensor in plain_tensors(count).items()
-    }
+    plain = plain_tensors(count)
+    return {name: DTensor.from_local(tensor, mesh, (Shard(0),), run_check=False) for name, tensor in plain.items()}
 
 
-_STATES: dict[str, Callable[[int], Any]] = {"plain tensors": plain_tensors, "DTensors": dtensors}
+STATES: dict[str, Callable[[int], Any]] = {"plain tensors": plain_tensors, "DTensors": dtensors}
 
 
 def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Path) -> list[Sample]:
     """A save of one rank: cold, with nothing cached, and warm. In a process without a process group."""
     with alone():
-        state = {"model": _STATES[kind](count)}
+        state = {"model": STATES[kind](count)}
         path = directory / "checkpoint"
         our_write, stock_write = (_C.FileWriter, "write_tensors"), (filesystem, "_write_item")
 
@@ -69,9 +61,7 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
             dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner)
 
         candidates: dict[str, Turn] = {
-            "dcp.save, our planner and writer": lambda: _steps(
-                ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write
-            ),
+            "dcp.save, ours": lambda: _steps(ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write),
             "vescale_ckpt.save": lambda: _steps(ours, vescale_ckpt.SavePlanner(), path, our_write),
             STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
         }
@@ -107,37 +97,3 @@ def first_call(owner: Any, name: str) -> Iterator[list[float]]:
         yield called
     if not called:
         raise RuntimeError(f"{name} was never called")
-
-
-def local_plans(alternate: Alternate, kind: str, count: int) -> list[Sample]:
-    """The local plan alone. In a process without a process group."""
-    with alone():
-        case = f"local plan, {count:,} {kind}"
-        return _local_plans(alternate, case, _STATES[kind](count))
-
-
-def local_plans_of_model(alternate: Alternate, model: str, parallelism: Parallelism, stock_rounds: int) -> list[Sample]:
-    """The local plan of one rank of a big job, with Adam's state. In a process without a process group."""
-    entries = with_adam(MODELS[model].entries(torch.bfloat16))
-    with simulated_rank(parallelism.ranks, parallelism.ranks // 2):
-        state = state_of(entries, parallelism)
-        mesh = f"FSDP {parallelism.fsdp:,} x TP {parallelism.tensor}"
-        case = f"local plan, {model} + Adam, {mesh}, {len(state):,} items"
-        return _local_plans(alternate, case, state, stock_rounds)
-
-
-def _local_plans(alternate: Alternate, case: str, state: State, stock_rounds: int | None = None) -> list[Sample]:
-    """`stock_rounds`: None for as many as ours."""
-    candidates: dict[str, Turn] = {"vescale": lambda: _plan_twice(vescale_ckpt.SavePlanner(), state)}
-    if stock_rounds != 0:
-        candidates[STOCK] = lambda: _plan_twice(stock_save_planner(), state)
-    return list(alternate(case, candidates, fewer={STOCK: stock_rounds} if stock_rounds else None))
-
-
-def _plan_twice(planner: SavePlanner, state: State) -> Steps:
-    watch = Stopwatch()
-    for step in ("cold", "warm"):
-        planner.set_up_planner(state, None, False)
-        planner.create_local_plan()
-        watch.lap(step)
-    return watch.seconds

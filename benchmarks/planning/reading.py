@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 
-import vescale_ckpt
 from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
 from benchmarks.planning.coordinator import entries
-from benchmarks.planning.local import State
 from benchmarks.planning.models import MODELS, Entry, with_adam
 from benchmarks.planning.simulated_job import (
     Parallelism,
@@ -23,11 +18,9 @@ from benchmarks.planning.simulated_job import (
     metadata_files,
     planned,
     shared_reads,
-    with_peak_memory,
     written,
 )
-from benchmarks.planning.simulated_rank import simulated_rank, state_of
-from benchmarks.planning.stock import COLLECTED, with_and_without_collector
+from benchmarks.planning.stock import no_collector
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt._engine import _C
@@ -43,7 +36,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     return state
 
 
-def one_rank_of_many(alternate: Alternate, ranks: int, items: int, stock_rounds: int, directory: Path) -> list[Sample]:
+def one_rank_of_many(alternate: Alternate, ranks: int, items: int, with_stock: bool, directory: Path) -> list[Sample]:
     """What a rank that loads its own share reads of the metadata."""
     state = write_metadata(directory, entries(ranks, items), Parallelism(ranks, fsdp=ranks))
     wanted = state.inventory(ranks // 2)
@@ -60,15 +53,16 @@ def one_rank_of_many(alternate: Alternate, ranks: int, items: int, stock_rounds:
 
     def stock() -> Steps:
         watch = Stopwatch()
-        FileSystemReader(directory).read_metadata()
+        with no_collector():
+            FileSystemReader(directory).read_metadata()
         watch.lap("read metadata")
         return watch.seconds
 
     case = f"metadata of {ranks:,} ranks x {items:,} items, one rank"
     candidates: dict[str, Turn] = {"vescale": ours}
-    if stock_rounds:
-        candidates |= with_and_without_collector(stock)
-    return list(alternate(case, candidates, fewer=dict.fromkeys((COLLECTED, STOCK), stock_rounds)))
+    if with_stock:
+        candidates[STOCK] = stock
+    return list(alternate(case, candidates))
 
 
 def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism, directory: Path) -> list[Sample]:
@@ -77,9 +71,7 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
     plan, parts = planned(gather(state).inventories, "balanced")
     plan.catalog()
     results = written(state, parts)
-    (metadata, index), peak = with_peak_memory(lambda: metadata_files(plan, results))
-    sizes = f".metadata {len(metadata) / 2**20:,.1f} MiB, index {len(index) / 2**20:,.1f} MiB"
-    memory = f"{peak / 2**20:,.0f} MiB"
+    sizes = "{:,.1f} MiB, index {:,.1f} MiB".format(*(len(made) / 2**20 for made in metadata_files(plan, results)))
     wanted = state.inventory(parallelism.ranks // 2)
     directory.mkdir()
 
@@ -100,7 +92,7 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
         watch.lap("plan a load from it")
         return watch.seconds
 
-    case = f"metadata of {model} + Adam, {parallelism.ranks:,} ranks: {sizes}, memory {memory}"
+    case = f"metadata of {model} + Adam, {parallelism.ranks:,} ranks: .metadata {sizes}"
     return list(alternate(case, {"vescale": turn}))
 
 
@@ -109,7 +101,6 @@ def shared_load(alternate: Alternate, parallelism: Parallelism) -> list[Sample]:
     state = SimulatedState(MODELS["llama-8b"].entries(torch.bfloat16), parallelism)
     plan, parts = planned(gather(state).inventories)
     index = _C.Index.from_bytes(metadata_files(plan, written(state, parts))[1])
-    _, peak = with_peak_memory(lambda: shared_reads(index, state))
 
     def turn() -> Steps:
         watch = Stopwatch()
@@ -117,35 +108,5 @@ def shared_load(alternate: Alternate, parallelism: Parallelism) -> list[Sample]:
         watch.lap("plan, with the rounds of all ranks")
         return watch.seconds
 
-    case = (
-        f"shared load of llama-8b, {parallelism.ranks:,} ranks, fsdp {parallelism.fsdp}: memory {peak / 2**20:,.0f} MiB"
-    )
+    case = f"shared load of llama-8b, {parallelism.ranks:,} ranks, fsdp {parallelism.fsdp}"
     return list(alternate(case, {"vescale": turn}))
-
-
-def changed_world(alternate: Alternate, items: int, saved_on: int, loaded_on: int, directory: Path) -> list[Sample]:
-    """One rank's load plan of a checkpoint that another number of ranks wrote. In a process without a process group."""
-    of_all = [Entry(f"layers.{number}.weight", (64, 16), torch.float32) for number in range(items)]
-    write_metadata(directory, of_all, Parallelism(saved_on, fsdp=saved_on))
-    with simulated_rank(loaded_on, loaded_on // 2):
-        state = state_of(of_all, Parallelism(loaded_on, fsdp=loaded_on))
-
-        def ours() -> Steps:
-            return _read_and_plan(vescale_ckpt.StorageReader(directory), vescale_ckpt.LoadPlanner(), state)
-
-        def stock() -> Steps:
-            return _read_and_plan(FileSystemReader(directory), DefaultLoadPlanner(), state)
-
-        case = f"load plan of {items:,} DTensors, saved on {saved_on} ranks, loaded on {loaded_on}"
-        return list(alternate(case, {"vescale": ours, STOCK: stock}))
-
-
-def _read_and_plan(reader: StorageReader, planner: LoadPlanner, state: State) -> Steps:
-    watch = Stopwatch()
-    metadata = reader.read_metadata()
-    watch.lap("read metadata")
-    planner.set_up_planner(state, metadata, False)
-    reader.set_up_storage_reader(metadata, False)
-    planner.create_local_plan()
-    watch.lap("plan")
-    return {"both": sum(watch.seconds.values()), **watch.seconds}

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -28,7 +27,6 @@ from vescale_ckpt._routes.routes import BUFFERS, Routes
 from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.shard_chunks import chunks_at
 
-_Result = TypeVar("_Result")
 _Placed = tuple[tuple[int, ...], tuple[Placement, ...]]  # mesh, placements
 
 _RECORD_BYTES = 704 + 832  # of the archive around a tensor of two dimensions
@@ -203,16 +201,3 @@ def shared_reads(index: _C.Index, state: SimulatedState, node_size: int = 8) -> 
     for rank in ranks:
         Routes(1, [routes[rank], _C.relay_routes(relays, rank, tables[rank])])
     return read, relays
-
-
-def with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int]:
-    """The result, and by how many bytes the peak of resident memory exceeded the value before."""
-    Path("/proc/self/clear_refs").write_text("5\n")
-    before = _resident("VmRSS")
-    result = operation()
-    return result, max(0, _resident("VmHWM") - before)
-
-
-def _resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,13 +16,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.harness.by_turns import STOCK, Steps, Turn
+from benchmarks.harness.by_turns import Steps
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory
 
-COLLECTED = f"{STOCK}, collector on"
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -55,6 +55,16 @@ def _item_bytes(item: WriteItem) -> int:
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Stock at its best: Python's garbage collector would walk over all plans again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Coordinator:
     """Stock's coordinator, between what it gathers and what it sends."""
 
@@ -63,6 +73,7 @@ class Coordinator:
         self._results: list[bytes] = []
         self._directory = directory
 
+    @no_collector()
     def run(self) -> Steps:
         writer = FileSystemWriter(self._directory, sync_files=False)
         planner = DefaultSavePlanner()
@@ -84,19 +95,6 @@ class Coordinator:
         watch.lap("metadata")
         steps = watch.seconds
         return {"plan": sum(steps[step] for step in steps if step != "metadata"), **steps}
-
-
-def with_and_without_collector(turn: Callable[[], Steps]) -> dict[str, Turn]:
-    """Stock with Python's garbage collector, which walks over all plans again and again, and at its best: without."""
-
-    def uncollected() -> Steps:
-        gc.disable()
-        try:
-            return turn()
-        finally:
-            gc.enable()
-
-    return {COLLECTED: turn, STOCK: uncollected}
 
 
 def _results(rank: int, plan: SavePlan) -> bytes:

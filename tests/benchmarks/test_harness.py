@@ -26,11 +26,7 @@ def names(directory: Path) -> list[str]:
 @pytest.mark.parametrize("ends", [None, OSError, KeyboardInterrupt, "SIGTERM"])
 def test_nothing_is_left_however_it_ends(tmp_path: Path, ends: Any) -> None:
     (tmp_path / "mine").write_text("of the user")
-    (tmp_path / "vescale-ckpt-bench-of-the-user").mkdir()
     before, handler = names(tmp_path), signal.getsignal(signal.SIGTERM)
-    dead = tmp_path / "vescale-ckpt-bench-0123abcd"
-    dead.mkdir()
-    (dead / ".vescale-ckpt-bench").touch()  # what one that was killed has left
     try:
         with working_folder(tmp_path) as folder:
             (folder / "file").touch()
@@ -58,7 +54,7 @@ def test_files_that_are_dropped_are_not_resident(tmp_path: Path) -> None:
         assert resident_fraction(tmp_path) == 0
 
 
-def test_every_candidate_runs_in_every_round_unless_it_is_to_run_fewer_times() -> None:
+def test_every_candidate_runs_in_every_round() -> None:
     runs: list[str] = []
 
     def candidate(name: str) -> Steps:
@@ -66,9 +62,9 @@ def test_every_candidate_runs_in_every_round_unless_it_is_to_run_fewer_times() -
         return {"step": 0.5}
 
     turns = {"ours": lambda: candidate("ours"), STOCK: lambda: candidate(STOCK)}
-    samples = list(alternate("case", turns, 3, warmup=1, seed=1, fewer={STOCK: 1}))
+    samples = list(alternate("case", turns, 2, warmup=1))
     assert [(sample.round, sample.candidate) for sample in samples] == [
-        (-1, "ours"), (-1, STOCK), (0, "ours"), (0, STOCK), (1, "ours"), (2, "ours")
+        (-1, "ours"), (-1, STOCK), (0, "ours"), (0, STOCK), (1, "ours"), (1, STOCK)
     ]  # fmt: skip
     assert sorted(runs[:2]) == sorted(["ours", STOCK]) and len(runs) == 6
 

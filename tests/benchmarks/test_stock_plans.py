@@ -6,14 +6,16 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.inventories import inventory_of, kinds, tensors
 from harness.ranks import in_fork
+from harness.states import real_state
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.planning import balance, stock
 from benchmarks.planning.models import Entry, with_adam
 from benchmarks.planning.simulated_job import Parallelism, SimulatedState, planned
-from benchmarks.planning.simulated_rank import simulated_rank, state_of
 
 ENTRIES = with_adam(
     [
@@ -28,15 +30,13 @@ ENTRIES = with_adam(
 def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
     """Of one rank, what stock plans of its state and what we make of its inventory; in a process of its own."""
     parallelism = Parallelism(8, fsdp=2, tensor=2)
-    with simulated_rank(8, rank):
-        state = state_of(ENTRIES, parallelism)
-        inventory = inventory_of(state)
-        simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
-        assert kinds(inventory) == kinds(simulated)
-        assert tensors(inventory) == tensors(simulated)
-        return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(
-            stock.save_plan(inventory)
-        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    state = real_state(ENTRIES, parallelism)
+    inventory = inventory_of(state)
+    simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
+    assert kinds(inventory) == kinds(simulated)
+    assert tensors(inventory) == tensors(simulated)
+    return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(stock.save_plan(inventory))
 
 
 def test_stock_gets_the_items_that_it_makes_itself() -> None:

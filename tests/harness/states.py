@@ -54,6 +54,9 @@ def real_state(entries: Sequence[Entry], parallelism: Parallelism) -> State:
     """What a rank of a real job holds of what a simulation lists."""
     made: State = {}
     for entry in entries:
+        if entry.dtype is None:
+            made[entry.name] = 0
+            continue
         full = torch.arange(math.prod(entry.shape), dtype=torch.float32).view(entry.shape).to(entry.dtype)
         if (placed := parallelism.mesh_and_placements(entry)) is not None:
             full = sharded(full, *placed[1], mesh=placed[0])
