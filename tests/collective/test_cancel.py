@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps, stores
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import save_on_nodes
 from harness.snapshots import late_copies, no_snapshot_is_left
 
@@ -152,76 +152,67 @@ def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tm
     assert answers == [(rank == canceller or None, canceller, 1.0, 3.0) for rank in range(2)]
 
 
-def _behind_a_gate(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3 << 20))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     state = {"w": weight}
     with late_copies() as begin:
-        handle = vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer)
+        handle = vescale_ckpt.save(tmp_path / "c", state, async_checkpoint=True, gate=optimizer)
         assert not handle.staged.done()
         said = handle.cancel() if dist.get_rank() == 1 else None
         if said:
-            (directory / "cancelled").touch()
-        _wait_for(directory / "cancelled")
+            (tmp_path / "cancelled").touch()
+        _wait_for(tmp_path / "cancelled")
         begin.set()
         error = handle.exception(BOUND)
         weight.grad = torch.ones(3 << 20)
         optimizer.step()  # does not wait for ever, and raises nothing
     dist.barrier()
-    left = os.listdir(directory / "c")
+    left = os.listdir(tmp_path / "c")
     dist.barrier()
-    vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer).result(BOUND)
-    return said, type(error).__name__, left, float(vescale_ckpt.load(directory / "c")["w"][0])
-
-
-def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None:
-    assert run_ranks(2, _behind_a_gate, tmp_path) == [
+    vescale_ckpt.save(tmp_path / "c", state, async_checkpoint=True, gate=optimizer).result(BOUND)
+    assert (said, type(error).__name__, left, float(vescale_ckpt.load(tmp_path / "c")["w"][0])) == (
         (None, "SaveCancelledError", [], 0.0),
         (True, "SaveCancelledError", [], 0.0),
-    ]
+    )[dist.get_rank()]
 
 
-def _fails_first(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
     """Rank 1 has failed when rank 0 cancels."""
     rank = dist.get_rank()
     if rank == 1:
         faults.inject("write", errno.ENOSPC, 0, 10**6)
 
     def hold(*_: Any) -> None:
-        (directory / "failed").touch()
-        _wait_for(directory / "cancelled")
+        (tmp_path / "failed").touch()
+        _wait_for(tmp_path / "cancelled")
 
     has_failed = steps.behind("ask the store for the first word", hold)
     with has_failed if rank == 1 else contextlib.nullcontext():
-        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+        handle = vescale_ckpt.save(tmp_path / "c", _state(1), async_checkpoint=True)
         said = None
         if rank == 0:
-            _wait_for(directory / "failed")
+            _wait_for(tmp_path / "failed")
             said = handle.cancel()
-            (directory / "cancelled").touch()
+            (tmp_path / "cancelled").touch()
         with pytest.raises(StorageFullError):
             handle.result(BOUND)
     faults.clear()
-    return said
+    assert said == (False, None)[dist.get_rank()]
 
 
-def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
-    assert run_ranks(2, _fails_first, tmp_path) == [False, None]
-
-
-def _without_the_store(directory: Path) -> Any:
-    with _held_at("when others have written", directory / "go on"):
-        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+@on_ranks(2)
+def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
+    with _held_at("when others have written", tmp_path / "go on"):
+        handle = vescale_ckpt.save(tmp_path / "c", _state(1), async_checkpoint=True)
         with steps.failing("ask the store for the first word", steps.StoreGoneError()):
             with pytest.raises(CheckpointTimeoutError):
                 handle.cancel()
             dist.barrier()
-        (directory / "go on").touch()
-        return handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(directory / "c")["w"][0])
-
-
-def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
-    assert run_ranks(2, _without_the_store, tmp_path) == [(True, 1.0)] * 2
+        (tmp_path / "go on").touch()
+        assert (handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(tmp_path / "c")["w"][0])) == (True, 1.0)
 
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])

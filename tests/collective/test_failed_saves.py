@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, saves, steps
 from harness.files import only_named_files
-from harness.ranks import RankDiedError, run_ranks
+from harness.ranks import RankDiedError, on_ranks, run_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, load, replicated, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -149,7 +149,9 @@ def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who:
     assert only_named_files(tmp_path / "c")
 
 
-def _leaks(way: str, directory: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
+def test_nothing_grows_from_save_to_save(tmp_path: Path, way: str) -> None:
     planner, load_planner = SavePlanner(), LoadPlanner()
     counts = []
     for k in range(10):
@@ -158,16 +160,11 @@ def _leaks(way: str, directory: str) -> None:
             if dist.get_rank():
                 state["bomb"] = _Bomb()
             with pytest.raises(ERRORS):
-                save(way, f"{directory}/c", state, planner)
+                save(way, f"{tmp_path}/c", state, planner)
         else:
-            save(way, f"{directory}/c", state, planner)
-            dcp.load(replicated(0), storage_reader=StorageReader(f"{directory}/c"), planner=load_planner)
+            save(way, f"{tmp_path}/c", state, planner)
+            dcp.load(replicated(0), storage_reader=StorageReader(f"{tmp_path}/c"), planner=load_planner)
         del state
         gc.collect()
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert counts[-1][0] <= counts[3][0] + 1 and counts[-1][1] <= counts[3][1], counts
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_grows_from_save_to_save(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _leaks, way, str(tmp_path), timeout=BOUND)

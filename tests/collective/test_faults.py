@@ -22,7 +22,7 @@ from harness import faults, steps
 from harness.children import in_child
 from harness.faults import fault
 from harness.files import data_files, drop_from_cache, only_named_files
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.saves import cause, load, outcome, save
 from harness.states import State, same, small_state, state
 from torch.distributed.checkpoint.api import CheckpointException
@@ -640,59 +640,53 @@ def expect_failure(message: str, function: Any, *args: Any) -> None:
         function(*args)
 
 
-def fail_at_every_call(directory: Path, kind: type) -> int:
-    """How many failures were tried, each on one rank, the first and the last, in one method of a writer or reader."""
+@pytest.mark.parametrize(("kind", "failures"), [(StorageWriter, 10), (StorageReader, 9)])
+@on_ranks(4, timeout=BOUND)
+def test_a_rank_that_raises_fails_all_and_changes_nothing(checkpoint: Path, kind: type, failures: int) -> None:
+    """Each failure on one rank, the first and the last, in one method of a writer or reader."""
     tried = 0
-    save_on_ranks(directory, 1)
+    save_on_ranks(checkpoint, 1)
     for method in WRITER_CALLS if kind is StorageWriter else READER_CALLS:
         for rank in (0,) if method in COORDINATOR_ONLY else (0, dist.get_world_size() - 1):
             failing = raising(kind, method, rank)
             if kind is StorageWriter:
-                expect_failure(f"{method} on rank {rank}", save_on_ranks, directory, 2, failing)
+                expect_failure(f"{method} on rank {rank}", save_on_ranks, checkpoint, 2, failing)
             else:
                 told = f"{method} on rank {rank}"
                 if method == "read_metadata":  # torch 2.11 tells in other words that there is none
                     told += "|metadata is None"
-                expect_failure(told, check_on_ranks, directory, 1, failing)
-            check_on_ranks(directory, 1)
-            save_on_ranks(directory, 1)
+                expect_failure(told, check_on_ranks, checkpoint, 1, failing)
+            check_on_ranks(checkpoint, 1)
+            save_on_ranks(checkpoint, 1)
             if dist.get_rank() == 0:
-                assert only_named_files(directory)
+                assert only_named_files(checkpoint)
             dist.barrier()
             tried += 1
-    save_on_ranks(directory, 3)
-    check_on_ranks(directory, 3)
-    return tried
+    save_on_ranks(checkpoint, 3)
+    check_on_ranks(checkpoint, 3)
+    assert tried == failures
 
 
-@pytest.mark.parametrize(("kind", "failures"), [(StorageWriter, 10), (StorageReader, 9)])
-def test_a_rank_that_raises_fails_all_and_changes_nothing(checkpoint: Path, kind: type, failures: int) -> None:
-    assert run_ranks(4, fail_at_every_call, checkpoint, kind, timeout=BOUND) == [failures] * 4
-
-
-def fail_at_system_calls(directory: Path, failing: int) -> None:
-    save_on_ranks(directory, 1)
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2, timeout=BOUND)
+def test_a_rank_whose_disk_fails_fails_all(checkpoint: Path, failing: int) -> None:
+    save_on_ranks(checkpoint, 1)
     for call in ("open", "write", "allocate", "truncate", "sync", "space"):
         if dist.get_rank() == failing:
             faults.inject(call, errno.EIO, times=100)
-        expect_failure(os.strerror(errno.EIO), save_on_ranks, directory, 2)
+        expect_failure(os.strerror(errno.EIO), save_on_ranks, checkpoint, 2)
         faults.clear()
-        check_on_ranks(directory, 1)
-        save_on_ranks(directory, 1)
+        check_on_ranks(checkpoint, 1)
+        save_on_ranks(checkpoint, 1)
         if dist.get_rank() == 0:
-            assert only_named_files(directory)
+            assert only_named_files(checkpoint)
         dist.barrier()
     for call in ("open", "read"):
         if dist.get_rank() == failing:
             faults.inject(call, errno.EIO, times=100)
-        expect_failure(os.strerror(errno.EIO), check_on_ranks, directory, 1)
+        expect_failure(os.strerror(errno.EIO), check_on_ranks, checkpoint, 1)
         faults.clear()
-        check_on_ranks(directory, 1)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_disk_fails_fails_all(checkpoint: Path, failing: int) -> None:
-    run_ranks(2, fail_at_system_calls, checkpoint, failing, timeout=BOUND)
+        check_on_ranks(checkpoint, 1)
 
 
 # --- Forks

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import steps
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import save_on_nodes
 
 import vescale_ckpt
@@ -93,38 +93,31 @@ def test_who_gives_up_while_it_is_committed_says_that_it_does_not_know(way: str,
     assert set(answers[0][2].values()) == {2.0}
 
 
-def _no_store(directory: Path) -> Any:
-    path = directory / "c"
-    vescale_ckpt.save(path, _state(1))
-    if dist.get_rank() == 0:
-        with steps.failing("ask the store whether to commit", steps.StoreGoneError()):
-            error = _error_of_save(path)
-    else:
-        error = _error_of_save(path)
-    vescale_ckpt.save(directory / "d", _state(3))  # the connections are good
-    return error.committed, str(error), float(vescale_ckpt.load(path)["w"][0])
-
-
 def _error_of_save(path: Path) -> CheckpointTimeoutError:
     with pytest.raises(CheckpointTimeoutError) as caught:
         vescale_ckpt.save(path, _state(2), timeout=FOREVER)
     return caught.value
 
 
+@on_ranks(2)
 def test_nothing_is_committed_when_nobody_can_say_whether_others_still_wait(tmp_path: Path) -> None:
-    for committed, text, value in run_ranks(2, _no_store, tmp_path):
-        assert committed is False and "rank 0" in text and "the store" in text
-        assert value == 1.0
+    path = tmp_path / "c"
+    vescale_ckpt.save(path, _state(1))
+    if dist.get_rank() == 0:
+        with steps.failing("ask the store whether to commit", steps.StoreGoneError()):
+            error = _error_of_save(path)
+    else:
+        error = _error_of_save(path)
+    vescale_ckpt.save(tmp_path / "d", _state(3))  # the connections are good
+    assert error.committed is False and "rank 0" in str(error) and "the store" in str(error)
+    assert float(vescale_ckpt.load(path)["w"][0]) == 1.0
 
 
-def _full_disk(directory: Path) -> None:
+@on_ranks(2)
+def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
     """Every other error of a commit keeps its kind."""
-    path = directory / "c"
+    path = tmp_path / "c"
     full = StorageFullError(str(path), 2, 1)
     with steps.failing("commit", full), pytest.raises(StorageFullError):
         vescale_ckpt.save(path, _state(1))
     vescale_ckpt.save(path, _state(1))
-
-
-def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
-    run_ranks(2, _full_disk, tmp_path)

@@ -4,7 +4,6 @@ in tests/cpp/device and by saves and loads, and on a GPU in test_gpu.py."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from harness.fake_cuda import (
     load_runtime,
     needs_fake_cuda,
 )
-from harness.ranks import in_fork
+from harness.ranks import forked, in_fork
 from harness.states import assert_same, numbers
 
 import vescale_ckpt
@@ -37,29 +36,22 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
     assert not info["kernel"] or info["devices"]
 
 
-def _info() -> tuple[dict[str, Any], int]:
-    with fake_cuda() as fake:
-        return device_info(), fake.count("cuDevicePrimaryCtxRetain")
-
-
 @needs_fake_cuda
+@forked
 def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
-    info, contexts = in_fork(_info)
+    with fake_cuda() as fake:
+        info, contexts = device_info(), fake.count("cuDevicePrimaryCtxRetain")
     assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
     assert info["runtime"] == "CUDA runtime 13.0, driver 13.0"
     assert contexts == 1, "each takes hundreds of MiB"
 
 
-def _second_runtime() -> tuple[bool, int]:
+@needs_fake_cuda
+@forked
+def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
     newer, other = load_runtime(), load_runtime(other=True)
     newer.fail("cudaGetDeviceCount", code=INSUFFICIENT_DRIVER)
-    return copies_from_cuda(), other.count("cudaGetDeviceCount")
-
-
-@needs_fake_cuda
-def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
-    works, asked = in_fork(_second_runtime)
-    assert works and asked > 0
+    assert copies_from_cuda() and other.count("cudaGetDeviceCount") > 0
 
 
 def test_nothing_is_copied_by_cuda_where_torch_is_built_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,33 +151,27 @@ REFUSALS: list[tuple[Callable[[FakeCuda], None], int, str]] = [
 ]
 
 
-def _without_batches(folder: Path, number: int) -> tuple[int, list[str]]:
+@needs_fake_cuda
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+@forked
+def test_where_batches_are_refused_copies_are_made_one_by_one(tmp_path: Path, number: int) -> None:
     with fake_cuda() as fake:
         REFUSALS[number][0](fake)
         for _ in range(2):
-            _expect_saved(folder)
-        return fake.count("cudaMemcpyBatchAsync"), device_notes()
-
-
-@needs_fake_cuda
-@pytest.mark.parametrize("number", range(len(REFUSALS)))
-def test_where_batches_are_refused_copies_are_made_one_by_one(tmp_path: Path, number: int) -> None:
-    asked, notes = in_fork(_without_batches, tmp_path, number)
+            _expect_saved(tmp_path)
+        asked, notes = fake.count("cudaMemcpyBatchAsync"), device_notes()
     assert asked == REFUSALS[number][1]
     assert any(REFUSALS[number][2] in note for note in notes)
 
 
-def _without_kernel(folder: Path) -> tuple[dict[str, int], list[str]]:
+@needs_fake_cuda
+@forked
+def test_an_image_for_other_devices_is_not_used(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.fail("cuModuleLoadData", code=209)  # no binary for this device
         for _ in range(2):
-            _expect_saved(folder)
-        return {call: fake.count(call) for call in ("cuModuleLoadData", "cuLaunchKernel")}, device_notes()
-
-
-@needs_fake_cuda
-def test_an_image_for_other_devices_is_not_used(tmp_path: Path) -> None:
-    counts, notes = in_fork(_without_kernel, tmp_path)
+            _expect_saved(tmp_path)
+        counts, notes = {call: fake.count(call) for call in ("cuModuleLoadData", "cuLaunchKernel")}, device_notes()
     if not device_info()["kernel_built"]:
         pytest.skip("the engine was built without the kernel")
     assert counts == {"cuModuleLoadData": 1, "cuLaunchKernel": 0}

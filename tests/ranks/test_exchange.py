@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections
@@ -91,17 +91,14 @@ def _values(group: Any = None) -> None:
     assert exchange.gather(b"", "nothing") == ([b""] * size if rank == 0 else None)
 
 
-def _values_in_a_deep_tree() -> None:
+@on_ranks(8)
+def test_values_in_a_deep_tree() -> None:
     with mock.patch.object(connections, "FANOUT", 2):
         group = dist.new_group(range(8), backend="gloo")  # the default group may have its connections already
         _values(group)
         assert Exchange.of(group)._links.children == range(
             min(2 * dist.get_rank() + 1, 8), min(2 * dist.get_rank() + 3, 8)
         )  # type: ignore[union-attr]
-
-
-def test_values_in_a_deep_tree() -> None:
-    run_ranks(8, _values_in_a_deep_tree)
 
 
 def test_without_torch_distributed() -> None:
@@ -129,7 +126,8 @@ def test_timeout_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Exchange.of(timeout=0.5).timeout == 0.5
 
 
-def _groups() -> list[int]:
+@on_ranks(4)
+def test_groups_do_not_meet() -> None:
     """Ranks 1 and 3 alone; then all in groups of both ways to make them, with ours for both at once."""
     rank = dist.get_rank()
     odd = dist.new_group([1, 3], backend="gloo")
@@ -160,11 +158,7 @@ def _groups() -> list[int]:
         dist.barrier()
     thread.join(RUN_TIMEOUT)
     assert mine == list(range(50))
-    return results
-
-
-def test_groups_do_not_meet() -> None:
-    assert run_ranks(4, _groups) == [list(range(100, 150))] * 4
+    assert results == list(range(100, 150))
 
 
 def _large(mebibytes: int) -> int:
@@ -192,18 +186,15 @@ def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
     assert peak < 250  # 100, and once more while the largest part is turned into bytes
 
 
-def _two_interfaces() -> None:
+@on_ranks(2)
+def test_long_messages_with_several_interfaces() -> None:
+    """Torch connects its own groups once for each interface. Ranks of an exchange have one connection."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"  # `run_ranks` undoes it
     exchange = Exchange.of(dist.new_group(backend="gloo"), 10.0)  # the default group may have its connections already
     data = bytes([exchange.rank]) * (64 << 20)
     for number in range(3):
         parts = exchange.gather(data, f"plan {number}")
         assert parts is None or parts == [data, b"\1" * len(data)]
-
-
-def test_long_messages_with_several_interfaces() -> None:
-    """Torch connects its own groups once for each interface. Ranks of an exchange have one connection."""
-    run_ranks(2, _two_interfaces)
 
 
 # --- Ranks that are late, dead, or elsewhere
@@ -675,46 +666,38 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
-def _fail(failing: list[int], name: str) -> Any:
-    exchange = Exchange.of(None, FOREVER)
-    error = ERRORS[name]() if exchange.rank in failing else None
-    raised = error_of(lambda: exchange.fail_together(error, "write"))
-    assert error is None or raised is None or raised.__cause__ is error
-    assert exchange.agree([exchange.rank], "goes on") == [0]
-    return raised
-
-
 @pytest.mark.parametrize("failing", [[0], [1, 3]])
 @pytest.mark.parametrize("name", ERRORS)
+@on_ranks(4)
 def test_error_of_a_rank_is_raised_by_all(name: str, failing: list[int]) -> None:
-    for error in run_ranks(4, _fail, failing, name):
-        original = ERRORS[name]()
-        assert error.rank == failing[0]
-        assert list(error.failures) == failing
-        assert all(f"rank {rank}: {type(original).__name__}: {original}" in str(error) for rank in failing)
-        if name == "ours":
-            assert type(error) is StorageFullError and error.free == 1
+    exchange = Exchange.of(None, FOREVER)
+    original = ERRORS[name]()
+    error: Any = error_of(lambda: exchange.fail_together(original if exchange.rank in failing else None, "write"))
+    assert exchange.rank not in failing or error.__cause__ is original
+    assert exchange.agree([exchange.rank], "goes on") == [0]
+    assert error.rank == failing[0]
+    assert list(error.failures) == failing
+    assert all(f"rank {rank}: {type(original).__name__}: {original}" in str(error) for rank in failing)
+    if name == "ours":
+        assert type(error) is StorageFullError and error.free == 1
+    else:
+        assert type(error) is SaveFailedError
+        assert str(error).startswith("write: ")
+        if name == "plain":
+            assert isinstance(error.cause, ValueError) and str(error.cause) == "no such thing"
         else:
-            assert type(error) is SaveFailedError
-            assert str(error).startswith("write: ")
-            if name == "plain":
-                assert isinstance(error.cause, ValueError) and str(error.cause) == "no such thing"
-            else:
-                assert error.cause == f"{type(original).__name__}: {original}"
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+            assert error.cause == f"{type(original).__name__}: {original}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def _fail_differently() -> Any:
+@on_ranks(4)
+def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
     exchange = Exchange.of(None, FOREVER)
     errors = [None, OSError("x" * 10_000), StorageFullError("/x", 2, 1), None]
-    return error_of(lambda: exchange.fail_together(errors[exchange.rank], "read", RankFailedError))
-
-
-def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
-    for error in run_ranks(4, _fail_differently):
-        assert type(error) is RankFailedError and isinstance(error.cause, OSError)
-        assert "rank 2: StorageFullError: no room" in str(error)
-        assert len(str(error)) < 3000
+    error = error_of(lambda: exchange.fail_together(errors[exchange.rank], "read", RankFailedError))
+    assert type(error) is RankFailedError and isinstance(error.cause, OSError)
+    assert "rank 2: StorageFullError: no room" in str(error)
+    assert len(str(error)) < 3000
 
 
 def _interrupted() -> str:

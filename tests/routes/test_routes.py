@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.logs import logged
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import MiB, assert_same, numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -155,26 +155,23 @@ def test_nodes_pass_on_what_they_got(checkpoint: Path, nodes: list[int], limit: 
     assert {plans for *_, plans in results} == {1}
 
 
-def _fails_and_passes_on(directory: Path) -> str:
+@on_ranks(4)
+def test_an_error_of_a_rank_that_others_get_from_is_told_to_all(checkpoint: Path) -> None:
     _live_on_nodes([0, 1, 2, 3])
     full = {"w": numbers(2048, 1024)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     broken = mock.patch.object(rounds.RoutedRead, "_read_pieces", side_effect=OSError("no such disk"))
     with (
         mock.patch.object(routes, "_DIRECT_NODES", 1),
         broken if dist.get_rank() == 2 else contextlib.nullcontext(),
         pytest.raises(CheckpointError) as caught,
     ):
-        _load(directory, {"w": torch.zeros(2048, 1024)})
+        _load(checkpoint, {"w": torch.zeros(2048, 1024)})
     state = {"w": torch.zeros(2048, 1024)}
-    _load(directory, state)  # the connections are as good as before
+    _load(checkpoint, state)  # the connections are as good as before
     assert_same(state, full)
-    return str(caught.value)
-
-
-def test_an_error_of_a_rank_that_others_get_from_is_told_to_all(checkpoint: Path) -> None:
-    for text in run_ranks(4, _fails_and_passes_on, checkpoint):
-        assert "no such disk" in text, text
+    text = str(caught.value)
+    assert "no such disk" in text, text
 
 
 def _many_parts(directory: Path) -> int:
@@ -206,47 +203,38 @@ def test_only_replicas_on_many_nodes_are_planned_once() -> None:
 # --- Planning once, standing down
 
 
-def _twice(directory: Path) -> list[int]:
+@on_ranks(2)
+def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
     full = {"w": numbers(100, 10)}
-    vescale_ckpt.save(directory, full)
+    vescale_ckpt.save(checkpoint, full)
     plans = []
     for form in ((100, 10), (100, 10), None, (100, 10)):
         state = {"w": torch.zeros(100, 10) if form else sharded(torch.zeros(100, 10), Shard(0))}
         with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
-            _load(directory, state)
+            _load(checkpoint, state)
         plans.append(planned.call_count)
         _assert_filled(state["w"], full["w"])
-    return plans
-
-
-def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
-    assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
-
-
-def _auto(directory: Path, ranks_a_node: int) -> tuple[int, int]:
-    full = {"w": numbers(1024, 1024), "text": "an object"}
-    vescale_ckpt.save(directory, dict(full))
-    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
-    state = {"w": torch.zeros(1024, 1024), "text": ""}
-    stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
-    assert_same(state["w"], full["w"])
-    assert state["text"] == "an object"
-    return stats.shared_bytes, stats.bytes
+    assert plans == ([1, 0, 1, 0], [0, 0, 0, 0])[dist.get_rank()]
 
 
 @pytest.mark.parametrize(("ranks_a_node", "shares"), [(4, False), (2, True), (1, True)])
+@on_ranks(4)
 def test_auto_shares_over_nodes_and_not_within_one(checkpoint: Path, ranks_a_node: int, shares: bool) -> None:
-    assert run_ranks(4, _auto, checkpoint, ranks_a_node) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
+    full = {"w": numbers(1024, 1024), "text": "an object"}
+    vescale_ckpt.save(checkpoint, dict(full))
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
+    state = {"w": torch.zeros(1024, 1024), "text": ""}
+    stats = vescale_ckpt.load(checkpoint, state, timeout=FOREVER).stats
+    assert_same(state["w"], full["w"])
+    assert state["text"] == "an object"
+    assert (stats.shared_bytes, stats.bytes) == (4 * MiB if shares else 0, 4 * MiB)
 
 
-def _auto_shards(directory: Path) -> int:
+@on_ranks(2)
+def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
     """Rows that each rank needs to itself, but for blocks at their edges, on nodes of their own."""
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
-    return _without_trying(directory)[0]
-
-
-def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
-    assert run_ranks(2, _auto_shards, checkpoint) == [0, 0]
+    assert _without_trying(checkpoint)[0] == 0
 
 
 def _crossed(directory: Path) -> str:

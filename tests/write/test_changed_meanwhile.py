@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left
 from torch import nn
@@ -208,24 +208,21 @@ def test_strided_parameters_are_copied_when_the_save_returns(checkpoint: Path) -
     assert load(checkpoint, {"w": torch.zeros(4, 3)})["w"].equal(torch.arange(12.0).view(3, 4).t())
 
 
-def _change_a_dtensor(path: str) -> None:
+@on_ranks(2)
+def test_a_dtensor_that_is_changed_behind_a_gate(checkpoint: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for name, value in {"parameter": weight, "local": weight.to_local().detach()}.items():
         state = {"weight" if name == "parameter" else f"weight{dist.get_rank()}": value}
         with late_copies() as copy_now:
-            handle = vescale_ckpt.save(path, state, async_checkpoint=True, gate=optimizer)
+            handle = vescale_ckpt.save(checkpoint, state, async_checkpoint=True, gate=optimizer)
             if dist.get_rank() == 1:
                 with torch.no_grad():
                     weight.mul_(2)  # counted by the DTensor, not by what it holds
             copy_now.set()
             with pytest.raises(CheckpointError, match=r"rank 1.*weight.*changed while it was copied"):
                 handle.result(BOUND)
-
-
-def test_a_dtensor_that_is_changed_behind_a_gate(checkpoint: Path) -> None:
-    run_ranks(2, _change_a_dtensor, str(checkpoint))
 
 
 def test_the_name_of_what_was_changed(checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left
 from harness.states import assert_same
@@ -235,7 +235,8 @@ def test_data_loaders_fork_meanwhile(checkpoint: Path) -> None:
     assert weight.eq(0).all() and stored(checkpoint).eq(1).all()
 
 
-def _offloaded(path: str) -> bool:
+@on_ranks(2)
+def test_parameters_that_are_offloaded_to_the_host(checkpoint: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 8))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -247,19 +248,15 @@ def _offloaded(path: str) -> bool:
     before = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
     with late_copies(begun_by(optimizer)):
         handle = vescale_ckpt.save(
-            path, {"model": model, "optimizer": optimizer}, async_checkpoint=True, gate=optimizer
+            checkpoint, {"model": model, "optimizer": optimizer}, async_checkpoint=True, gate=optimizer
         )
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
         handle.result(BOUND)
-    found = vescale_ckpt.load(path, keys=["model"])
+    found = vescale_ckpt.load(checkpoint, keys=["model"])
     assert isinstance(found, dict)
-    return all(found["model"][name].equal(value) for name, value in before.items())
-
-
-def test_parameters_that_are_offloaded_to_the_host(checkpoint: Path) -> None:
-    assert run_ranks(2, _offloaded, str(checkpoint)) == [True, True]
+    assert all(found["model"][name].equal(value) for name, value in before.items())
 
 
 def _averaged_behind_a_gate(directory: Path, collective: str) -> str:
