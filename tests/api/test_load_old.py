@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import ranks_alone
 from harness.ranks import on_ranks, run_ranks
-from harness.states import assert_same, bits, blank, sharded, train
+from harness.states import assert_same, bits, blank, group_of_one, sharded, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -116,20 +116,15 @@ def _own_metadata(directory: Path, ours: bool) -> None:
     with pytest.raises(CorruptCheckpointError, match="rows: the checkpoint does not hold all of it"):
         vescale_ckpt.load(directory, whole)
     if rank == 1:  # the ranks that saved are counted anew: one process has the first one's part
-        assert vescale_ckpt.load(directory, keys="object", process_group=_alone()) == {"object": {"rank": 0}}
+        assert vescale_ckpt.load(directory, keys="object", process_group=group_of_one()) == {"object": {"rank": 0}}
     else:
-        _alone()
+        group_of_one()
     dist.barrier()
     if rank == 0:
         (directory / "__1.metadata").unlink()
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"rank 1: .*metadata"):
         vescale_ckpt.load(directory, {"plain": torch.zeros(5)})
-
-
-def _alone() -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups(1)
-    return group
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])

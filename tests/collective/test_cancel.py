@@ -14,36 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps, stores
+from harness.children import wait_for
 from harness.ranks import on_ranks, run_ranks
-from harness.saves import save_on_nodes
+from harness.saves import save_as
 from harness.snapshots import late_copies, no_snapshot_is_left
+from harness.states import of_rank
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, StorageFullError
 
 BOUND = 60.0  # seconds after which something counts as hung
-WAYS: dict[str, dict[str, Any]] = {
-    "dcp": {},
-    "nodes": {},
-    "safetensors": {"format": "safetensors"},
-}
 
 
 def _state(fill: float, size: int = 3 << 20) -> dict[str, torch.Tensor]:
     """Of several slots for each rank, so that writing can be held up between them."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return {f"of {rank}": torch.full((size,), fill), "w": torch.full((8,), fill)}
-
-
-def _wait_for(path: Path) -> None:
-    while not path.exists():  # the run has a limit
-        time.sleep(0.01)
-
-
-def _save(way: str, path: Path, state: dict[str, torch.Tensor]) -> vescale_ckpt.SaveHandle:
-    if way == "nodes":  # a folder of each node, as managers have it
-        return save_on_nodes(path, state, async_checkpoint=True)
-    return vescale_ckpt.save(path, state, **WAYS[way], async_checkpoint=True)
+    return of_rank(fill, size)
 
 
 @contextlib.contextmanager
@@ -61,19 +46,19 @@ def _held_at(moment: str, cancelled: Path, calls: bool = True) -> Any:
         with _slow_writes() if calls else contextlib.nullcontext():
             yield
     else:
-        late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
+        late = steps.behind("finish files", lambda *_: wait_for(cancelled))
         with late if rank == 0 else contextlib.nullcontext():
             yield
 
 
 def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     rank, path, cancelled = dist.get_rank(), directory / "c", directory / "cancelled"
-    _save(way, path, _state(1)).result(BOUND)
+    save_as(way, path, _state(1), async_checkpoint=True).result(BOUND)
     dist.barrier()
     before = sorted(os.listdir(path))
     dist.barrier()
     with _held_at(moment, cancelled, rank in callers):
-        handle = _save(way, path, _state(2))
+        handle = save_as(way, path, _state(2), async_checkpoint=True)
         dist.barrier()
         if rank in callers:
             if moment == "when others have written":
@@ -90,7 +75,7 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     after = sorted(os.listdir(path))
     kept = {key: float(value[0]) for key, value in vescale_ckpt.load(path).items()}
     dist.barrier()
-    _save(way, path, _state(3)).result(BOUND)  # the cancel before does not reach it
+    save_as(way, path, _state(3), async_checkpoint=True).result(BOUND)  # the cancel before does not reach it
     dist.barrier()
     new = {float(value[0]) for value in vescale_ckpt.load(path).values()}
     assert no_snapshot_is_left()
@@ -104,7 +89,7 @@ def _wait_for_gather(handle: vescale_ckpt.SaveHandle) -> None:
 
 
 @pytest.mark.parametrize("callers", [[0], [1], [0, 1, 2]])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["dcp", "nodes", "safetensors"])
 def test_one_rank_that_cancels_is_enough(way: str, callers: list[int], tmp_path: Path) -> None:
     _check(run_ranks(3, _cancels, way, "while it writes", callers, tmp_path), callers)
 
@@ -122,9 +107,11 @@ def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) ->
     _check(run_ranks(3, _cancels, "dcp", "when others have written", [2], tmp_path), [2])
 
 
-def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
+@pytest.mark.parametrize("canceller", [0, 1])
+@on_ranks(2)
+def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
     """The save is asynchronous on the rank that cancels it, and synchronous on the other, which writes longer."""
-    path, cancelled = directory / "c", directory / "cancelled"
+    path, cancelled = tmp_path / "c", tmp_path / "cancelled"
     vescale_ckpt.save(path, _state(1))
     said = None
     try:
@@ -135,7 +122,7 @@ def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
             cancelled.touch()
             handle.result(BOUND)
         else:
-            with steps.behind("finish files", lambda *_: _wait_for(cancelled)):
+            with steps.behind("finish files", lambda *_: wait_for(cancelled)):
                 vescale_ckpt.save(path, _state(2))
     except SaveCancelledError as error:
         by = error.cancelled_by
@@ -143,13 +130,8 @@ def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
     before = float(vescale_ckpt.load(path)["w"][0])
     dist.barrier()
     vescale_ckpt.save(path, _state(3))
-    return said, by, before, float(vescale_ckpt.load(path)["w"][0])
-
-
-@pytest.mark.parametrize("canceller", [0, 1])
-def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
-    answers = run_ranks(2, _meets_a_synchronous_save, canceller, tmp_path)
-    assert answers == [(rank == canceller or None, canceller, 1.0, 3.0) for rank in range(2)]
+    after = float(vescale_ckpt.load(path)["w"][0])
+    assert (said, by, before, after) == (dist.get_rank() == canceller or None, canceller, 1.0, 3.0)
 
 
 @on_ranks(2)
@@ -163,7 +145,7 @@ def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None
         said = handle.cancel() if dist.get_rank() == 1 else None
         if said:
             (tmp_path / "cancelled").touch()
-        _wait_for(tmp_path / "cancelled")
+        wait_for(tmp_path / "cancelled")
         begin.set()
         error = handle.exception(BOUND)
         weight.grad = torch.ones(3 << 20)
@@ -187,14 +169,14 @@ def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
 
     def hold(*_: Any) -> None:
         (tmp_path / "failed").touch()
-        _wait_for(tmp_path / "cancelled")
+        wait_for(tmp_path / "cancelled")
 
     has_failed = steps.behind("ask the store for the first word", hold)
     with has_failed if rank == 1 else contextlib.nullcontext():
         handle = vescale_ckpt.save(tmp_path / "c", _state(1), async_checkpoint=True)
         said = None
         if rank == 0:
-            _wait_for(tmp_path / "failed")
+            wait_for(tmp_path / "failed")
             said = handle.cancel()
             (tmp_path / "cancelled").touch()
         with pytest.raises(StorageFullError):

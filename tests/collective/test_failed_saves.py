@@ -72,12 +72,18 @@ def _room_for_half(content: bytes, _index: bytes) -> Any:
     return faults.files_of_at_most(len(content) // 2)
 
 
-PHASES = ["flatten", "pickle", "describe", "freed", "per rank", "write"]
+FAILURES = [
+    *((phase, way, broken) for phase in ("flatten", "pickle", "describe", "freed", "per rank", "write")
+      for way, broken in (("dcp", 1), ("ours", 0))),
+    *((phase, way, 0) for phase in ("metadata", "rename") for way in WAYS),  # of the commit, by the coordinator
+]  # fmt: skip
 
 
-def _fail(way: str, directory: str, phase: str, broken: int) -> None:
+@pytest.mark.parametrize(("phase", "way", "broken"), FAILURES)
+@on_ranks(2, timeout=BOUND)
+def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, phase: str, way: str, broken: int) -> None:
     planner = SavePlanner()
-    path = f"{directory}/c"
+    path = f"{tmp_path}/c"
 
     def state_of(k: int) -> dict[str, Any]:
         return {**replicated(k), f"of rank {dist.get_rank()}": {1, k}}
@@ -104,18 +110,6 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
         assert_same(load(path, state), state)
     left = {name for name in os.listdir(path) if name.endswith(".distcp")}
     assert len(left) == 2, left
-
-
-@pytest.mark.parametrize(("way", "broken"), [("dcp", 1), ("ours", 0)])
-@pytest.mark.parametrize("phase", PHASES)
-def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, way: str, phase: str, broken: int) -> None:
-    run_ranks(2, _fail, way, str(tmp_path), phase, broken, timeout=BOUND)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("phase", ["metadata", "rename"])
-def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str, phase: str) -> None:
-    run_ranks(2, _fail, way, str(tmp_path), phase, 0, timeout=BOUND)
 
 
 def _die(directory: str, phase: str, who: int) -> None:

@@ -4,9 +4,9 @@ cause, no object is given anything, and the next load works."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
+from harness.children import wait_for
 from harness.ranks import on_ranks, run_ranks
 from harness.states import MiB, Witness, assert_same, sharded
 from torch import nn
@@ -253,11 +254,7 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
         step, after = STOPS[where]
         given_up = directory / f"{where} was given up"
 
-        def wait(given_up: Path = given_up) -> None:
-            while not given_up.exists():
-                time.sleep(0.05)
-
-        with _hanging(step, wait, after) if late else contextlib.nullcontext():
+        with _hanging(step, functools.partial(wait_for, given_up), after) if late else contextlib.nullcontext():
             error = _raised(directory, Target(), SHORT)
         given_up.touch()
         assert isinstance(error, CheckpointTimeoutError), f"{where}: {error}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import steps
 from harness.files import flip
 from harness.ranks import on_ranks, run_ranks
-from harness.states import KiB, MiB, Witness, assert_same, train
+from harness.states import KiB, MiB, Witness, assert_same, group_of_one, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -191,25 +191,21 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     return [(type(error), str(error)) for error in errors]
 
 
-def _in_a_subgroup(directory: Path) -> Any:
+@on_ranks(3)
+def test_ranks_are_counted_within_their_group(checkpoint: Path) -> None:
     """Ranks are counted within the group that saves and loads."""
-    group, of_one = dist.new_group([1, 2]), _alone()
+    group, of_one = dist.new_group([1, 2]), group_of_one()
     rank = dist.get_rank()
     if rank == 0:
-        return None
+        return
     state = {"rng": PerRank(f"of {rank}")}
-    vescale_ckpt.save(directory, state, process_group=group)
+    vescale_ckpt.save(checkpoint, state, process_group=group)
     loaded = {"rng": PerRank(None)}
-    vescale_ckpt.load(directory, loaded, process_group=group, timeout=FOREVER)
+    vescale_ckpt.load(checkpoint, loaded, process_group=group, timeout=FOREVER)
     assert loaded["rng"].obj == f"of {rank}"
     alone = {"rng": PerRank(None, reshard=lambda values, rank, size: (values, rank, size))}
-    vescale_ckpt.load(directory, alone, process_group=of_one, timeout=FOREVER)
-    return alone["rng"].obj
-
-
-def test_ranks_are_counted_within_their_group(checkpoint: Path) -> None:
-    nobody, *others = run_ranks(3, _in_a_subgroup, checkpoint)
-    assert nobody is None and others == [(["of 1", "of 2"], 0, 1)] * 2
+    vescale_ckpt.load(checkpoint, alone, process_group=of_one, timeout=FOREVER)
+    assert alone["rng"].obj == (["of 1", "of 2"], 0, 1)
 
 
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(checkpoint: Path) -> None:
@@ -243,13 +239,14 @@ def test_the_report_is_that_of_all_ranks_together(checkpoint: Path) -> None:
 # --- How much is read
 
 
-def _read_amounts(directory: Path) -> list[tuple[int, int]]:
+@on_ranks(4)
+def test_a_slice_reads_its_ranges_and_what_is_checked_with_them(checkpoint: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
     stacked, matrix = torch.arange(4 << 20).view(4, 1024, 1024), torch.arange(2 << 20).view(1024, 2048)
     if dist.get_rank() == 0:
-        vescale_ckpt.save(directory, {"stacked": stacked, "matrix": matrix}, process_group=_alone()).result()
+        vescale_ckpt.save(checkpoint, {"stacked": stacked, "matrix": matrix}, process_group=group_of_one()).result()
     else:
-        _alone()
+        group_of_one()
     dist.barrier()
     found = []
     cases: list[tuple[str, torch.Tensor, Placement]] = [
@@ -261,28 +258,18 @@ def _read_amounts(directory: Path) -> list[tuple[int, int]]:
     for verify in (True, False):
         for name, full, placement in cases:
             target = distribute_tensor(torch.zeros_like(full), mesh, [placement])
-            stats = vescale_ckpt.load(directory, {name: target}, verify=verify, broadcast_checkpoint=False).stats
+            stats = vescale_ckpt.load(checkpoint, {name: target}, verify=verify, broadcast_checkpoint=False).stats
             expected = distribute_tensor(full, mesh, [placement]).to_local()
             assert_same(target.to_local(), expected)
             assert stats.bytes == expected.nbytes
             found.append((stats.bytes, stats.read_bytes))
-    return found
-
-
-def _alone() -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups(1)
-    return group
-
-
-def test_a_slice_reads_its_ranges_and_what_is_checked_with_them(checkpoint: Path) -> None:
+    # Ranges of 8 MiB, four of 2 MiB, 4 MiB, and 1024 of 4 KiB, which lie within blocks that are read whole.
     block, around = 256 * KiB, 64 * KiB
-    for amounts in run_ranks(4, _read_amounts, checkpoint):
-        # Ranges of 8 MiB, four of 2 MiB, 4 MiB, and 1024 of 4 KiB, which lie within blocks that are read whole.
-        verified, unverified = amounts[:4], amounts[4:]
-        for (needed, read), ranges in zip(verified[:3], (1, 4, 1), strict=True):
-            assert needed <= read <= needed + ranges * 2 * block + around
-        needed, read = verified[3]
-        assert needed < read <= 4 * needed + around, "each block once"
-        for (needed, read), ranges in zip(unverified[:3], (1, 4, 1), strict=True):
-            assert needed <= read <= needed + ranges * 8 * KiB + around
-        assert unverified[3][1] <= 16 * MiB + around, "gaps of 12 KiB are cheaper to read than to skip"
+    verified, unverified = found[:4], found[4:]
+    for (needed, read), ranges in zip(verified[:3], (1, 4, 1), strict=True):
+        assert needed <= read <= needed + ranges * 2 * block + around
+    needed, read = verified[3]
+    assert needed < read <= 4 * needed + around, "each block once"
+    for (needed, read), ranges in zip(unverified[:3], (1, 4, 1), strict=True):
+        assert needed <= read <= needed + ranges * 8 * KiB + around
+    assert unverified[3][1] <= 16 * MiB + around, "gaps of 12 KiB are cheaper to read than to skip"

@@ -147,7 +147,18 @@ def _changes() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
     ]
 
 
-def _change(way: str, directory: str, number: int, only_rank: int | None) -> list[int]:
+CHANGES = [
+    *(
+        (name, WAYS[number % 2], [2, 2]) for number, (name, _) in enumerate(_changes())
+    ),  # the third finds the first plan
+    # In the third save the other rank names the plan of the second.
+    *((f"only on rank {rank}", way, [2, 2, 2]) for way, rank in (("dcp", 1), ("ours", 0))),
+]
+
+
+@pytest.mark.parametrize(("change", "way", "plans"), CHANGES)
+@on_ranks(2, timeout=BOUND)
+def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plans: list[int]) -> None:
     planner = SavePlanner()
     made = plans_made(planner)
     for k in range(3):
@@ -156,28 +167,14 @@ def _change(way: str, directory: str, number: int, only_rank: int | None) -> lis
             "b": torch.full((3,), float(k)),
             f"of rank {dist.get_rank()}": torch.full((5,), float(k)),
         }
-        if k == 1:
-            if only_rank is not None:
-                if dist.get_rank() == only_rank:
-                    state["only here"] = torch.full((4,), 2.0)
-            else:
-                _changes()[number][1](state)
-        save(way, f"{directory}/{k}", state, planner)
+        if k == 1 and change == f"only on rank {dist.get_rank()}":
+            state["only here"] = torch.full((4,), 2.0)
+        elif k == 1 and not change.startswith("only"):
+            dict(_changes())[change](state)
+        save(way, f"{tmp_path}/{k}", state, planner)
         with torch.no_grad():
-            assert_same(load(f"{directory}/{k}", state), state)
-    return made
-
-
-@pytest.mark.parametrize("number", range(len(_changes())), ids=[name for name, _ in _changes()])
-def test_any_change_makes_a_new_plan(tmp_path: Path, number: int) -> None:
-    made = run_ranks(2, _change, WAYS[number % 2], str(tmp_path), number, None, timeout=BOUND)
-    assert made == [[2, 2], []]  # the third save finds the plan of the first
-
-
-@pytest.mark.parametrize(("way", "rank"), [("dcp", 1), ("ours", 0)])
-def test_a_change_on_one_rank_makes_a_new_plan(tmp_path: Path, way: str, rank: int) -> None:
-    made = run_ranks(2, _change, way, str(tmp_path), 0, rank, timeout=BOUND)
-    assert made == [[2, 2, 2], []]  # in the third save the other rank names the plan of the second
+            assert_same(load(f"{tmp_path}/{k}", state), state)
+    assert made == (plans, [])[dist.get_rank()]
 
 
 @on_ranks(3, timeout=BOUND)
@@ -300,15 +297,11 @@ def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
     assert "opt.rng: a PerRank is part of" in everything_in(refused.value)
 
 
-def _differing(way: str, path: str) -> list[str]:
-    with logged(logging.WARNING) as texts:
-        save(way, path, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
-    return texts
-
-
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
 def test_objects_that_differ_from_rank_to_rank_are_warned_of(checkpoint: Path, way: str) -> None:
-    on_coordinator, elsewhere = run_ranks(2, _differing, way, str(checkpoint), timeout=BOUND)
-    assert elsewhere == []
-    (message,) = on_coordinator
-    assert "rng.seed (ranks 0 and 1)" in message and "PerRank" in message and "same" not in message
+    with logged(logging.WARNING) as texts:
+        save(way, checkpoint, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
+    told = "".join(texts)
+    assert len(texts) == (dist.get_rank() == 0) and "same" not in told
+    assert dist.get_rank() or ("rng.seed (ranks 0 and 1)" in told and "PerRank" in told)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
 from harness.ranks import on_ranks
-from harness.states import assert_same, blank
+from harness.states import assert_same, blank, cut_storage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -230,18 +230,12 @@ def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Pa
 # --- Refused by name on all ranks, if only one of them holds it
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.ones(3)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 REFUSED: dict[str, Callable[[], torch.Tensor]] = {
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "uninitialized": torch.nn.UninitializedParameter,
     "meta": lambda: torch.ones(3, device="meta").as_subclass(Mine),
     "masked": lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
-    "freed": lambda: freed().as_subclass(Mine),
+    "freed": lambda: cut_storage(torch.ones(3)).as_subclass(Mine),
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
+from harness.children import wait_for
 from harness.ranks import close_ranks, on_ranks, run_ranks
 from harness.snapshots import held
 from test_manager import BOUND
@@ -208,8 +209,7 @@ def _does_not_come(directory: Path) -> Any:
             assert SHORT < time.monotonic() - began < BOUND
             (directory.parent / "gave up").touch()
             return told.value.late_ranks
-    while not (directory.parent / "gave up").exists():  # the run has a limit
-        time.sleep(0.01)
+    wait_for(directory.parent / "gave up")
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
+from harness.children import wait_for
 from harness.ranks import on_ranks
 from test_manager import BOUND, restored, save_steps
 
@@ -123,8 +123,7 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
         saver.wait()
         dist.barrier()
         if rank == 1:
-            while not gave_up.exists():
-                time.sleep(0.01)
+            wait_for(gave_up)
         handle = saver.save(2, _state(2))
         gave_up.touch()
         dist.barrier()
@@ -140,12 +139,8 @@ def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(che
     """The save before does not end in time on rank 1, and has ended on rank 0."""
     rank, go_on = dist.get_rank(), checkpoint.parent / "go on"
     with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn") as saver:
-
-        def hold(*_: Any) -> None:
-            while not go_on.exists():
-                time.sleep(0.01)
-
-        late = steps.behind("write and commit", hold) if rank == 1 else contextlib.nullcontext()
+        hold = steps.behind("write and commit", lambda *_: wait_for(go_on))
+        late = hold if rank == 1 else contextlib.nullcontext()
         with late:
             saver.save(1, _state(1))
             second = saver.save(2, _state(2))

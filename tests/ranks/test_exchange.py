@@ -20,8 +20,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.children import wait_for
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
 from harness.ranks import on_ranks, run_ranks
+from harness.saves import error_of
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections
@@ -36,14 +38,6 @@ FOREVER = 10 * RUN_TIMEOUT  # a rank that waited so long would have been killed:
 def bytes_of(rank: int, most: int = 5000) -> bytes:
     """Another number of them on each rank, on some none."""
     return random.Random(rank).randbytes(0 if rank % 3 == 2 else rank * most // 3 + 1)
-
-
-def error_of(function: Callable[[], Any]) -> CheckpointError | None:
-    try:
-        function()
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def same_everywhere(errors: list[Any], late: list[int], words: list[str]) -> None:
@@ -61,9 +55,7 @@ def say(event: str, directory: Path) -> None:
 
 def wait_for_the_others(event: str, directory: Path) -> None:
     """Until all other ranks have said so. Not by a collective: they may be in one."""
-    others = [directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    while not all(other.exists() for other in others):  # not for ever: the run has a limit
-        time.sleep(0.01)
+    wait_for(*(directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()))
 
 
 # --- Values
@@ -161,29 +153,25 @@ def test_groups_do_not_meet() -> None:
     assert results == list(range(100, 150))
 
 
-def _large(mebibytes: int) -> int:
-    """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([0], "begin")
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    data = b"\7" * (mebibytes << 20) if exchange.rank == 1 else b"\1"
-    parts = exchange.gather(data, "large")
-    peak = _resident("VmHWM") - before
-    if parts is not None:
-        assert [len(part) for part in parts] == [1, mebibytes << 20, 1, 1]
-        assert parts[1].count(7) == mebibytes << 20
-    return peak
-
-
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) >> 10
 
 
+@on_ranks(4)
 def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
-    peak = run_ranks(4, _large, 100)[0]
-    assert peak < 250  # 100, and once more while the largest part is turned into bytes
+    """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([0], "begin")
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    data = b"\7" * (100 << 20) if exchange.rank == 1 else b"\1"
+    parts = exchange.gather(data, "large")
+    peak = _resident("VmHWM") - before
+    if parts is not None:
+        assert [len(part) for part in parts] == [1, 100 << 20, 1, 1]
+        assert parts[1].count(7) == 100 << 20
+    assert exchange.rank or peak < 250  # 100, and once more while the largest part is turned into bytes
 
 
 @on_ranks(2)
@@ -271,7 +259,8 @@ def test_late_for_the_first_connection(tmp_path: Path) -> None:
     assert [second for _, second in answers] == [None] * 4
 
 
-def _skips_a_save() -> list[CheckpointError | None]:
+@on_ranks(2)
+def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
     rank = dist.get_rank()
     Exchange.of(None, FOREVER).agree([rank], "save 0")
     results = []
@@ -280,14 +269,9 @@ def _skips_a_save() -> list[CheckpointError | None]:
             phase, timeout = f"save {number}", TIMEOUT if number < 3 else FOREVER
             results.append(error_of(lambda: Exchange.of(None, timeout).agree([1], phase)))  # noqa: B023
         dist.barrier()  # as training does
-    return results
-
-
-def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
-    first, second = run_ranks(2, _skips_a_save)
-    for error in (*first[:2], second[0]):
+    for error in results[: 1 if rank else 2]:
         assert isinstance(error, CheckpointTimeoutError) and error.late_ranks == [1]
-    assert first[2:] == second[1:] == [None, None]
+    assert results[1 if rank else 2 :] == [None, None]
 
 
 def _dead(dying: int, method: str, fanout: int = connections.FANOUT) -> Any:
@@ -413,8 +397,7 @@ def _dies_within_a_message(sends: bool, directory: Path) -> Any:
         if tensor.numel() == len(data):
             say("began", directory)
             if rank == 1:
-                while not (directory / "began 0").exists():
-                    time.sleep(0.001)
+                wait_for(directory / "began 0")
                 os.kill(os.getpid(), signal.SIGKILL)
         return work
 
@@ -466,34 +449,15 @@ def test_a_rank_that_dies_between_two_packets_of_a_message_is_named_long_before_
     same_everywhere(answers[:1], [1], ["rank 1 of 2", "died"])
 
 
-def _leaves_with_an_error() -> Any:
+@on_ranks(2)
+def test_error_in_a_collective_reaches_the_others() -> None:
     exchange = Exchange.of(None, FOREVER)
     exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there
     if dist.get_rank() == 1:
         with pytest.raises(MemoryError), mock.patch.object(connections.Connections, "send", side_effect=MemoryError):
             exchange.agree([1], "plan")
-        return None
-    return error_of(lambda: exchange.agree([1], "plan"))
-
-
-def test_error_in_a_collective_reaches_the_others() -> None:
-    answers = run_ranks(2, _leaves_with_an_error)
-    same_everywhere(answers[:1], [1], ["rank 1 of 2", "MemoryError"])
-
-
-def _elsewhere(first: str, second: str) -> Any:
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([1], "begin")
-    step = first if dist.get_rank() != 2 else second
-    methods: dict[str, Callable[[], Any]] = {
-        "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
-        "other gather": lambda: exchange.gather(b"x" * 100_000, "commit"),
-        "agree": lambda: exchange.agree([1], "plan"),
-        "agree on more": lambda: exchange.agree([1, 2], "plan"),
-        "scatter": lambda: exchange.scatter([b"x" * 100_000] * 4 if exchange.rank == 0 else None, "plan"),
-        "broadcast": lambda: exchange.broadcast(b"x" * 100_000 if exchange.rank == 0 else None, "plan"),
-    }
-    return error_of(methods[step])
+    else:
+        same_everywhere([error_of(lambda: exchange.agree([1], "plan"))], [1], ["rank 1 of 2", "MemoryError"])
 
 
 @pytest.mark.parametrize(
@@ -507,13 +471,24 @@ def _elsewhere(first: str, second: str) -> Any:
         ("broadcast", "gather"),
     ],
 )
+@on_ranks(4)
 def test_ranks_in_different_collectives_learn_where_they_are(first: str, second: str) -> None:
-    answers = run_ranks(4, _elsewhere, first, second)
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "begin")
+    step = first if dist.get_rank() != 2 else second
+    methods: dict[str, Callable[[], Any]] = {
+        "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
+        "other gather": lambda: exchange.gather(b"x" * 100_000, "commit"),
+        "agree": lambda: exchange.agree([1], "plan"),
+        "agree on more": lambda: exchange.agree([1, 2], "plan"),
+        "scatter": lambda: exchange.scatter([b"x" * 100_000] * 4 if exchange.rank == 0 else None, "plan"),
+        "broadcast": lambda: exchange.broadcast(b"x" * 100_000 if exchange.rank == 0 else None, "plan"),
+    }
+    error = error_of(methods[step])
     names = {"gather": "(gather)", "other gather": "commit (gather)", "agree on more": "(agree on 2)"}
-    for error in answers:
-        assert type(error) is CheckpointError
-        assert all(f"({step.split()[0]}" in str(error) or names.get(step, "") in str(error) for step in (first, second))
-        assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
+    assert type(error) is CheckpointError
+    assert all(f"({step.split()[0]}" in str(error) or names.get(step, "") in str(error) for step in (first, second))
+    assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
 
 
 # --- Contents of which some ranks get equal parts
@@ -700,17 +675,11 @@ def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
     assert len(str(error)) < 3000
 
 
-def _interrupted() -> str:
-    exchange = Exchange.of(None, FOREVER)
-    try:
-        exchange.fail_together(KeyboardInterrupt() if exchange.rank == 1 else None, "write")
-    except BaseException as error:
-        return type(error).__name__
-    return "nothing"
-
-
+@on_ranks(2)
 def test_interrupt_stays_an_interrupt_on_its_own_rank() -> None:
-    assert run_ranks(2, _interrupted) == ["SaveFailedError", "KeyboardInterrupt"]
+    exchange = Exchange.of(None, FOREVER)
+    with pytest.raises(KeyboardInterrupt if exchange.rank == 1 else SaveFailedError):
+        exchange.fail_together(KeyboardInterrupt() if exchange.rank == 1 else None, "write")
 
 
 # --- The end of a process

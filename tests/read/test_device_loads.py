@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.fake_cuda import ASSERT, device_notes, fake_cuda, needs_fake_cuda, neighbours
 from harness.files import flip
-from harness.ranks import forked, in_fork, on_ranks
-from harness.states import KiB, MiB, assert_same, numbers, sharded
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from harness.ranks import forked, on_ranks
+from harness.states import KiB, MiB, assert_same, numbers, sharded_by
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
@@ -234,29 +233,21 @@ def test_casts_go_by_the_host_where_the_device_is_full(tmp_path: Path) -> None:
         assert fake.count("bytes to device") == 0
 
 
-def _after_an_error_of_the_trainer(directory: Path) -> list[str]:
-    state, texts = _state(), []
-    vescale_ckpt.save(directory, state)
+@forked
+def test_an_error_that_the_trainer_left_is_named_as_theirs(tmp_path: Path) -> None:
+    state = _state()
+    vescale_ckpt.save(tmp_path, state)
     with fake_cuda() as fake:
-        vescale_ckpt.load(directory, _blank(state))  # with streams and events that the next one finds
+        vescale_ckpt.load(tmp_path, _blank(state))  # with streams and events that the next one finds
         fake.stick(ASSERT)
         for _ in range(2):
             with pytest.raises(CheckpointError) as caught:
-                vescale_ckpt.load(directory, _blank(state))
-            texts.append(str(caught.value))
-    return texts
-
-
-def test_an_error_that_the_trainer_left_is_named_as_theirs(tmp_path: Path) -> None:
-    for text in in_fork(_after_an_error_of_the_trainer, tmp_path):
-        assert "device 0 had failed before, by work of this process" in text and "(710)" in text
+                vescale_ckpt.load(tmp_path, _blank(state))
+            text = str(caught.value)
+            assert "device 0 had failed before, by work of this process" in text and "(710)" in text
 
 
 # --- Several ranks, which read for each other
-
-
-def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
-    return sharded(full, Replicate() if dim is None else Shard(dim))
 
 
 def _full() -> dict[str, torch.Tensor]:
@@ -271,7 +262,7 @@ def _full() -> dict[str, torch.Tensor]:
 @on_ranks(3)
 def test_ranks_that_read_for_each_other_copy_to_their_devices(checkpoint: Path) -> None:
     full, counts = _full(), []
-    vescale_ckpt.save(checkpoint, {name: _sharded(tensor, 0) for name, tensor in full.items()})
+    vescale_ckpt.save(checkpoint, {name: sharded_by(tensor, 0) for name, tensor in full.items()})
     with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
         patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
         fake.delay_copies(100)
@@ -280,7 +271,7 @@ def test_ranks_that_read_for_each_other_copy_to_their_devices(checkpoint: Path) 
                 before = fake.count("bytes to device")
                 dims = {name: dim if tensor.dim() > 1 else None for name, tensor in full.items()}
                 targets = {
-                    name: _sharded(torch.full_like(tensor, 77, dtype=dtype), dims[name])
+                    name: sharded_by(torch.full_like(tensor, 77, dtype=dtype), dims[name])
                     for name, tensor in full.items()
                 }
                 for target in targets.values():
@@ -291,7 +282,7 @@ def test_ranks_that_read_for_each_other_copy_to_their_devices(checkpoint: Path) 
                 ).stats
                 for name, tensor in full.items():
                     wanted = tensor if dtype is None else tensor.to(dtype)
-                    assert_same(targets[name].to_local(), _sharded(wanted, dims[name]).to_local())
+                    assert_same(targets[name].to_local(), sharded_by(wanted, dims[name]).to_local())
                 assert stats is not None
                 counts.append((stats.shared_bytes, fake.count("bytes to device") - before))
     assert counts[0][0] > 0 and all(copied > 400 * KiB for _, copied in counts), counts

@@ -16,6 +16,7 @@ from harness import steps
 from harness.ranks import on_ranks, run_ranks
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left
+from harness.states import cut_storage
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -374,23 +375,11 @@ def test_a_copy_of_what_changes(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     assert no_snapshot_is_left()
 
 
-def _freed() -> torch.Tensor:
-    tensor = torch.ones(4 << 20)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def _cut() -> torch.Tensor:
-    tensor = torch.ones(4 << 20)
-    tensor.untyped_storage().resize_(64)
-    return tensor
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_freed, "storage was freed"),
-        (_cut, "storage was freed, or is smaller"),
+        (lambda: cut_storage(torch.ones(4 << 20)), "storage was freed"),
+        (lambda: cut_storage(torch.ones(4 << 20), 64), "storage was freed, or is smaller"),
         (lambda: torch.quantize_per_tensor(torch.ones(10), 0.1, 0, torch.quint8), "dtype torch.quint8"),
         (lambda: torch.empty(8, dtype=torch.uint4), "dtype torch.uint4"),
     ],
@@ -403,21 +392,18 @@ def test_what_has_nothing_to_stage(make: Callable[[], torch.Tensor], said: str) 
     assert no_snapshot_is_left()
 
 
-def _save_on_ranks(path: str) -> None:
+@on_ranks(2)
+def test_all_ranks_refuse(checkpoint: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     scale = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
-    vescale_ckpt.save(path, {"weight": weight, "scale": scale})
+    vescale_ckpt.save(checkpoint, {"weight": weight, "scale": scale})
     change = _add(weight) if dist.get_rank() == 1 else lambda: None
     with (
         changed_in_the_middle(change),
         pytest.raises(CheckpointError, match=r"rank 1: .*weight was changed while it was saved"),
     ):
-        vescale_ckpt.save(path, {"weight": weight, "scale": scale})
-
-
-def test_all_ranks_refuse(checkpoint: Path) -> None:
-    run_ranks(2, _save_on_ranks, str(checkpoint))
+        vescale_ckpt.save(checkpoint, {"weight": weight, "scale": scale})
     assert load(checkpoint, {"weight": torch.zeros(8, 4)})["weight"].eq(1).all()
 
 
