@@ -353,34 +353,29 @@ def test_shards_on_other_numbers_of_ranks(checkpoint: Path, writer: str, reader:
     assert whole.bits() == Quantized.random(48).bits()
 
 
+@on_ranks(2)
 def test_ranks_that_read_for_each_other(checkpoint: Path) -> None:
-    run_ranks(2, _save, str(checkpoint), "ours", True)
-    assert run_ranks(2, _load_replica, str(checkpoint)) == [True, True]
-
-
-def _load_replica(path: str) -> bool:
+    _save(str(checkpoint), "ours", True)
     target, plain = Quantized.zeros(48), torch.zeros(3)
-    vescale_ckpt.load(path, {"q": target, "x": plain}, broadcast_checkpoint=True)
+    vescale_ckpt.load(checkpoint, {"q": target, "x": plain}, broadcast_checkpoint=True)
     values = torch.zeros(48, 8)
-    vescale_ckpt.load(path, {"q": values}, broadcast_checkpoint=True)
+    vescale_ckpt.load(checkpoint, {"q": values}, broadcast_checkpoint=True)
     given = Quantized.random(48)
-    return target.bits() == given.bits() and torch.equal(plain, torch.ones(3)) and torch.equal(values, given.values())
+    assert target.bits() == given.bits()
+    assert torch.equal(plain, torch.ones(3)) and torch.equal(values, given.values())
 
 
+@on_ranks(2)
 def test_replicas_are_not_cut(checkpoint: Path) -> None:
     """A plain tensor of this size is written by both ranks, a part each."""
-    assert run_ranks(2, _save_large, str(checkpoint)) == [True, True]
+    given = Quantized.random(1024, 1024)
+    vescale_ckpt.save(checkpoint, {"q": given})
+    vescale_ckpt.save(checkpoint.parent / "plain", {"q": torch.ones(1024, 1024)})
+    target = Quantized.zeros(1024, 1024)
+    vescale_ckpt.load(checkpoint, {"q": target})
+    assert target.bits() == given.bits()
     assert len(vescale_ckpt.inspect(checkpoint).tensors["q"].chunks) == 1
     assert len(vescale_ckpt.inspect(checkpoint.parent / "plain").tensors["q"].chunks) == 2
-
-
-def _save_large(path: str) -> bool:
-    given = Quantized.random(1024, 1024)
-    vescale_ckpt.save(path, {"q": given})
-    vescale_ckpt.save(Path(path).parent / "plain", {"q": torch.ones(1024, 1024)})
-    target = Quantized.zeros(1024, 1024)
-    vescale_ckpt.load(path, {"q": target})
-    return bool(target.bits() == given.bits())
 
 
 @pytest.mark.parametrize(
@@ -393,8 +388,7 @@ def _save_large(path: str) -> bool:
 )
 @pytest.mark.parametrize("reader", ["ours", "ours under stock plans"])
 def test_what_cannot_be_resharded_is_refused(checkpoint: Path, kind: Any, reason: str, reader: str) -> None:
-    run_ranks(2, _save_parts, str(checkpoint), kind.__name__)
-    assert run_ranks(2, _load_parts, str(checkpoint), kind.__name__) == [True, True]
+    run_ranks(2, _save_and_load_parts, str(checkpoint), kind.__name__)
     with pytest.raises((CheckpointError, CheckpointException)) as raised:
         loaded_by(reader, checkpoint, {"q": kind.zeros(48)})
     found: Any = cause(raised.value) if reader != "ours" else raised.value
@@ -406,15 +400,10 @@ def _part(kind: Any, rank: int) -> Any:
     return kind.random(24, seed=rank)
 
 
-def _save_parts(path: str, name: str) -> None:
+def _save_and_load_parts(path: str, name: str) -> None:
     kind = globals()[name]
     mesh = init_device_mesh("cpu", (2,))
     vescale_ckpt.save(path, {"q": DTensor.from_local(_part(kind, dist.get_rank()), mesh, [Shard(0)], run_check=False)})
-
-
-def _load_parts(path: str, name: str) -> bool:
-    kind = globals()[name]
-    mesh = init_device_mesh("cpu", (2,))
     target = DTensor.from_local(kind.zeros(24), mesh, [Shard(0)], run_check=False)
     vescale_ckpt.load(path, {"q": target})
-    return bool(target.to_local().bits() == _part(kind, dist.get_rank()).bits())
+    assert target.to_local().bits() == _part(kind, dist.get_rank()).bits()

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from harness.inventories import inventory_of, kinds, tensors
-from harness.ranks import in_fork
+from harness.ranks import forked
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import balance, stock
@@ -25,22 +25,20 @@ ENTRIES = with_adam(
 )
 
 
-def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
+@forked
+def test_stock_gets_the_items_that_it_makes_itself() -> None:
     """Of one rank, what stock plans of its state and what we make of its inventory; in a process of its own."""
     parallelism = Parallelism(8, fsdp=2, tensor=2)
-    with simulated_rank(8, rank):
+    with simulated_rank(8, 5):
         state = state_of(ENTRIES, parallelism)
         inventory = inventory_of(state)
-        simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
+        simulated = SimulatedState(ENTRIES, parallelism).inventory(5)
         assert kinds(inventory) == kinds(simulated)
         assert tensors(inventory) == tensors(simulated)
         return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(
             stock.save_plan(inventory)
         )
-
-
-def test_stock_gets_the_items_that_it_makes_itself() -> None:
-    real, ours = map(pickle.loads, in_fork(plans_of_rank, 5))
+    real, ours = create_default_local_save_plan(state, False).items, stock.save_plan(inventory)
     assert len(real) == len(ENTRIES)
     assert [item.index for item in ours.items] == [item.index for item in real]
     assert [item.type for item in ours.items] == [item.type for item in real]

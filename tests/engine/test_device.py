@@ -17,7 +17,7 @@ from harness.fake_cuda import (
     load_runtime,
     needs_fake_cuda,
 )
-from harness.ranks import forked, in_fork
+from harness.ranks import forked
 from harness.states import assert_same, numbers
 
 import vescale_ckpt
@@ -106,40 +106,28 @@ ERRORS = [
 ]
 
 
-def _errors(folder: Path) -> list[str]:
-    texts = []
+@needs_fake_cuda
+@forked
+def test_errors_say_what_was_done_and_what_cuda_said(tmp_path: Path) -> None:
     with _one_by_one() as fake:
-        for call, skip, _ in ERRORS:
+        for call, skip, operation in ERRORS:
             fake.fail(call, skip, code=77)
             with pytest.raises(CheckpointError) as caught:
-                _save(folder)
-            texts.append(str(caught.value))
-            _expect_saved(folder)
-    return texts
+                _save(tmp_path)
+            assert f"{operation}: CUDA: a fake refusal, cudaErrorFakeCall (77)" in str(caught.value)
+            _expect_saved(tmp_path)
 
 
 @needs_fake_cuda
-def test_errors_say_what_was_done_and_what_cuda_said(tmp_path: Path) -> None:
-    for (_, _, operation), text in zip(ERRORS, in_fork(_errors, tmp_path), strict=True):
-        assert f"{operation}: CUDA: a fake refusal, cudaErrorFakeCall (77)" in text
-
-
-def _errors_of_others(folder: Path) -> dict[int, str]:
-    texts = {}
+@forked
+def test_what_other_work_left_on_the_device_is_named_as_theirs(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         for code in (214, 700, 710, 719, 1, 704, 712, 713, 801):
             fake.fail("cudaEventRecord", code=code)
             with pytest.raises(CheckpointError) as caught:
-                _save(folder)
-            texts[code] = str(caught.value)
-    return texts
-
-
-@needs_fake_cuda
-def test_what_other_work_left_on_the_device_is_named_as_theirs(tmp_path: Path) -> None:
-    for code, text in in_fork(_errors_of_others, tmp_path).items():
-        theirs = "device 0 had failed before, by work of this process: CUDA: " in text
-        assert theirs == (code in (214, 700, 710, 719)) and f"({code})" in text
+                _save(tmp_path)
+            theirs = "device 0 had failed before, by work of this process: CUDA: " in str(caught.value)
+            assert theirs == (code in (214, 700, 710, 719)) and f"({code})" in str(caught.value)
 
 
 #: how a device or its driver refuses batches, how often it is asked for one, and what is noted

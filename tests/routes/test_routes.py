@@ -91,10 +91,12 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
 # --- Memory
 
 
-def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
+@on_ranks(2)
+def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
     _live_on_nodes(nodes)
     full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(12 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
@@ -104,16 +106,10 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
         return NodeBuffer(sizes)
 
     with mock.patch.object(rounds, "NodeBuffer", memory):
-        read, _ = _load(directory, state)
+        read, _ = _load(checkpoint, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
-    return sum(taken), read
-
-
-@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
-def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
-    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
-        assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
+    assert 2 * MiB < sum(taken) <= 6 * MiB and read > 8 * MiB
 
 
 # --- Passing on
@@ -174,24 +170,21 @@ def test_an_error_of_a_rank_that_others_get_from_is_told_to_all(checkpoint: Path
     assert "no such disk" in text, text
 
 
-def _many_parts(directory: Path) -> int:
+@on_ranks(4)
+def test_replicas_count_once_for_the_parts_of_a_plan(checkpoint: Path) -> None:
     _live_on_nodes([0, 1, 2, 3])
     full = {f"n{i}": numbers(300 + i, 40) for i in range(40)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     with (
         mock.patch.object(routes, "_DIRECT_NODES", 1),
         mock.patch.object(routes, "_MOST_GATHERED_BYTES", 2000),
         mock.patch.object(_C, "relay_routes", wraps=_C.relay_routes) as planned,
     ):
-        _load(directory, state)
+        _load(checkpoint, state)
     assert_same(state, full)
-    return planned.call_count
-
-
-def test_replicas_count_once_for_the_parts_of_a_plan(checkpoint: Path) -> None:
     rows = 40 * 8 * 15  # bytes of one rank's table
-    assert run_ranks(4, _many_parts, checkpoint) == [-(-rows // 2000)] * 4
+    assert planned.call_count == -(-rows // 2000)
 
 
 def test_only_replicas_on_many_nodes_are_planned_once() -> None:
@@ -278,21 +271,17 @@ def _without_trying(directory: Path) -> list[int]:
     return shared
 
 
-def _blind(directory: Path) -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
     full = numbers(512, 1024)
-    vescale_ckpt.save(directory, {"w": full})
+    vescale_ckpt.save(checkpoint, {"w": full})
     state = {"w": torch.zeros_like(full)}
     blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
     with blind if dist.get_rank() == 1 else contextlib.nullcontext(), logged(logging.WARNING) as texts:
-        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+        stats = vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=True, timeout=FOREVER).stats
     assert_same(state["w"], full)
-    return stats.shared_bytes, texts
-
-
-def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
-    (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
-    assert shared == also_shared == 0 and none == []
-    assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
+    assert stats.shared_bytes == 0 and len(texts) == dist.get_rank()
+    assert all("memory of rank 0" in text and "not yours" in text for text in texts)
 
 
 def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:

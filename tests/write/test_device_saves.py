@@ -17,7 +17,7 @@ from harness.fake_cuda import (
     needs_fake_cuda,
     neighbours,
 )
-from harness.ranks import forked, in_fork
+from harness.ranks import forked
 from harness.snapshots import no_snapshot_is_left
 from harness.states import MiB, assert_same, numbers
 from torch import nn
@@ -214,13 +214,10 @@ def test_the_first_save_after_prepare_makes_nothing_on_the_devices(tmp_path: Pat
     assert not any(then.values()), then
 
 
-def _prepared_too_late(directory: Path) -> str:
+@forked
+def test_prepare_names_the_errors_of_devices(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.stick(ASSERT)
         with pytest.raises(CheckpointError) as caught:
             vescale_ckpt.prepare(_state())
-    return str(caught.value)
-
-
-def test_prepare_names_the_errors_of_devices(tmp_path: Path) -> None:
-    assert "device 0 had failed before, by work of this process" in in_fork(_prepared_too_late, tmp_path)
+    assert "device 0 had failed before, by work of this process" in str(caught.value)
