@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.saves import cause
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -185,7 +185,10 @@ def test_every_setting_is_checked_when_something_begins(
     assert not (tmp_path / "new" / ".metadata").exists()
 
 
-def wrong_on_one_rank(path: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["DIRECT_IO", "TIMEOUT", "MEMORY_BYTES"])
+@on_ranks(2)
+def test_a_setting_that_is_wrong_on_one_rank_stops_all(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
     save(path, STATE, timeout=60)
     if dist.get_rank() == 1:
         os.environ[f"VESCALE_CKPT_{name}"] = "nonsense"
@@ -204,8 +207,3 @@ def wrong_on_one_rank(path: str, name: str) -> None:
     load(path, target, timeout=60)
     assert torch.equal(target["weight"], STATE["weight"])  # type: ignore[arg-type]
     dist.barrier()
-
-
-@pytest.mark.parametrize("name", ["DIRECT_IO", "TIMEOUT", "MEMORY_BYTES"])
-def test_a_setting_that_is_wrong_on_one_rank_stops_all(name: str, tmp_path: Path) -> None:
-    run_ranks(2, wrong_on_one_rank, str(tmp_path / "checkpoint"), name)

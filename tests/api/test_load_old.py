@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import ranks_alone
-from harness.ranks import run_ranks
-from harness.states import assert_same, bits, blank, sharded, train
+from harness.ranks import on_ranks, run_ranks
+from harness.states import assert_same, bits, blank, group_of_one, sharded, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -51,33 +51,30 @@ def _model(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _from_each_kind_to_each(directory: Path) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks(2)
+def test_fsdp1_loads_and_is_loaded_by_all_others(checkpoint: Path) -> None:
     kinds = ["FSDP1", "FSDP1 with a mesh", "FSDP2", "plain"]
     for kind in kinds:
         model, optimizer = _model(kind, seed=1)
         train(model, optimizer)
-        vescale_ckpt.save(directory / kind, {"model": model, "optimizer": optimizer})
+        vescale_ckpt.save(checkpoint / kind, {"model": model, "optimizer": optimizer})
         if kind == "FSDP1":
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            dcp.save(states, storage_writer=FileSystemWriter(directory / "stock", sync_files=False))
+            dcp.save(states, storage_writer=FileSystemWriter(checkpoint / "stock", sync_files=False))
         if kind == "FSDP2":  # its parameters numbered
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            dcp.save(states, storage_writer=FileSystemWriter(directory / "numbers", sync_files=False))
+            dcp.save(states, storage_writer=FileSystemWriter(checkpoint / "numbers", sync_files=False))
         expected = train(model, optimizer)
         for name in {"FSDP1": ["FSDP1", "stock"], "FSDP2": ["FSDP2", "numbers"]}.get(kind, [kind]):
             for loader in kinds if kind.startswith("FSDP1") else kinds[2:] if name == "numbers" else kinds[:2]:
                 fresh, its_optimizer = _model(loader, seed=2)
                 state = {"model": fresh, "optimizer": its_optimizer}
                 for broadcast in (True, False):
-                    report = vescale_ckpt.load(directory / name, state, broadcast_checkpoint=broadcast)
+                    report = vescale_ckpt.load(checkpoint / name, state, broadcast_checkpoint=broadcast)
                     assert report.missing == report.unexpected == report.mismatched == []
                 assert [int(buffer) for name, buffer in fresh.named_buffers() if name.endswith("calls")] == [1]
                 assert train(fresh, its_optimizer) == pytest.approx(expected, rel=1e-5), f"{name} -> {loader}"
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_fsdp1_loads_and_is_loaded_by_all_others(checkpoint: Path) -> None:
-    run_ranks(2, _from_each_kind_to_each, checkpoint)
 
 
 # --- Saved without collectives: each rank has metadata of its own, of its own shards
@@ -119,20 +116,15 @@ def _own_metadata(directory: Path, ours: bool) -> None:
     with pytest.raises(CorruptCheckpointError, match="rows: the checkpoint does not hold all of it"):
         vescale_ckpt.load(directory, whole)
     if rank == 1:  # the ranks that saved are counted anew: one process has the first one's part
-        assert vescale_ckpt.load(directory, keys="object", process_group=_alone()) == {"object": {"rank": 0}}
+        assert vescale_ckpt.load(directory, keys="object", process_group=group_of_one()) == {"object": {"rank": 0}}
     else:
-        _alone()
+        group_of_one()
     dist.barrier()
     if rank == 0:
         (directory / "__1.metadata").unlink()
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"rank 1: .*metadata"):
         vescale_ckpt.load(directory, {"plain": torch.zeros(5)})
-
-
-def _alone() -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups(1)
-    return group
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -308,7 +308,8 @@ def _half(zeros: bool = False) -> torch.Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def _over_ranks(path: str) -> None:
+@on_ranks(4)
+def test_ranks_tell_uneven_chunks_in_an_order_of_their_own(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
 
     def state(zeros: bool = False) -> dict[str, Any]:
@@ -323,7 +324,7 @@ def _over_ranks(path: str) -> None:
             assert torch.equal(mine, wanted), key
 
     for how in ("ours", "safetensors", "dcp.save", "stock"):
-        target = Path(path) / how
+        target = tmp_path / how
         mine = state()
         if how == "stock" and not knows_fields:
             mine["half"] = WHOLE
@@ -338,10 +339,6 @@ def _over_ranks(path: str) -> None:
             if reader != "stock" or knows_fields:
                 load(reader, target, same := state(zeros=True))
                 check(same)
-
-
-def test_ranks_tell_uneven_chunks_in_an_order_of_their_own(tmp_path: Path) -> None:
-    run_ranks(4, _over_ranks, str(tmp_path))
 
 
 # --- Placements that are not known here
@@ -454,25 +451,22 @@ class _Ragged(torch.Tensor):
         return local[first : first + sizes[0] * sizes[1]].view(sizes)
 
 
-def _ragged_over_ranks(path: str) -> None:
+@on_ranks(2)
+def test_ragged_shards_are_what_their_methods_tell(tmp_path: Path) -> None:
     whole = torch.arange(4 * 5 * 3.0).view(4, 5, 3)
     rank = dist.get_rank()
     for at, how in enumerate(("ours", "safetensors", "dcp.save", "stock")):
         start, end = [(0, 7), (7, 20)][rank]
-        save(how, Path(path) / how, {"a": _Ragged(whole, start, end)})
+        save(how, tmp_path / how, {"a": _Ragged(whole, start, end)})
         for reader in ("ours", "dcp.load") if how == "safetensors" else ("ours", "dcp.load", "stock"):
-            load(reader, Path(path) / how, plain := {"a": torch.zeros(4, 5, 3)})
+            load(reader, tmp_path / how, plain := {"a": torch.zeros(4, 5, 3)})
             assert torch.equal(plain["a"], whole), (how, reader)
             other: Any = _Ragged(torch.zeros(4, 5, 3), *[(0, 13 - at), (13 - at, 20)][rank])
-            load(reader, Path(path) / how, {"a": other})
+            load(reader, tmp_path / how, {"a": other})
             assert torch.equal(other._local_tensor, _Ragged(whole, *[(0, 13 - at), (13 - at, 20)][rank])._local_tensor)
     value = DTensor.from_local(
         whole.flatten(0, 1)[:10], init_device_mesh("cpu", (2,)), [RaggedShard((0, 1), (1, 1))],
         run_check=False, shape=whole.shape, stride=whole.stride(),
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"a: .*RaggedShard"):  # without veScale's methods
-        vescale_ckpt.save(Path(path) / "unknown", {"a": value})
-
-
-def test_ragged_shards_are_what_their_methods_tell(tmp_path: Path) -> None:
-    run_ranks(2, _ragged_over_ranks, str(tmp_path))
+        vescale_ckpt.save(tmp_path / "unknown", {"a": value})

@@ -32,10 +32,6 @@ from vescale_ckpt import CheckpointError, CheckpointManager
 BOUND = 120.0
 
 
-def whole(directory: Path, k: int) -> bool:
-    return saves.loads(directory, small_state(k))
-
-
 def save_in_background(directory: Path) -> None:
     """A save that does not begin to write before the process ends."""
 
@@ -91,12 +87,12 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
 def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
     context = forks() if kind == "forkserver" else multiprocessing.get_context(kind)
     assert exit_code(context, save_in_background, checkpoint) == 0
-    assert whole(checkpoint, 1)
+    assert saves.loads(checkpoint, small_state(1))
 
 
 def test_a_child_removes_what_its_last_save_supersedes(checkpoint: Path) -> None:
     assert exit_code(forks(), manage_in_background, checkpoint) == 0
-    assert os.listdir(checkpoint) == ["step-2"] and whole(checkpoint / "step-2", 2)
+    assert os.listdir(checkpoint) == ["step-2"] and saves.loads(checkpoint / "step-2", small_state(2))
 
 
 @pytest.mark.parametrize(("function", "code"), [(fail_in_background, 1), (fail_and_exit, 3), (fail_and_ask, 0)])
@@ -230,7 +226,7 @@ def test_the_exit_status_tells_of_a_save_that_failed_unseen(tmp_path: Path) -> N
     stored = {"finish": 2, "finish_and_raise": 2, "give_up": 1, "give_up_on_purpose": 1}
     stored |= {"give_up_before_it_writes": 1, "cancel": 1}
     stored |= {"save_while_ending": 1, "save_by_dcp_at_exit": 1}
-    assert [name for name, k in stored.items() if not whole(tmp_path / name, k)] == []
+    assert [name for name, k in stored.items() if not saves.loads(tmp_path / name, small_state(k))] == []
     assert only_named_files(tmp_path / "cancel")
     vescale_ckpt.save(tmp_path / "give_up", small_state(3))
     assert only_named_files(tmp_path / "give_up")

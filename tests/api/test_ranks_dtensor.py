@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import assert_same, bits
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -103,12 +103,13 @@ def test_another_number_of_ranks(tmp_path: Path, ranks_before: int, ranks_after:
         run_ranks(ranks_after, _load_sharded, path, pair[1])
 
 
-def _plans(directory: str) -> None:
+@on_ranks(4)
+def test_metadata_equals_stock_metadata(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     state = sharded_state(mesh, [Replicate(), Shard(0)])
     state |= {f"plain {i}": torch.full((i,), i) for i in range(20)} | {"nested": {"list": [torch.ones(2), {"x": 1}]}}
-    ours = save_by("ours", f"{directory}/ours", state)
-    stock = save_by("stock", f"{directory}/stock", state)
+    ours = save_by("ours", f"{tmp_path}/ours", state)
+    stock = save_by("stock", f"{tmp_path}/stock", state)
     assert ours.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
     for key, expected in stock.state_dict_metadata.items():
         found = ours.state_dict_metadata[key]
@@ -119,16 +120,16 @@ def _plans(directory: str) -> None:
         else:
             assert found == expected
     assert ours.planner_data == stock.planner_data
-    assert set(os.listdir(f"{directory}/ours")) == {".metadata", ".metadata.index"} | {
+    assert set(os.listdir(f"{tmp_path}/ours")) == {".metadata", ".metadata.index"} | {
         info.relative_path for info in ours.storage_data.values()
     }
 
 
-def test_metadata_equals_stock_metadata(tmp_path: Path) -> None:
-    run_ranks(4, _plans, str(tmp_path))
-
-
-def _part_of_the_ranks(path: str, saver: str, loader: str) -> None:
+@pytest.mark.parametrize("pair", PAIRS[1:], ids="-to-".join)
+@on_ranks(4)
+def test_mesh_of_some_ranks(tmp_path: Path, pair: tuple[str, str]) -> None:
+    saver, loader = pair
+    path = str(tmp_path / "c")
     mesh = DeviceMesh("cpu", [1, 2])  # ranks 0 and 3 hold nothing of it
     value = torch.arange(50.0).view(10, 5)
     inside = mesh.get_coordinate() is not None
@@ -144,11 +145,6 @@ def _part_of_the_ranks(path: str, saver: str, loader: str) -> None:
     whole = {"a": torch.zeros(10, 5)}
     load_by(loader, path, whole)
     assert_same(whole["a"], value)
-
-
-@pytest.mark.parametrize("pair", PAIRS[1:], ids="-to-".join)
-def test_mesh_of_some_ranks(tmp_path: Path, pair: tuple[str, str]) -> None:
-    run_ranks(4, _part_of_the_ranks, str(tmp_path / "c"), *pair)
 
 
 # --- ShardedTensor
@@ -167,7 +163,11 @@ def _sharded(value: torch.Tensor, dim: int, cuts: list[int]) -> sharded_tensor.S
     return sharded_tensor.init_from_local_shards(shards, list(value.shape))
 
 
-def _sharded_tensors(path: str, saver: str, loader: str) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+@on_ranks(2)
+def test_sharded_tensors(tmp_path: Path, pair: tuple[str, str]) -> None:
+    saver, loader = pair
+    path = str(tmp_path / "c")
     value = torch.arange(60 * 44, dtype=torch.float32).view(60, 44)
     zeros = torch.zeros_like(value)
     save_by(saver, path, {"a": _sharded(value, 0, [7, 30, 31]), "b": {"c": _sharded(value, 1, [1])}})
@@ -190,8 +190,3 @@ def _sharded_tensors(path: str, saver: str, loader: str) -> None:
     target = {"a": distribute_tensor(zeros, mesh, [Shard(1)], src_data_rank=None)}
     load_by(loader, path, target)
     assert_same(target["a"].to_local(), value.tensor_split(2, 1)[dist.get_rank()])
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
-def test_sharded_tensors(tmp_path: Path, pair: tuple[str, str]) -> None:
-    run_ranks(2, _sharded_tensors, str(tmp_path / "c"), *pair)

@@ -21,6 +21,7 @@ from harness.states import (
     at_address,
     bits,
     blank,
+    cut_storage,
     layouts,
     mixed_state,
     random_tensor,
@@ -213,11 +214,6 @@ def _gathered(values: torch.Tensor) -> Any:
     return all_gather_tensor(values, 0, dist.group.WORLD)
 
 
-def _cut(values: torch.Tensor, left: int) -> torch.Tensor:
-    values.untyped_storage().resize_(left)
-    return values
-
-
 def _fake(_: torch.Tensor) -> torch.Tensor:
     from torch._subclasses import FakeTensorMode
 
@@ -232,8 +228,8 @@ ODD: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...], tuple[str, 
     ),
     # TwoTensor is not registered: stock refuses to load it, too.
     "wrapper subclass": (_two, ("UntrustedCheckpointError",), ("right values", "CheckpointError")),
-    "freed storage": (lambda values: _cut(values, 0), ("CheckpointError",), ("CheckpointError",)),
-    "storage cut short": (lambda values: _cut(values, 16), ("CheckpointError",), ("CheckpointError",)),
+    "freed storage": (lambda values: cut_storage(values), ("CheckpointError",), ("CheckpointError",)),
+    "storage cut short": (lambda values: cut_storage(values, 16), ("CheckpointError",), ("CheckpointError",)),
     "collective in flight": (_gathered, ("right values",), ()),
     "zero tensor": (lambda _: torch._efficientzerotensor(1000), ("right values", "CheckpointError"), ()),
     "fake": (_fake, ("CheckpointError",), ()),

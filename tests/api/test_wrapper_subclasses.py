@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import data_files, flip
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import cause
 from harness.snapshots import late_copies
 from harness.wrapper_tensors import Copying, OneScale, Quantized, Uncut, Unknown
@@ -238,23 +238,19 @@ def test_safetensors_files_cannot_hold_it(checkpoint: Path) -> None:
         vescale_ckpt.safetensors.save_file({"q": Quantized.random(ROWS)}, checkpoint.parent / "x.safetensors")
 
 
-def _export_by_dcp(path: Path) -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_dcp_save_into_safetensors_files_refuses_it_on_all_ranks(checkpoint: Path) -> None:
+    """Another planner's plan does not show what it is."""
     errors = []
     for planner in (SavePlanner(), None):
         with pytest.raises(CheckpointException) as caught:
             values = {"q": Quantized.random(ROWS), "x": torch.ones(4)}
-            dcp.save(values, storage_writer=StorageWriter(path, format="safetensors"), planner=planner)
+            dcp.save(values, storage_writer=StorageWriter(checkpoint, format="safetensors"), planner=planner)
         errors.append(str(cause(caught.value)))
         dist.barrier()
-    return errors, sorted(os.listdir(path))
-
-
-def test_dcp_save_into_safetensors_files_refuses_it_on_all_ranks(checkpoint: Path) -> None:
-    """Another planner's plan does not show what it is."""
-    for errors, names in run_ranks(2, _export_by_dcp, checkpoint):
-        assert re.match(r"q: safetensors files cannot hold a \S+\.Quantized, which consists of inner", errors[0])
-        assert re.match("q: safetensors files cannot hold a wrapper subclass, which consists of inner", errors[1])
-        assert names == []
+    assert re.match(r"q: safetensors files cannot hold a \S+\.Quantized, which consists of inner", errors[0])
+    assert re.match("q: safetensors files cannot hold a wrapper subclass, which consists of inner", errors[1])
+    assert os.listdir(checkpoint) == []
 
 
 # --- Commands
@@ -357,34 +353,29 @@ def test_shards_on_other_numbers_of_ranks(checkpoint: Path, writer: str, reader:
     assert whole.bits() == Quantized.random(48).bits()
 
 
+@on_ranks(2)
 def test_ranks_that_read_for_each_other(checkpoint: Path) -> None:
-    run_ranks(2, _save, str(checkpoint), "ours", True)
-    assert run_ranks(2, _load_replica, str(checkpoint)) == [True, True]
-
-
-def _load_replica(path: str) -> bool:
+    _save(str(checkpoint), "ours", True)
     target, plain = Quantized.zeros(48), torch.zeros(3)
-    vescale_ckpt.load(path, {"q": target, "x": plain}, broadcast_checkpoint=True)
+    vescale_ckpt.load(checkpoint, {"q": target, "x": plain}, broadcast_checkpoint=True)
     values = torch.zeros(48, 8)
-    vescale_ckpt.load(path, {"q": values}, broadcast_checkpoint=True)
+    vescale_ckpt.load(checkpoint, {"q": values}, broadcast_checkpoint=True)
     given = Quantized.random(48)
-    return target.bits() == given.bits() and torch.equal(plain, torch.ones(3)) and torch.equal(values, given.values())
+    assert target.bits() == given.bits()
+    assert torch.equal(plain, torch.ones(3)) and torch.equal(values, given.values())
 
 
+@on_ranks(2)
 def test_replicas_are_not_cut(checkpoint: Path) -> None:
     """A plain tensor of this size is written by both ranks, a part each."""
-    assert run_ranks(2, _save_large, str(checkpoint)) == [True, True]
+    given = Quantized.random(1024, 1024)
+    vescale_ckpt.save(checkpoint, {"q": given})
+    vescale_ckpt.save(checkpoint.parent / "plain", {"q": torch.ones(1024, 1024)})
+    target = Quantized.zeros(1024, 1024)
+    vescale_ckpt.load(checkpoint, {"q": target})
+    assert target.bits() == given.bits()
     assert len(vescale_ckpt.inspect(checkpoint).tensors["q"].chunks) == 1
     assert len(vescale_ckpt.inspect(checkpoint.parent / "plain").tensors["q"].chunks) == 2
-
-
-def _save_large(path: str) -> bool:
-    given = Quantized.random(1024, 1024)
-    vescale_ckpt.save(path, {"q": given})
-    vescale_ckpt.save(Path(path).parent / "plain", {"q": torch.ones(1024, 1024)})
-    target = Quantized.zeros(1024, 1024)
-    vescale_ckpt.load(path, {"q": target})
-    return bool(target.bits() == given.bits())
 
 
 @pytest.mark.parametrize(
@@ -397,8 +388,7 @@ def _save_large(path: str) -> bool:
 )
 @pytest.mark.parametrize("reader", ["ours", "ours under stock plans"])
 def test_what_cannot_be_resharded_is_refused(checkpoint: Path, kind: Any, reason: str, reader: str) -> None:
-    run_ranks(2, _save_parts, str(checkpoint), kind.__name__)
-    assert run_ranks(2, _load_parts, str(checkpoint), kind.__name__) == [True, True]
+    run_ranks(2, _save_and_load_parts, str(checkpoint), kind.__name__)
     with pytest.raises((CheckpointError, CheckpointException)) as raised:
         loaded_by(reader, checkpoint, {"q": kind.zeros(48)})
     found: Any = cause(raised.value) if reader != "ours" else raised.value
@@ -410,15 +400,10 @@ def _part(kind: Any, rank: int) -> Any:
     return kind.random(24, seed=rank)
 
 
-def _save_parts(path: str, name: str) -> None:
+def _save_and_load_parts(path: str, name: str) -> None:
     kind = globals()[name]
     mesh = init_device_mesh("cpu", (2,))
     vescale_ckpt.save(path, {"q": DTensor.from_local(_part(kind, dist.get_rank()), mesh, [Shard(0)], run_check=False)})
-
-
-def _load_parts(path: str, name: str) -> bool:
-    kind = globals()[name]
-    mesh = init_device_mesh("cpu", (2,))
     target = DTensor.from_local(kind.zeros(24), mesh, [Shard(0)], run_check=False)
     vescale_ckpt.load(path, {"q": target})
-    return bool(target.to_local().bits() == _part(kind, dist.get_rank()).bits())
+    assert target.to_local().bits() == _part(kind, dist.get_rank()).bits()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.inventories import inventory_of, items
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import real_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,18 +45,6 @@ class Layer(torch.nn.Module):
         self.norm = torch.nn.Linear(24, 1, bias=False)
 
 
-def held_by_a_layer(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[list[Entry], list[Any]]:
-    """On one of four ranks, laid out by torch's own means: the layer's tensors, and the items that the rank has."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    model = Layer().requires_grad_(False)
-    if "tensor" in names:
-        parallelize_module(model, mesh["tensor"], {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
-    fully_shard(model, mesh=mesh[tuple(name for name in names if name != "tensor")])
-    state = model.state_dict()
-    entries = [Entry(name, tuple(tensor.shape), torch.float32) for name, tensor in state.items()]
-    return entries, items(inventory_of(state))
-
-
 @pytest.mark.parametrize(
     ("parallelism", "mesh_shape", "names"),
     [
@@ -67,11 +54,20 @@ def held_by_a_layer(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> tupl
     ],
     ids=["FSDP", "HSDP", "FSDP x TP"],
 )
+@on_ranks(4)
 def test_ranks_hold_what_torch_gives_them(
     parallelism: Parallelism, mesh_shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    for rank, (entries, real) in enumerate(run_ranks(4, held_by_a_layer, mesh_shape, names)):
-        assert items(SimulatedState(entries, parallelism).inventory(rank)) == real
+    """On one of four ranks, laid out by torch's own means: the layer's tensors, and the items that the rank has."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    model = Layer().requires_grad_(False)
+    if "tensor" in names:
+        parallelize_module(model, mesh["tensor"], {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
+    fully_shard(model, mesh=mesh[tuple(name for name in names if name != "tensor")])
+    state = model.state_dict()
+    entries = [Entry(name, tuple(tensor.shape), torch.float32) for name, tensor in state.items()]
+    held = SimulatedState(entries, parallelism).inventory(dist.get_rank())
+    assert items(held) == items(inventory_of(state))
 
 
 @pytest.mark.parametrize("rank", range(8))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
 from harness.inventories import inventory_of, kinds, tensors
-from harness.ranks import in_fork
+from harness.ranks import forked
 from harness.states import real_state
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,20 +25,17 @@ ENTRIES = with_adam(
 )
 
 
-def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
+@forked
+def test_stock_gets_the_items_that_it_makes_itself() -> None:
     """Of one rank, what stock plans of its state and what we make of its inventory; in a process of its own."""
     parallelism = Parallelism(8, fsdp=2, tensor=2)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     state = real_state(ENTRIES, parallelism)
     inventory = inventory_of(state)
-    simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
+    simulated = SimulatedState(ENTRIES, parallelism).inventory(5)
     assert kinds(inventory) == kinds(simulated)
     assert tensors(inventory) == tensors(simulated)
-    return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(stock.save_plan(inventory))
-
-
-def test_stock_gets_the_items_that_it_makes_itself() -> None:
-    real, ours = map(pickle.loads, in_fork(plans_of_rank, 5))
+    real, ours = create_default_local_save_plan(state, False).items, stock.save_plan(inventory)
     assert len(real) == len(ENTRIES)
     assert [item.index for item in ours.items] == [item.index for item in real]
     assert [item.type for item in ours.items] == [item.type for item in real]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.files import only_named_files
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import load, save
 from harness.states import same, state_of_rank, whole_state
 
@@ -119,60 +119,50 @@ def test_a_rank_that_dies_is_named(checkpoint: Path, who: int) -> None:
     assert loads(checkpoint, 1)
 
 
-def _busy(directory: str, on_busy: Any) -> list[str]:
+@pytest.mark.parametrize(("on_busy", "first"), [("skip", True), ("raise", "raised")])
+@on_ranks(4)
+def test_all_ranks_skip_a_save_or_none(checkpoint: Path, on_busy: str, first: object) -> None:
     """Only rank 1's save goes on when the next one begins."""
     release = threading.Event()
     late = steps.before("write what was staged", lambda _: release.wait(BOUND))
     with late if dist.get_rank() == 1 else contextlib.nullcontext():
-        first = vescale_ckpt.save(directory, state_of_rank(1), async_checkpoint=True)
-        told = []
+        saving = vescale_ckpt.save(checkpoint, state_of_rank(1), async_checkpoint=True)
+        told: list[object] = []
         try:
-            told.append(vescale_ckpt.save(directory, state_of_rank(2), on_busy=on_busy).skipped)
+            told.append(vescale_ckpt.save(checkpoint, state_of_rank(2), on_busy=on_busy).skipped)
         except SaveInProgressError:
             told.append("raised")
         release.set()
-        first.result(BOUND)
-    told.append(vescale_ckpt.save(directory, state_of_rank(3), on_busy=on_busy).skipped)
-    assert loads(directory, 3)
-    return told
+        saving.result(BOUND)
+    told.append(vescale_ckpt.save(checkpoint, state_of_rank(3), on_busy=on_busy).skipped)
+    assert loads(checkpoint, 3)
+    assert told == [first, False]
 
 
-@pytest.mark.parametrize(("on_busy", "first"), [("skip", True), ("raise", "raised")])
-def test_all_ranks_skip_a_save_or_none(checkpoint: Path, on_busy: str, first: object) -> None:
-    assert run_ranks(4, _busy, str(checkpoint), on_busy) == [[first, False]] * 4
-
-
-def _groups(directory: str) -> None:
+@on_ranks(4)
+def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
     """A save of each group goes on at the same time."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
     handles = [
-        vescale_ckpt.save(f"{directory} {rank // 2}", {"value": torch.full((1000,), rank // 2), "step": k},
+        vescale_ckpt.save(f"{checkpoint} {rank // 2}", {"value": torch.full((1000,), rank // 2), "step": k},
                           async_checkpoint=True, process_group=mine)
         for k in range(3)
     ]  # fmt: skip
-    everyone = vescale_ckpt.save(directory, state_of_rank(7), async_checkpoint=True)
+    everyone = vescale_ckpt.save(checkpoint, state_of_rank(7), async_checkpoint=True)
     assert [handle.result(BOUND).seconds > 0 for handle in (*handles, everyone)] == [True] * 4
-
-
-def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
-    run_ranks(4, _groups, str(checkpoint))
     assert loads(checkpoint, 7)
-    for group in range(2):
-        found = load(f"{checkpoint} {group}", {"value": torch.zeros(1000, dtype=torch.int64), "step": 0})
-        assert found["step"] == 2 and found["value"].eq(group).all()
+    found = load(f"{checkpoint} {rank // 2}", {"value": torch.zeros(1000, dtype=torch.int64), "step": 0})
+    assert found["step"] == 2 and found["value"].eq(rank // 2).all()
 
 
-def _prepares(directory: str) -> None:
+@on_ranks(2)
+def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
     vescale_ckpt.prepare(state_of_rank(1))
     with mock.patch.object(vescale_ckpt.SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
-        vescale_ckpt.save(directory, state_of_rank(2), async_checkpoint=True).result(BOUND)
+        vescale_ckpt.save(checkpoint, state_of_rank(2), async_checkpoint=True).result(BOUND)
     failing = {**state_of_rank(3), "x": _Unwilling() if dist.get_rank() == 1 else 1}
     with pytest.raises(SaveFailedError, match="today"):
         vescale_ckpt.prepare(failing)
-
-
-def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
-    run_ranks(2, _prepares, str(checkpoint))
     assert loads(checkpoint, 2)

@@ -14,36 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps, stores
-from harness.ranks import run_ranks
-from harness.saves import save_on_nodes
+from harness.children import wait_for
+from harness.ranks import on_ranks, run_ranks
+from harness.saves import save_as
 from harness.snapshots import late_copies, no_snapshot_is_left
+from harness.states import of_rank
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointTimeoutError, SaveCancelledError, StorageFullError
 
 BOUND = 60.0  # seconds after which something counts as hung
-WAYS: dict[str, dict[str, Any]] = {
-    "dcp": {},
-    "nodes": {},
-    "safetensors": {"format": "safetensors"},
-}
 
 
 def _state(fill: float, size: int = 3 << 20) -> dict[str, torch.Tensor]:
     """Of several slots for each rank, so that writing can be held up between them."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return {f"of {rank}": torch.full((size,), fill), "w": torch.full((8,), fill)}
-
-
-def _wait_for(path: Path) -> None:
-    while not path.exists():  # the run has a limit
-        time.sleep(0.01)
-
-
-def _save(way: str, path: Path, state: dict[str, torch.Tensor]) -> vescale_ckpt.SaveHandle:
-    if way == "nodes":  # a folder of each node, as managers have it
-        return save_on_nodes(path, state, async_checkpoint=True)
-    return vescale_ckpt.save(path, state, **WAYS[way], async_checkpoint=True)
+    return of_rank(fill, size)
 
 
 @contextlib.contextmanager
@@ -61,19 +46,19 @@ def _held_at(moment: str, cancelled: Path, calls: bool = True) -> Any:
         with _slow_writes() if calls else contextlib.nullcontext():
             yield
     else:
-        late = steps.behind("finish files", lambda *_: _wait_for(cancelled))
+        late = steps.behind("finish files", lambda *_: wait_for(cancelled))
         with late if rank == 0 else contextlib.nullcontext():
             yield
 
 
 def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     rank, path, cancelled = dist.get_rank(), directory / "c", directory / "cancelled"
-    _save(way, path, _state(1)).result(BOUND)
+    save_as(way, path, _state(1), async_checkpoint=True).result(BOUND)
     dist.barrier()
     before = sorted(os.listdir(path))
     dist.barrier()
     with _held_at(moment, cancelled, rank in callers):
-        handle = _save(way, path, _state(2))
+        handle = save_as(way, path, _state(2), async_checkpoint=True)
         dist.barrier()
         if rank in callers:
             if moment == "when others have written":
@@ -90,7 +75,7 @@ def _cancels(way: str, moment: str, callers: list[int], directory: Path) -> Any:
     after = sorted(os.listdir(path))
     kept = {key: float(value[0]) for key, value in vescale_ckpt.load(path).items()}
     dist.barrier()
-    _save(way, path, _state(3)).result(BOUND)  # the cancel before does not reach it
+    save_as(way, path, _state(3), async_checkpoint=True).result(BOUND)  # the cancel before does not reach it
     dist.barrier()
     new = {float(value[0]) for value in vescale_ckpt.load(path).values()}
     assert no_snapshot_is_left()
@@ -104,7 +89,7 @@ def _wait_for_gather(handle: vescale_ckpt.SaveHandle) -> None:
 
 
 @pytest.mark.parametrize("callers", [[0], [1], [0, 1, 2]])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["dcp", "nodes", "safetensors"])
 def test_one_rank_that_cancels_is_enough(way: str, callers: list[int], tmp_path: Path) -> None:
     _check(run_ranks(3, _cancels, way, "while it writes", callers, tmp_path), callers)
 
@@ -122,9 +107,11 @@ def test_a_rank_that_has_written_cancels_for_one_that_has_not(tmp_path: Path) ->
     _check(run_ranks(3, _cancels, "dcp", "when others have written", [2], tmp_path), [2])
 
 
-def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
+@pytest.mark.parametrize("canceller", [0, 1])
+@on_ranks(2)
+def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
     """The save is asynchronous on the rank that cancels it, and synchronous on the other, which writes longer."""
-    path, cancelled = directory / "c", directory / "cancelled"
+    path, cancelled = tmp_path / "c", tmp_path / "cancelled"
     vescale_ckpt.save(path, _state(1))
     said = None
     try:
@@ -135,7 +122,7 @@ def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
             cancelled.touch()
             handle.result(BOUND)
         else:
-            with steps.behind("finish files", lambda *_: _wait_for(cancelled)):
+            with steps.behind("finish files", lambda *_: wait_for(cancelled)):
                 vescale_ckpt.save(path, _state(2))
     except SaveCancelledError as error:
         by = error.cancelled_by
@@ -143,85 +130,71 @@ def _meets_a_synchronous_save(canceller: int, directory: Path) -> Any:
     before = float(vescale_ckpt.load(path)["w"][0])
     dist.barrier()
     vescale_ckpt.save(path, _state(3))
-    return said, by, before, float(vescale_ckpt.load(path)["w"][0])
+    after = float(vescale_ckpt.load(path)["w"][0])
+    assert (said, by, before, after) == (dist.get_rank() == canceller or None, canceller, 1.0, 3.0)
 
 
-@pytest.mark.parametrize("canceller", [0, 1])
-def test_a_cancelled_save_that_is_synchronous_on_another_rank(canceller: int, tmp_path: Path) -> None:
-    answers = run_ranks(2, _meets_a_synchronous_save, canceller, tmp_path)
-    assert answers == [(rank == canceller or None, canceller, 1.0, 3.0) for rank in range(2)]
-
-
-def _behind_a_gate(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3 << 20))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     state = {"w": weight}
     with late_copies() as begin:
-        handle = vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer)
+        handle = vescale_ckpt.save(tmp_path / "c", state, async_checkpoint=True, gate=optimizer)
         assert not handle.staged.done()
         said = handle.cancel() if dist.get_rank() == 1 else None
         if said:
-            (directory / "cancelled").touch()
-        _wait_for(directory / "cancelled")
+            (tmp_path / "cancelled").touch()
+        wait_for(tmp_path / "cancelled")
         begin.set()
         error = handle.exception(BOUND)
         weight.grad = torch.ones(3 << 20)
         optimizer.step()  # does not wait for ever, and raises nothing
     dist.barrier()
-    left = os.listdir(directory / "c")
+    left = os.listdir(tmp_path / "c")
     dist.barrier()
-    vescale_ckpt.save(directory / "c", state, async_checkpoint=True, gate=optimizer).result(BOUND)
-    return said, type(error).__name__, left, float(vescale_ckpt.load(directory / "c")["w"][0])
-
-
-def test_a_save_is_cancelled_before_its_copy_is_complete(tmp_path: Path) -> None:
-    assert run_ranks(2, _behind_a_gate, tmp_path) == [
+    vescale_ckpt.save(tmp_path / "c", state, async_checkpoint=True, gate=optimizer).result(BOUND)
+    assert (said, type(error).__name__, left, float(vescale_ckpt.load(tmp_path / "c")["w"][0])) == (
         (None, "SaveCancelledError", [], 0.0),
         (True, "SaveCancelledError", [], 0.0),
-    ]
+    )[dist.get_rank()]
 
 
-def _fails_first(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
     """Rank 1 has failed when rank 0 cancels."""
     rank = dist.get_rank()
     if rank == 1:
         faults.inject("write", errno.ENOSPC, 0, 10**6)
 
     def hold(*_: Any) -> None:
-        (directory / "failed").touch()
-        _wait_for(directory / "cancelled")
+        (tmp_path / "failed").touch()
+        wait_for(tmp_path / "cancelled")
 
     has_failed = steps.behind("ask the store for the first word", hold)
     with has_failed if rank == 1 else contextlib.nullcontext():
-        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+        handle = vescale_ckpt.save(tmp_path / "c", _state(1), async_checkpoint=True)
         said = None
         if rank == 0:
-            _wait_for(directory / "failed")
+            wait_for(tmp_path / "failed")
             said = handle.cancel()
-            (directory / "cancelled").touch()
+            (tmp_path / "cancelled").touch()
         with pytest.raises(StorageFullError):
             handle.result(BOUND)
     faults.clear()
-    return said
+    assert said == (False, None)[dist.get_rank()]
 
 
-def test_a_save_that_has_failed_is_not_cancelled(tmp_path: Path) -> None:
-    assert run_ranks(2, _fails_first, tmp_path) == [False, None]
-
-
-def _without_the_store(directory: Path) -> Any:
-    with _held_at("when others have written", directory / "go on"):
-        handle = vescale_ckpt.save(directory / "c", _state(1), async_checkpoint=True)
+@on_ranks(2)
+def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
+    with _held_at("when others have written", tmp_path / "go on"):
+        handle = vescale_ckpt.save(tmp_path / "c", _state(1), async_checkpoint=True)
         with steps.failing("ask the store for the first word", steps.StoreGoneError()):
             with pytest.raises(CheckpointTimeoutError):
                 handle.cancel()
             dist.barrier()
-        (directory / "go on").touch()
-        return handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(directory / "c")["w"][0])
-
-
-def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
-    assert run_ranks(2, _without_the_store, tmp_path) == [(True, 1.0)] * 2
+        (tmp_path / "go on").touch()
+        assert (handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(tmp_path / "c")["w"][0])) == (True, 1.0)
 
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])

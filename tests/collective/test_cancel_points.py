@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import steps
+from harness.children import wait_for
 from harness.ranks import run_ranks
-from harness.saves import save_on_nodes
+from harness.saves import save_as
 
 import vescale_ckpt
 from vescale_ckpt import SaveCancelledError
@@ -33,10 +33,7 @@ def _state(step: int) -> dict[str, torch.Tensor]:
 
 
 def _save(layout: str, path: Path, step: int) -> vescale_ckpt.SaveHandle:
-    if layout == "nodes":  # a folder of each node, as managers have it
-        return save_on_nodes(path, _state(step), async_checkpoint=True)
-    format: Any = "safetensors" if layout == "safetensors" else "dcp"
-    return vescale_ckpt.save(path, _state(step), format=format, async_checkpoint=True)
+    return save_as(layout, path, _state(step), async_checkpoint=True)
 
 
 def _at(point: str, layout: str, action: Any) -> Any:
@@ -46,13 +43,6 @@ def _at(point: str, layout: str, action: Any) -> Any:
         return steps.before("may commit", action)
     place = steps.before if point == "before the commit" else steps.behind
     return place(LAYOUTS[layout], action)
-
-
-def _wait_for(path: Path) -> None:
-    until = time.monotonic() + BOUND
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.005)
 
 
 def _stored_step(path: Path) -> int:
@@ -75,13 +65,13 @@ def _cancelled_at(layout: str, point: str, callers: tuple[int, ...], folder: Pat
     def hold(*_: Any, **__: Any) -> None:
         there.touch()
         for file in called:
-            _wait_for(file)
+            wait_for(file)
 
     with _at(point, layout, hold) if rank == 0 else steps.before("may commit", lambda *_: None):
         handle = _save(layout, path, 2)
         answer = False
         if rank in callers:
-            _wait_for(there)
+            wait_for(there)
             answer = handle.cancel()
             (folder / f"called {rank}").touch()
         error = handle.exception(BOUND)
@@ -124,13 +114,13 @@ def _killed_at(layout: str, point: str, folder: Path) -> None:
 
     def die(*_: Any, **__: Any) -> None:
         (folder / "there").touch()
-        _wait_for(folder / "called")
+        wait_for(folder / "called")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with _at(point, layout, die) if rank == 0 else steps.before("may commit", lambda *_: None):
         handle = _save(layout, path, 2)
         if rank == 1:
-            _wait_for(folder / "there")
+            wait_for(folder / "there")
             (folder / ("True" if handle.cancel() else "False")).touch()
             (folder / "called").touch()
         handle.result(BOUND)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
 from harness.children import Shared, fork, kill, wait_until
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, UntrustedCheckpointError
@@ -162,30 +162,26 @@ def test_a_copy_that_cannot_be_written_is_only_missing(tmp_path: Path, caplog: p
     assert (tmp_path / "meta.pt").read_bytes() == files(2)["meta.pt"]
 
 
-def _given_by(directory: Path) -> tuple[dict[str, bytes], list[str]]:
+@on_ranks(2)
+def test_of_several_ranks_those_of_rank_0_count_and_all_get_them(tmp_path: Path) -> None:
     rank = dist.get_rank()
     given = files(rank) if rank == 0 else {"of_rank_1": b""}
     weights = torch.full((3000, 100), 1.0)
-    vescale_ckpt.save(directory, {"w": weights, "k": 1}, extra_files=given, timeout=60)
+    vescale_ckpt.save(tmp_path, {"w": weights, "k": 1}, extra_files=given, timeout=60)
     found: dict[str, bytes] = {}
-    vescale_ckpt.load(directory, {"w": weights, "k": 0}, extra_files=found, broadcast_checkpoint=True, timeout=60)
-    return found, sorted(path.name for path in directory.iterdir() if not path.name.startswith(("_", ".")))
+    vescale_ckpt.load(tmp_path, {"w": weights, "k": 0}, extra_files=found, broadcast_checkpoint=True, timeout=60)
+    assert (found, sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(("_", ".")))) == (
+        files(0),
+        sorted(files(0)),
+    )
 
 
-def test_of_several_ranks_those_of_rank_0_count_and_all_get_them(tmp_path: Path) -> None:
-    assert run_ranks(2, _given_by, tmp_path) == [(files(0), sorted(files(0)))] * 2
-
-
-def _wrong_on_one(directory: Path) -> str:
+@on_ranks(2)
+def test_a_wrong_name_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     given = {"f": b""} if dist.get_rank() == 0 else {"a/b": b""}
     with pytest.raises(CheckpointError) as raised:
-        vescale_ckpt.save(directory, {"w": torch.ones(10)}, extra_files=given, timeout=60)
-    return str(raised.value)
-
-
-def test_a_wrong_name_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(2, _wrong_on_one, tmp_path):
-        assert "'a/b'" in text
+        vescale_ckpt.save(tmp_path, {"w": torch.ones(10)}, extra_files=given, timeout=60)
+    assert "'a/b'" in str(raised.value)
     assert not (tmp_path / ".metadata").exists()
 
 

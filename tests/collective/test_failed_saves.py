@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, saves, steps
 from harness.files import only_named_files
-from harness.ranks import RankDiedError, run_ranks
+from harness.ranks import RankDiedError, on_ranks, run_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, load, replicated, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -72,12 +72,18 @@ def _room_for_half(content: bytes, _index: bytes) -> Any:
     return faults.files_of_at_most(len(content) // 2)
 
 
-PHASES = ["flatten", "pickle", "describe", "freed", "per rank", "write"]
+FAILURES = [
+    *((phase, way, broken) for phase in ("flatten", "pickle", "describe", "freed", "per rank", "write")
+      for way, broken in (("dcp", 1), ("ours", 0))),
+    *((phase, way, 0) for phase in ("metadata", "rename") for way in WAYS),  # of the commit, by the coordinator
+]  # fmt: skip
 
 
-def _fail(way: str, directory: str, phase: str, broken: int) -> None:
+@pytest.mark.parametrize(("phase", "way", "broken"), FAILURES)
+@on_ranks(2, timeout=BOUND)
+def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, phase: str, way: str, broken: int) -> None:
     planner = SavePlanner()
-    path = f"{directory}/c"
+    path = f"{tmp_path}/c"
 
     def state_of(k: int) -> dict[str, Any]:
         return {**replicated(k), f"of rank {dist.get_rank()}": {1, k}}
@@ -104,18 +110,6 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
         assert_same(load(path, state), state)
     left = {name for name in os.listdir(path) if name.endswith(".distcp")}
     assert len(left) == 2, left
-
-
-@pytest.mark.parametrize(("way", "broken"), [("dcp", 1), ("ours", 0)])
-@pytest.mark.parametrize("phase", PHASES)
-def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, way: str, phase: str, broken: int) -> None:
-    run_ranks(2, _fail, way, str(tmp_path), phase, broken, timeout=BOUND)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("phase", ["metadata", "rename"])
-def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str, phase: str) -> None:
-    run_ranks(2, _fail, way, str(tmp_path), phase, 0, timeout=BOUND)
 
 
 def _die(directory: str, phase: str, who: int) -> None:
@@ -149,7 +143,9 @@ def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who:
     assert only_named_files(tmp_path / "c")
 
 
-def _leaks(way: str, directory: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
+def test_nothing_grows_from_save_to_save(tmp_path: Path, way: str) -> None:
     planner, load_planner = SavePlanner(), LoadPlanner()
     counts = []
     for k in range(10):
@@ -158,16 +154,11 @@ def _leaks(way: str, directory: str) -> None:
             if dist.get_rank():
                 state["bomb"] = _Bomb()
             with pytest.raises(ERRORS):
-                save(way, f"{directory}/c", state, planner)
+                save(way, f"{tmp_path}/c", state, planner)
         else:
-            save(way, f"{directory}/c", state, planner)
-            dcp.load(replicated(0), storage_reader=StorageReader(f"{directory}/c"), planner=load_planner)
+            save(way, f"{tmp_path}/c", state, planner)
+            dcp.load(replicated(0), storage_reader=StorageReader(f"{tmp_path}/c"), planner=load_planner)
         del state
         gc.collect()
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert counts[-1][0] <= counts[3][0] + 1 and counts[-1][1] <= counts[3][1], counts
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_grows_from_save_to_save(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _leaks, way, str(tmp_path), timeout=BOUND)

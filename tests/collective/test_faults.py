@@ -22,12 +22,11 @@ from harness import faults, steps
 from harness.children import in_child
 from harness.faults import fault
 from harness.files import data_files, drop_from_cache, only_named_files
-from harness.ranks import run_ranks
+from harness.machines import mount_small, unmount
+from harness.ranks import forked, on_ranks
 from harness.saves import cause, load, outcome, save
-from harness.states import State, same, small_state, state
+from harness.states import State, same, small_state, state, state_of_rank
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -313,14 +312,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount")
     mount = tmp_path / "disk"
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "vescale_ckpt_test", str(mount)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr}")
     try:
-        yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
+        mount_small(str(mount), 16 * MiB)
+    except OSError as error:
+        pytest.skip(f"cannot mount a tmpfs here: {error}")
+    yield mount
+    unmount(str(mount))
 
 
 @pytest.mark.root
@@ -416,6 +413,10 @@ def test_a_disk_that_is_full_within_the_metadata_keeps_the_old_checkpoint(small_
     assert outcome(directory, long_names) is None and only_named_files(directory)
 
 
+def _index_of(directory: Path) -> bytes:
+    return (directory / ".metadata.index").read_bytes()
+
+
 @pytest.mark.parametrize("way", ["dcp", "async"])
 def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(checkpoint: Path, way: str) -> None:
     room = -1
@@ -427,6 +428,7 @@ def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(c
 
     for share in (0.0, 0.5, 1.0):
         save(checkpoint, state(1))
+        old = _index_of(checkpoint)
         with steps.around_metadata(limit):
             if way == "dcp":
                 failure = failed_save(checkpoint, state(2))
@@ -436,13 +438,10 @@ def test_metadata_of_which_only_a_part_can_be_written_keeps_the_old_checkpoint(c
                 failure = raised.value
         assert isinstance(failure, StorageFullError) and failure.needed > room and (room > 0) == (share > 0)
         assert f"{checkpoint}/.metadata.tmp." in str(failure) and f"at offset {room}: File too large" in str(failure)
+        assert _index_of(checkpoint) == old
         assert only_named_files(checkpoint) and outcome(checkpoint, state(1)) is None
     save(checkpoint, state(2))
     assert outcome(checkpoint, state(2)) is None and only_named_files(checkpoint)
-
-
-def _index_of(directory: Path) -> bytes:
-    return (directory / ".metadata.index").read_bytes()
 
 
 def _interrupt(*_: Any, **__: Any) -> None:
@@ -483,28 +482,16 @@ def test_metadata_that_is_written_and_not_committed_is_removed(checkpoint: Path,
     assert outcome(checkpoint, state(2)) is None and only_named_files(checkpoint)
 
 
-def test_metadata_without_room_leaves_the_old_index(checkpoint: Path) -> None:
-    save(checkpoint, state(1))
-    old = _index_of(checkpoint)
-    with steps.around_metadata(lambda content, _: faults.files_of_at_most(len(content) - 1)):
-        assert isinstance(failed_save(checkpoint, state(2)), StorageFullError)
-    assert _index_of(checkpoint) == old
-
-
+@forked
 def test_a_limit_on_file_sizes_is_a_named_error(checkpoint: Path) -> None:
     save(checkpoint, state(1))
-    answer = in_child(save_within, checkpoint, 1 * MiB)
-    assert "File too large" in answer.value and "ulimit -f" in answer.value and f"{MiB:,} bytes" in answer.value
-    assert "no room" not in answer.value
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, MiB))
+    failure = failed_save(checkpoint, state(2))
+    assert isinstance(failure, StorageFullError)
+    assert "File too large" in str(failure) and "ulimit -f" in str(failure) and f"{MiB:,} bytes" in str(failure)
+    assert "no room" not in str(failure)
     assert only_named_files(checkpoint)
     assert outcome(checkpoint, state(1)) is None
-
-
-def save_within(directory: Path, most: int) -> str:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    failure = failed_save(directory, state(2))
-    assert isinstance(failure, StorageFullError)
-    return str(failure)
 
 
 def test_a_quota_is_named(checkpoint: Path) -> None:
@@ -532,18 +519,14 @@ def test_a_file_system_without_inodes_is_named(small_disk: Path, format: str) ->
         vescale_ckpt.save(small_disk / "deep" / "er", {"a": torch.ones(1)})
 
 
+@forked
 def test_a_limit_on_open_files_does_not_bind(checkpoint: Path) -> None:
-    answer = in_child(save_with_few_files, checkpoint)
-    assert answer.value
-
-
-def save_with_few_files(directory: Path) -> bool:
     """More data files than the process may have open."""
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 140, used + 140))
     values = {f"tensor {i}": torch.full((3,), float(i)) for i in range(200)}
-    save(directory, values, single_file_per_rank=False)
-    return outcome(directory, values) is None
+    save(checkpoint, values, single_file_per_rank=False)
+    assert outcome(checkpoint, values) is None
 
 
 # --- Paths that cannot be saved to
@@ -609,30 +592,17 @@ def raising(kind: type, method: str, rank: int) -> type:
     return type(f"Raising{kind.__name__}", (kind,), {method: fail})
 
 
-def sharded_state(k: int) -> State:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(512 * 1024, dtype=torch.float32).add_(k).view(1024, 512)
-    rows = whole.chunk(dist.get_world_size())[dist.get_rank()]
-    return {
-        "rows": DTensor.from_local(rows.clone(), mesh, [Shard(0)]),
-        "same": DTensor.from_local(torch.full((100,), float(k)), mesh, [Replicate()]),
-        "plain": torch.full((7,), float(k)),
-        "step": k,
-    }
-
-
-def locals_of(values: State) -> State:
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()}
-
-
 def save_on_ranks(directory: Path, k: int, writer: type[StorageWriter] = StorageWriter) -> None:
-    dcp.save(sharded_state(k), storage_writer=writer(directory), planner=SavePlanner())
+    dcp.save(state_of_rank(k), storage_writer=writer(directory), planner=SavePlanner())
 
 
 def check_on_ranks(directory: Path, k: int, reader: type[StorageReader] = StorageReader) -> None:
-    values = sharded_state(-1)
+    values = state_of_rank(-1)
     dcp.load(values, storage_reader=reader(directory), planner=LoadPlanner())
-    assert same(locals_of(values), locals_of(sharded_state(k)))
+    expected = state_of_rank(k)
+    for held in (values, expected):
+        held["rows"] = held["rows"].to_local()
+    assert same(values, expected)
 
 
 def expect_failure(message: str, function: Any, *args: Any) -> None:
@@ -640,59 +610,53 @@ def expect_failure(message: str, function: Any, *args: Any) -> None:
         function(*args)
 
 
-def fail_at_every_call(directory: Path, kind: type) -> int:
-    """How many failures were tried, each on one rank, the first and the last, in one method of a writer or reader."""
+@pytest.mark.parametrize(("kind", "failures"), [(StorageWriter, 10), (StorageReader, 9)])
+@on_ranks(4, timeout=BOUND)
+def test_a_rank_that_raises_fails_all_and_changes_nothing(checkpoint: Path, kind: type, failures: int) -> None:
+    """Each failure on one rank, the first and the last, in one method of a writer or reader."""
     tried = 0
-    save_on_ranks(directory, 1)
+    save_on_ranks(checkpoint, 1)
     for method in WRITER_CALLS if kind is StorageWriter else READER_CALLS:
         for rank in (0,) if method in COORDINATOR_ONLY else (0, dist.get_world_size() - 1):
             failing = raising(kind, method, rank)
             if kind is StorageWriter:
-                expect_failure(f"{method} on rank {rank}", save_on_ranks, directory, 2, failing)
+                expect_failure(f"{method} on rank {rank}", save_on_ranks, checkpoint, 2, failing)
             else:
                 told = f"{method} on rank {rank}"
                 if method == "read_metadata":  # torch 2.11 tells in other words that there is none
                     told += "|metadata is None"
-                expect_failure(told, check_on_ranks, directory, 1, failing)
-            check_on_ranks(directory, 1)
-            save_on_ranks(directory, 1)
+                expect_failure(told, check_on_ranks, checkpoint, 1, failing)
+            check_on_ranks(checkpoint, 1)
+            save_on_ranks(checkpoint, 1)
             if dist.get_rank() == 0:
-                assert only_named_files(directory)
+                assert only_named_files(checkpoint)
             dist.barrier()
             tried += 1
-    save_on_ranks(directory, 3)
-    check_on_ranks(directory, 3)
-    return tried
+    save_on_ranks(checkpoint, 3)
+    check_on_ranks(checkpoint, 3)
+    assert tried == failures
 
 
-@pytest.mark.parametrize(("kind", "failures"), [(StorageWriter, 10), (StorageReader, 9)])
-def test_a_rank_that_raises_fails_all_and_changes_nothing(checkpoint: Path, kind: type, failures: int) -> None:
-    assert run_ranks(4, fail_at_every_call, checkpoint, kind, timeout=BOUND) == [failures] * 4
-
-
-def fail_at_system_calls(directory: Path, failing: int) -> None:
-    save_on_ranks(directory, 1)
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2, timeout=BOUND)
+def test_a_rank_whose_disk_fails_fails_all(checkpoint: Path, failing: int) -> None:
+    save_on_ranks(checkpoint, 1)
     for call in ("open", "write", "allocate", "truncate", "sync", "space"):
         if dist.get_rank() == failing:
             faults.inject(call, errno.EIO, times=100)
-        expect_failure(os.strerror(errno.EIO), save_on_ranks, directory, 2)
+        expect_failure(os.strerror(errno.EIO), save_on_ranks, checkpoint, 2)
         faults.clear()
-        check_on_ranks(directory, 1)
-        save_on_ranks(directory, 1)
+        check_on_ranks(checkpoint, 1)
+        save_on_ranks(checkpoint, 1)
         if dist.get_rank() == 0:
-            assert only_named_files(directory)
+            assert only_named_files(checkpoint)
         dist.barrier()
     for call in ("open", "read"):
         if dist.get_rank() == failing:
             faults.inject(call, errno.EIO, times=100)
-        expect_failure(os.strerror(errno.EIO), check_on_ranks, directory, 1)
+        expect_failure(os.strerror(errno.EIO), check_on_ranks, checkpoint, 1)
         faults.clear()
-        check_on_ranks(directory, 1)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_disk_fails_fails_all(checkpoint: Path, failing: int) -> None:
-    run_ranks(2, fail_at_system_calls, checkpoint, failing, timeout=BOUND)
+        check_on_ranks(checkpoint, 1)
 
 
 # --- Forks

@@ -4,9 +4,9 @@ cause, no object is given anything, and the next load works."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
-from harness.ranks import run_ranks
+from harness.children import wait_for
+from harness.ranks import on_ranks, run_ranks
 from harness.states import MiB, Witness, assert_same, sharded
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -184,22 +185,19 @@ def test_all_ranks_hear_who_failed_and_why(checkpoint: Path) -> None:
         assert told[:2] == (kind.__name__, rank) and text in told[2], f"{name}: {told}"
 
 
-def _without_memory(directory: Path) -> None:
+@on_ranks(RANKS)
+def test_a_rank_without_memory_for_rounds_is_no_failure(checkpoint: Path) -> None:
     """Each rank reads for itself then."""
-    _prepare(directory)
+    _prepare(checkpoint)
     for patch in (
         _failing("memfd_create", OSError(24, "no more")),
         _failing("share memory in a node", steps.EngineError("no room")),
     ):
         target = Target()
         with patch() if dist.get_rank() == 1 else contextlib.nullcontext():
-            report = vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=FOREVER)
+            report = vescale_ckpt.load(checkpoint, target.state, broadcast_checkpoint=True, timeout=FOREVER)
         target.assert_filled()
         assert report.stats.shared_bytes == 0
-
-
-def test_a_rank_without_memory_for_rounds_is_no_failure(checkpoint: Path) -> None:
-    run_ranks(RANKS, _without_memory, checkpoint)
 
 
 # --- Dead and late ranks
@@ -256,11 +254,7 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
         step, after = STOPS[where]
         given_up = directory / f"{where} was given up"
 
-        def wait(given_up: Path = given_up) -> None:
-            while not given_up.exists():
-                time.sleep(0.05)
-
-        with _hanging(step, wait, after) if late else contextlib.nullcontext():
+        with _hanging(step, functools.partial(wait_for, given_up), after) if late else contextlib.nullcontext():
             error = _raised(directory, Target(), SHORT)
         given_up.touch()
         assert isinstance(error, CheckpointTimeoutError), f"{where}: {error}"

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import DTYPES, MiB
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
@@ -261,7 +261,8 @@ def test_any_boxes_of_any_ranks_come_back_in_any_others(checkpoint: Path, stock:
             value.assert_in(loaded[key], None, f"{seed=} {stock=} {key}")
 
 
-def _shards_without_memory(directory: Path) -> None:
+@on_ranks(RANKS)
+def test_shards_without_memory_get_some(checkpoint: Path) -> None:
     value = Value(np.random.default_rng(1))
     layout = cut(value.shape, np.random.default_rng(2), most=9)
     mine = [number % RANKS == dist.get_rank() for number in range(len(layout))]
@@ -270,20 +271,16 @@ def _shards_without_memory(directory: Path) -> None:
     def target() -> ShardedTensor:
         return sharded(value, layout, mine, [zeros(box.size, value.dtype) for box in boxes])
 
-    vescale_ckpt.save(directory, {"w": value.tensor()})
+    vescale_ckpt.save(checkpoint, {"w": value.tensor()})
     freed, meta = target(), target()
     for shard in freed.local_shards():
         shard.tensor.untyped_storage().resize_(0)
     for shard in meta.local_shards():
         shard.tensor = shard.tensor.to("meta")
     for tensor in (freed, meta):
-        vescale_ckpt.load(directory, {"w": tensor})
+        vescale_ckpt.load(checkpoint, {"w": tensor})
         for box, shard in zip(boxes, tensor.local_shards(), strict=True):
             value.assert_in(shard.tensor, box, "w")
-
-
-def test_shards_without_memory_get_some(checkpoint: Path) -> None:
-    run_ranks(RANKS, _shards_without_memory, checkpoint)
 
 
 def test_a_planner_that_gives_a_tensor_without_memory_is_told(checkpoint: Path) -> None:

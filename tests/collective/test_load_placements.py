@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import StridedShard, assert_same, bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -159,7 +159,8 @@ def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in module.state_dict().items() if isinstance(value, DTensor)}
 
 
-def _fsdp_over_tp(directory: Path) -> None:
+@on_ranks(4)
+def test_models_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     line = init_device_mesh("cpu", (4,))
     for features in (8, 22):  # 22 rows: uneven chunks of chunks
@@ -167,7 +168,7 @@ def _fsdp_over_tp(directory: Path) -> None:
         weight = models["grid"].state_dict()["0.weight"]
         assert any(isinstance(placement, StridedShard) for placement in weight.placements)
         for saver in models:
-            path = directory / f"{features} {saver}"
+            path = tmp_path / f"{features} {saver}"
             vescale_ckpt.save(path, {"model": models[saver]})
             saved = _whole(models[saver])
             for loader, module in models.items():
@@ -179,11 +180,8 @@ def _fsdp_over_tp(directory: Path) -> None:
                     assert_same(_whole(module), saved, f"{features} {saver} -> {loader}")
 
 
-def test_models_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
-    run_ranks(4, _fsdp_over_tp, tmp_path)
-
-
-def _fewer_rows_than_ranks(directory: Path) -> None:
+@on_ranks(4, timeout=120)
+def test_fewer_rows_than_ranks_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     """Some ranks hold (0, 0) where the placements mean (2, 0). Torch's own `full_tensor` hangs on such shards."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     for features in (1, 0):
@@ -191,7 +189,7 @@ def _fewer_rows_than_ranks(directory: Path) -> None:
         state = module.state_dict()
         locals_of = {name: value.to_local() for name, value in state.items()}
         saved = {name: value.clone() for name, value in locals_of.items()}
-        ours, stock, written = (directory / f"{features} {name}" for name in ("ours", "stock", "written"))
+        ours, stock, written = (tmp_path / f"{features} {name}" for name in ("ours", "stock", "written"))
         vescale_ckpt.save(ours, {"model": module})
         dcp.save({"model": state}, checkpoint_id=stock)
         dcp.save({"model": state}, storage_writer=vescale_ckpt.StorageWriter(written))
@@ -206,7 +204,3 @@ def _fewer_rows_than_ranks(directory: Path) -> None:
                 else:
                     vescale_ckpt.load(path, {"model": module})
                 assert_same(locals_of, saved, f"{path}, {by_stock=}")
-
-
-def test_fewer_rows_than_ranks_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
-    run_ranks(4, _fewer_rows_than_ranks, tmp_path, timeout=120)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import steps
+from harness.children import wait_for
 from harness.files import only_named_files
 from harness.many_ranks import many_ranks
 from harness.ranks import RankDiedError
@@ -98,8 +99,7 @@ def _without(victim: int, trouble: Trouble, folder: str) -> Told | None:
     rank, size = dist.get_rank(), dist.get_world_size()
     over, pid = Path(f"{folder}.over"), Path(f"{folder}.pid")
     if rank == victim and trouble == "late":
-        while not over.exists():  # not for ever: the run has a limit
-            time.sleep(0.05)
+        wait_for(over)
     elif rank == victim:
         pid.write_text(str(os.getpid()))
         number = signal.SIGKILL if trouble == "killed" else signal.SIGSTOP

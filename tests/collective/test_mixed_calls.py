@@ -7,7 +7,6 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import steps
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
+from harness.saves import error_of
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointManager
 
 TIMEOUT = 0.4  # seconds after which ranks give up where they call different things
 FOREVER = 20.0
@@ -107,26 +107,18 @@ def _mixed_up(directory: Path, pairs: list[tuple[str, str]], confused: int) -> l
     job, wrong = _Job(directory), []
     for pair in pairs:
         job.timeout = TIMEOUT
-        error = _error_of(getattr(job, pair[dist.get_rank() == confused]))
+        error = error_of(getattr(job, pair[dist.get_rank() == confused]))
         if (error is None) != (set(pair) == ALIKE):
             wrong.append(f"{pair}: {error}")
         if error is not None and not re.search("last seen in: |in different places: |with different", str(error)):
             wrong.append(f"{pair}: it does not say what the others called: {error}")
         job.timeout = FOREVER
         for name in pair:
-            if (error := _error_of(getattr(job, name))) is not None:
+            if (error := error_of(getattr(job, name))) is not None:
                 wrong.append(f"after {pair}: {name}: {type(error).__name__}: {error}")
     dist.barrier()
     wrong.extend(f"left: {path}" for path in directory.rglob("*tmp*"))
     return wrong
-
-
-def _error_of(call: Callable[[], object]) -> CheckpointError | None:
-    try:
-        call()
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def _check(ranks: int, directory: Path, pairs: list[tuple[str, str]], confused: int) -> None:
@@ -151,38 +143,32 @@ def test_one_of_three_ranks_is_confused(tmp_path: Path, confused: int) -> None:
     _check(3, tmp_path, pairs, confused)
 
 
-def _beside_a_running_save(directory: Path) -> list[str]:
-    job, release = _Job(directory), threading.Event()
+@on_ranks(2)
+def test_a_save_in_the_background_goes_on(tmp_path: Path) -> None:
+    job, release = _Job(tmp_path), threading.Event()
     with steps.before("write what was staged", lambda _: release.wait(FOREVER)):
-        handle = vescale_ckpt.save(directory / "c", _state(), async_checkpoint=True, timeout=FOREVER)
+        handle = vescale_ckpt.save(tmp_path / "c", _state(), async_checkpoint=True, timeout=FOREVER)
         job.timeout = TIMEOUT
-        assert _error_of(job.latest if dist.get_rank() else job.load) is not None
+        assert error_of(job.latest if dist.get_rank() else job.load) is not None
         job.timeout = FOREVER
         release.set()
     handle.result(FOREVER)
     after = [job.load, job.save_async, job.latest, job.save]
-    return [str(error) for error in map(_error_of, after) if error is not None]
+    assert [str(error) for error in map(error_of, after) if error is not None] == []
 
 
-def test_a_save_in_the_background_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(2, _beside_a_running_save, tmp_path) == [[], []]
-
-
-def _a_save_fails_without_the_store(directory: Path) -> list[str]:
+@on_ranks(2)
+def test_a_rank_without_the_store_counts_failures_as_others_do(tmp_path: Path) -> None:
     """Rank 1 writes too late, and does not reach the store to learn why the save has failed."""
-    job = _Job(directory)
+    job = _Job(tmp_path)
     job.load()
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 1:
             stack.enter_context(steps.before("write tensors", lambda *_: time.sleep(4 * TIMEOUT)))
             for step in ("ask the store for the failure", "settle the failure"):
                 stack.enter_context(steps.failing(step, steps.StoreGoneError()))
-        handle = vescale_ckpt.save(directory / "c", _state(), async_checkpoint=True, timeout=TIMEOUT)
-        assert _error_of(lambda: handle.result(FOREVER)) is not None
+        handle = vescale_ckpt.save(tmp_path / "c", _state(), async_checkpoint=True, timeout=TIMEOUT)
+        assert error_of(lambda: handle.result(FOREVER)) is not None
     job.timeout = 8.0
     after = [job.load, job.latest, job.save_async]
-    return [f"{call.__name__}: {error}" for call in after if (error := _error_of(call)) is not None]
-
-
-def test_a_rank_without_the_store_counts_failures_as_others_do(tmp_path: Path) -> None:
-    assert run_ranks(2, _a_save_fails_without_the_store, tmp_path) == [[], []]
+    assert [f"{call.__name__}: {error}" for call in after if (error := error_of(call)) is not None] == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +30,15 @@ from vescale_ckpt import (
 ERRORS = (CheckpointError, CheckpointException)
 
 
-def _edges(way: str, directory: str, case: str) -> None:
+CASES = [
+    "empty", "empty on rank 0", "empty on rank 1", "objects only", "empty containers", "empty tensors", "keys",
+    "many objects",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "way"), [(case, WAYS[number % 2]) for number, case in enumerate(CASES)])
+@on_ranks(2, timeout=BOUND)
+def test_edges(tmp_path: Path, way: str, case: str) -> None:
     rank = dist.get_rank()
     planner = SavePlanner()
     states: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -49,20 +57,9 @@ def _edges(way: str, directory: str, case: str) -> None:
     }  # fmt: skip
     for k in range(3):
         state = states[case](k)
-        save(way, f"{directory}/{k % 2}", state, planner)
-        for loaded in (load(f"{directory}/{k % 2}", state), load_by_stock(f"{directory}/{k % 2}", state)):
+        save(way, f"{tmp_path}/{k % 2}", state, planner)
+        for loaded in (load(f"{tmp_path}/{k % 2}", state), load_by_stock(f"{tmp_path}/{k % 2}", state)):
             assert_same(loaded, state)
-
-
-CASES = [
-    "empty", "empty on rank 0", "empty on rank 1", "objects only", "empty containers", "empty tensors", "keys",
-    "many objects",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "way"), [(case, WAYS[number % 2]) for number, case in enumerate(CASES)])
-def test_edges(tmp_path: Path, way: str, case: str) -> None:
-    run_ranks(2, _edges, way, str(tmp_path), case, timeout=BOUND)
 
 
 def test_per_rank_state_whose_name_is_taken(tmp_path: Path) -> None:
@@ -92,16 +89,13 @@ def test_a_subclass_of_per_rank_and_states_that_stay_nested(tmp_path: Path) -> N
     assert nested["a"].obj == 1
 
 
-def _per_rank_beside_meta(path: str) -> None:
-    save("ours", path, {"n": {"rng": PerRank(dist.get_rank() + 5)}, "w": torch.ones(3)})
+@on_ranks(2, timeout=BOUND)
+def test_per_rank_state_beside_a_tensor_that_has_no_memory_yet(checkpoint: Path) -> None:
+    save("ours", checkpoint, {"n": {"rng": PerRank(dist.get_rank() + 5)}, "w": torch.ones(3)})
     target: dict[str, Any] = {"n": {"rng": PerRank(0)}, "w": torch.empty(3, device="meta")}
     rng = target["n"]["rng"]
-    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    dcp.load(target, storage_reader=StorageReader(checkpoint), planner=LoadPlanner())
     assert target["n"]["rng"] is rng and rng.obj == dist.get_rank() + 5 and torch.equal(target["w"], torch.ones(3))
-
-
-def test_per_rank_state_beside_a_tensor_that_has_no_memory_yet(checkpoint: Path) -> None:
-    run_ranks(2, _per_rank_beside_meta, str(checkpoint), timeout=BOUND)
 
 
 def test_a_state_is_not_kept_after_its_save(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.states import assert_same
 from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, replicated, save
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -25,7 +25,9 @@ from vescale_ckpt import (
 )
 
 
-def _groups_with_one_coordinator(way: str, directory: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(3, timeout=BOUND)
+def test_two_groups_with_one_coordinator(tmp_path: Path, way: str) -> None:
     """Rank 0 coordinates two groups with one planner. The plan of one group for a form of the state must not meet
     the parts that the other group was given for the same form."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
@@ -36,8 +38,8 @@ def _groups_with_one_coordinator(way: str, directory: str) -> None:
             state: dict[str, Any] = {"table": torch.arange(1_500_000.0).view(1500, 1000) + k}
             if forms == 1 and dist.get_rank(groups[group]) == 1:
                 state["more"] = torch.arange(3_000_000.0).view(3000, 1000) + k
-            save(way, f"{directory}/{k}", state, planner, groups[group])
-            assert_same(load(f"{directory}/{k}", state, groups[group]), state)
+            save(way, f"{tmp_path}/{k}", state, planner, groups[group])
+            assert_same(load(f"{tmp_path}/{k}", state, groups[group]), state)
         dist.barrier()
 
     for k, (group, form) in enumerate([(0, 0), (1, 1), (1, 0), (0, 0), (1, 0), (0, 0)]):
@@ -45,11 +47,8 @@ def _groups_with_one_coordinator(way: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_groups_with_one_coordinator(tmp_path: Path, way: str) -> None:
-    run_ranks(3, _groups_with_one_coordinator, way, str(tmp_path), timeout=BOUND)
-
-
-def _many_forms(way: str, directory: str) -> None:
+@on_ranks(3, timeout=BOUND)
+def test_more_plans_than_are_kept(tmp_path: Path, way: str) -> None:
     """More plans than are kept, of fewer forms on each rank: ranks must not name plans that the coordinator forgot."""
     planner = SavePlanner()
     rank = dist.get_rank()
@@ -58,56 +57,47 @@ def _many_forms(way: str, directory: str) -> None:
         state = {"shared": torch.full((7,), float(k))}
         if rank:
             state[f"of {rank}"] = torch.full((3 + form[rank - 1],), float(k))
-        save(way, f"{directory}/{k % 2}", state, planner)
-        assert_same(load(f"{directory}/{k % 2}", state), state)
+        save(way, f"{tmp_path}/{k % 2}", state, planner)
+        assert_same(load(f"{tmp_path}/{k % 2}", state), state)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_more_plans_than_are_kept(tmp_path: Path, way: str) -> None:
-    run_ranks(3, _many_forms, way, str(tmp_path), timeout=BOUND)
-
-
-def _alone_and_together(directory: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_one_planner_for_saves_of_all_ranks_and_of_each_alone(tmp_path: Path) -> None:
     planner = SavePlanner()
     rank = dist.get_rank()
     for k in range(4):
         state = replicated(k)
-        path = f"{directory}/{k}" + (f" of {rank}" if k % 2 else "")
+        path = f"{tmp_path}/{k}" + (f" of {rank}" if k % 2 else "")
         dcp.save(state, storage_writer=StorageWriter(path), planner=planner, no_dist=bool(k % 2))
         assert_same(load(path, state), state)
 
 
-def test_one_planner_for_saves_of_all_ranks_and_of_each_alone(tmp_path: Path) -> None:
-    run_ranks(2, _alone_and_together, str(tmp_path), timeout=BOUND)
-
-
-def _writers(directory: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_one_planner_with_every_writer(tmp_path: Path) -> None:
     planner = SavePlanner()
     options: list[dict[str, Any]] = [
         {}, {"single_file_per_rank": False}, {}, {"checksums": False}, {"direct_io": False}, {"thread_count": 1},
     ]  # fmt: skip
     for k, option in enumerate(options):
         state = replicated(k)
-        dcp.save(state, storage_writer=StorageWriter(f"{directory}/{k}", **option), planner=planner)
-        assert_same(load(f"{directory}/{k}", state), state)
-        assert_same(load_by_stock(f"{directory}/{k}", state), state)
+        dcp.save(state, storage_writer=StorageWriter(f"{tmp_path}/{k}", **option), planner=planner)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
+        assert_same(load_by_stock(f"{tmp_path}/{k}", state), state)
     state = replicated(9)
-    dcp.save(state, storage_writer=FileSystemWriter(f"{directory}/stock"), planner=planner)
-    assert_same(load(f"{directory}/stock", state), state)
-    assert_same(load_by_stock(f"{directory}/stock", state), state)
-    dcp.save(state, storage_writer=StorageWriter(f"{directory}/ours"), planner=DefaultSavePlanner())
+    dcp.save(state, storage_writer=FileSystemWriter(f"{tmp_path}/stock"), planner=planner)
+    assert_same(load(f"{tmp_path}/stock", state), state)
+    assert_same(load_by_stock(f"{tmp_path}/stock", state), state)
+    dcp.save(state, storage_writer=StorageWriter(f"{tmp_path}/ours"), planner=DefaultSavePlanner())
     for planner_of_load in (DefaultLoadPlanner(), LoadPlanner()):
-        for reader in (StorageReader(f"{directory}/ours"), FileSystemReader(f"{directory}/ours")):
+        for reader in (StorageReader(f"{tmp_path}/ours"), FileSystemReader(f"{tmp_path}/ours")):
             target = replicated(0)
             dcp.load(target, storage_reader=reader, planner=planner_of_load)
             assert_same(target, state)
 
 
-def test_one_planner_with_every_writer(tmp_path: Path) -> None:
-    run_ranks(2, _writers, str(tmp_path), timeout=BOUND)
-
-
-def _memory_changes(way: str, directory: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
+def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> None:
     """What a plan does not know: where and how tensors lie."""
     planner = SavePlanner()
     shape = (40, 30)
@@ -129,31 +119,23 @@ def _memory_changes(way: str, directory: str) -> None:
         tied += 1
         imaginary = complex_values.conj().imag if k % 2 else complex_values.imag
         state = {"a": tensor, "tied": tied, "tied too": tied, "imaginary": imaginary}
-        save(way, f"{directory}/{k % 2}", state, planner)
+        save(way, f"{tmp_path}/{k % 2}", state, planner)
         target = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
-        dcp.load(target, storage_reader=StorageReader(f"{directory}/{k % 2}"), planner=LoadPlanner())
+        dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/{k % 2}"), planner=LoadPlanner())
         for key, value in state.items():
             assert torch.equal(target[key], value), (k, key)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _memory_changes, way, str(tmp_path), timeout=BOUND)
-
-
-def _resized(directory: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_a_tensor_that_is_resized_in_place(tmp_path: Path) -> None:
     planner = SavePlanner()
     tensor = torch.arange(1000.0)
     for k, length in enumerate((1000, 900, 1000, 0, 1000)):
         tensor.resize_(length)
         tensor.copy_(torch.arange(float(length)) + k)
         state = {"a": tensor}
-        save("ours", f"{directory}/{k}", state, planner)
-        assert_same(load(f"{directory}/{k}", state), state)
-
-
-def test_a_tensor_that_is_resized_in_place(tmp_path: Path) -> None:
-    run_ranks(2, _resized, str(tmp_path), timeout=BOUND)
+        save("ours", f"{tmp_path}/{k}", state, planner)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
 
 
 class _ItemsOnly(SavePlanner):
@@ -163,25 +145,23 @@ class _ItemsOnly(SavePlanner):
         return super().create_local_plan()
 
 
-def _mixed(way: str, directory: str, asks: int) -> None:
+@pytest.mark.parametrize(("way", "asks"), [("dcp", 0), ("ours", 1)])
+@on_ranks(2, timeout=BOUND)
+def test_a_subclass_on_one_rank(tmp_path: Path, way: str, asks: int) -> None:
     planner = _ItemsOnly() if dist.get_rank() == asks else SavePlanner()
     for k in range(3):
         state = replicated(k)
         state[f"of {dist.get_rank()}"] = torch.full((4,), float(k))
-        save(way, f"{directory}/{k}", state, planner)
-        assert_same(load(f"{directory}/{k}", state), state)
-        assert_same(load_by_stock(f"{directory}/{k}", state), state)
-
-
-@pytest.mark.parametrize(("way", "asks"), [("dcp", 0), ("ours", 1)])
-def test_a_subclass_on_one_rank(tmp_path: Path, way: str, asks: int) -> None:
-    run_ranks(2, _mixed, way, str(tmp_path), asks, timeout=BOUND)
+        save(way, f"{tmp_path}/{k}", state, planner)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
+        assert_same(load_by_stock(f"{tmp_path}/{k}", state), state)
 
 
 # --- Load planners
 
 
-def _load_planner_again(directory: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_a_load_planner_is_used_again(tmp_path: Path) -> None:
     planner = LoadPlanner()
     states = []
     for k in range(3):
@@ -189,63 +169,56 @@ def _load_planner_again(directory: str) -> None:
         if k == 2:
             state["table"] = state["table"].int()
         states.append(state)
-        save("ours", f"{directory}/{k}", state)
+        save("ours", f"{tmp_path}/{k}", state)
     for k in (0, 1, 0, 2, 0, 1):
         target = replicated(5)
         target["table"] = torch.zeros(states[k]["table"].shape, dtype=states[k]["table"].dtype)
-        dcp.load(target, storage_reader=StorageReader(f"{directory}/{k}"), planner=planner)
+        dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/{k}"), planner=planner)
         assert_same(target, states[k])
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(replicated(5), storage_reader=StorageReader(f"{directory}/2"), planner=planner)
+        dcp.load(replicated(5), storage_reader=StorageReader(f"{tmp_path}/2"), planner=planner)
     assert "dtype" in everything_in(caught.value)
     # Overwritten between loads, and other memory, other layout
     for k in (1, 2, 3):
         state = replicated(k)
-        save("ours", f"{directory}/0", state)
+        save("ours", f"{tmp_path}/0", state)
         target = replicated(7)
         target["table"] = torch.zeros(1000, 1500).t() if k == 2 else torch.zeros(1500, 2000)[:, ::2]
-        dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+        dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
         assert torch.equal(target["table"], state["table"])
         target["table"] = state["table"]
         assert_same(target, state)
     planner.allow_cast = True
     target = replicated(5)
     target["table"] = target["table"].double()
-    dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+    dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
     assert torch.equal(target["table"], replicated(3)["table"].double())
     partial = LoadPlanner(allow_partial_load=True)
     for _ in range(2):
         target = {"step": 0, "new": torch.full((2,), 4.0), "missing": 3, "scalar": torch.zeros(())}
-        dcp.load(target, storage_reader=StorageReader(f"{directory}/0"), planner=partial)
+        dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/0"), planner=partial)
         assert target["step"] == 3 and target["missing"] == 3 and torch.equal(target["new"], torch.full((2,), 4.0))
         assert target["scalar"] == 3.0
     with pytest.raises(CheckpointException) as caught:
         mine = {"step": 0, **({"absent": 1} if dist.get_rank() else {})}
-        dcp.load(mine, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+        dcp.load(mine, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
     assert "1 key missing" in everything_in(caught.value)
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"step": torch.ones(2)}, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
+        dcp.load({"step": torch.ones(2)}, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
     assert "an object" in everything_in(caught.value)
     meta = {"table": torch.empty(1500, 1000, device="meta")}
-    dcp.load(meta, storage_reader=StorageReader(f"{directory}/0"), planner=planner)
-
-
-def test_a_load_planner_is_used_again(tmp_path: Path) -> None:
-    run_ranks(2, _load_planner_again, str(tmp_path), timeout=BOUND)
+    dcp.load(meta, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
 
 
 # --- Leaks
 
 
-def _another_memory_after_dcp(directory: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_one_planner_in_both_ways(tmp_path: Path) -> None:
     """What `dcp.save` left in a planner must not be what `vescale_ckpt.save` writes with it."""
     planner = SavePlanner()
     for k in range(4):
         state = {"a": torch.complex(torch.ones(9), torch.ones(9) * k).conj(), "b": torch.ones(2) * k}
-        save(WAYS[k % 2], f"{directory}/{k}", state, planner)
-        loaded = load(f"{directory}/{k}", {key: value.resolve_conj() for key, value in state.items()})
+        save(WAYS[k % 2], f"{tmp_path}/{k}", state, planner)
+        loaded = load(f"{tmp_path}/{k}", {key: value.resolve_conj() for key, value in state.items()})
         assert torch.equal(loaded["a"], state["a"]) and torch.equal(loaded["b"], state["b"])
-
-
-def test_one_planner_in_both_ways(tmp_path: Path) -> None:
-    run_ranks(2, _another_memory_after_dcp, str(tmp_path), timeout=BOUND)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.files import data_files
 from harness.logs import logged
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import assert_same, blank
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -121,20 +121,16 @@ def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: 
 # --- Kept plans
 
 
-def _steady(way: str, directory: str) -> list[int]:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
+def test_a_kept_plan_writes_the_values_of_now(tmp_path: Path, way: str) -> None:
     planner = SavePlanner()
     made = plans_made(planner)
     for k in range(1, 5):
         state = replicated(k)
-        save(way, f"{directory}/{k % 2}", state, planner)
-        assert_same(load(f"{directory}/{k % 2}", state), state)
-    return made
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_kept_plan_writes_the_values_of_now(tmp_path: Path, way: str) -> None:
-    made = run_ranks(2, _steady, way, str(tmp_path), timeout=BOUND)
-    assert made == [[2], []]  # one plan, by the coordinator, for four saves
+        save(way, f"{tmp_path}/{k % 2}", state, planner)
+        assert_same(load(f"{tmp_path}/{k % 2}", state), state)
+    assert made == ([2], [])[dist.get_rank()]  # one plan, by the coordinator, for four saves
 
 
 def _changes() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
@@ -151,7 +147,18 @@ def _changes() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
     ]
 
 
-def _change(way: str, directory: str, number: int, only_rank: int | None) -> list[int]:
+CHANGES = [
+    *(
+        (name, WAYS[number % 2], [2, 2]) for number, (name, _) in enumerate(_changes())
+    ),  # the third finds the first plan
+    # In the third save the other rank names the plan of the second.
+    *((f"only on rank {rank}", way, [2, 2, 2]) for way, rank in (("dcp", 1), ("ours", 0))),
+]
+
+
+@pytest.mark.parametrize(("change", "way", "plans"), CHANGES)
+@on_ranks(2, timeout=BOUND)
+def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plans: list[int]) -> None:
     planner = SavePlanner()
     made = plans_made(planner)
     for k in range(3):
@@ -160,31 +167,18 @@ def _change(way: str, directory: str, number: int, only_rank: int | None) -> lis
             "b": torch.full((3,), float(k)),
             f"of rank {dist.get_rank()}": torch.full((5,), float(k)),
         }
-        if k == 1:
-            if only_rank is not None:
-                if dist.get_rank() == only_rank:
-                    state["only here"] = torch.full((4,), 2.0)
-            else:
-                _changes()[number][1](state)
-        save(way, f"{directory}/{k}", state, planner)
+        if k == 1 and change == f"only on rank {dist.get_rank()}":
+            state["only here"] = torch.full((4,), 2.0)
+        elif k == 1 and not change.startswith("only"):
+            dict(_changes())[change](state)
+        save(way, f"{tmp_path}/{k}", state, planner)
         with torch.no_grad():
-            assert_same(load(f"{directory}/{k}", state), state)
-    return made
+            assert_same(load(f"{tmp_path}/{k}", state), state)
+    assert made == (plans, [])[dist.get_rank()]
 
 
-@pytest.mark.parametrize("number", range(len(_changes())), ids=[name for name, _ in _changes()])
-def test_any_change_makes_a_new_plan(tmp_path: Path, number: int) -> None:
-    made = run_ranks(2, _change, WAYS[number % 2], str(tmp_path), number, None, timeout=BOUND)
-    assert made == [[2, 2], []]  # the third save finds the plan of the first
-
-
-@pytest.mark.parametrize(("way", "rank"), [("dcp", 1), ("ours", 0)])
-def test_a_change_on_one_rank_makes_a_new_plan(tmp_path: Path, way: str, rank: int) -> None:
-    made = run_ranks(2, _change, way, str(tmp_path), 0, rank, timeout=BOUND)
-    assert made == [[2, 2, 2], []]  # in the third save the other rank names the plan of the second
-
-
-def _positions(directory: str) -> None:
+@on_ranks(3, timeout=BOUND)
+def test_one_planner_for_two_groups(tmp_path: Path) -> None:
     # Rank 1 is the second of one group and the first of the other; what it holds is the same in both.
     planner = SavePlanner()
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -192,79 +186,62 @@ def _positions(directory: str) -> None:
         group = groups[k % 2]
         if dist.get_rank(group) >= 0:
             state = replicated(k)
-            save("ours", f"{directory}/{k}", state, planner, group)
-            assert_same(load(f"{directory}/{k}", state, group), state)
+            save("ours", f"{tmp_path}/{k}", state, planner, group)
+            assert_same(load(f"{tmp_path}/{k}", state, group), state)
     dist.barrier()
 
 
-def test_one_planner_for_two_groups(tmp_path: Path) -> None:
-    run_ranks(3, _positions, str(tmp_path), timeout=BOUND)
-
-
-def _keeps_plans_here_only(ways: tuple[str, ...], directory: str, keeping: int) -> list[int]:
+@pytest.mark.parametrize(("ways", "keeping"), [(("dcp",), 0), (("ours",), 1), (("ours", "dcp"), 0)])
+@on_ranks(2, timeout=BOUND)
+def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
     planner = SavePlanner(enable_plan_caching=dist.get_rank() == keeping)
     made = plans_made(planner)
     for k in range(4):
         state = replicated(k)
-        save(ways[k % len(ways)], f"{directory}/{k}", state, planner)
-        assert_same(load(f"{directory}/{k}", state), state)
-    return made
+        save(ways[k % len(ways)], f"{tmp_path}/{k}", state, planner)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
+    assert made == ([2, 2, 2, 2], [])[dist.get_rank()]
 
 
-@pytest.mark.parametrize(("ways", "keeping"), [(("dcp",), 0), (("ours",), 1), (("ours", "dcp"), 0)])
-def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
-    made = run_ranks(2, _keeps_plans_here_only, ways, str(tmp_path), keeping, timeout=BOUND)
-    assert made == [[2, 2, 2, 2], []]
-
-
-def _fail_then_save(way: str, directory: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
+def test_ranks_that_disagree_are_told_and_the_next_save_goes_on(tmp_path: Path, way: str) -> None:
     planner = SavePlanner()
     state = replicated(1)
-    save(way, f"{directory}/1", state, planner)
+    save(way, f"{tmp_path}/1", state, planner)
     broken = replicated(2)
     if dist.get_rank() == 1:
         broken["table"] = broken["table"][:, :-1].contiguous()
     with pytest.raises((CheckpointError, CheckpointException)) as caught:
-        save(way, f"{directory}/2", broken, planner)
+        save(way, f"{tmp_path}/2", broken, planner)
     assert "table: rank 0 has shape (1500, 1000), rank 1 has (1500, 999)" in everything_in(caught.value)
-    assert not os.path.exists(f"{directory}/2/.metadata") and not data_files(Path(directory, "2"))
+    assert not os.path.exists(f"{tmp_path}/2/.metadata") and not data_files(tmp_path / "2")
     for k in (3, 4):
         state = replicated(k)
-        save(way, f"{directory}/{k}", state, planner)
-        assert_same(load(f"{directory}/{k}", state), state)
+        save(way, f"{tmp_path}/{k}", state, planner)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_disagree_are_told_and_the_next_save_goes_on(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _fail_then_save, way, str(tmp_path), timeout=BOUND)
-
-
-def _other_paths(directory: str) -> None:
-    with pytest.raises(CheckpointError, match="different places"):
-        vescale_ckpt.save(f"{directory}/{dist.get_rank()}", {"a": torch.ones(3)})
-    vescale_ckpt.save(f"{directory}/both", {"a": torch.ones(3)})
-
-
+@on_ranks(2, timeout=BOUND)
 def test_different_arguments_on_ranks_are_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(2, _other_paths, str(tmp_path), timeout=BOUND)
+    with pytest.raises(CheckpointError, match="different places"):
+        vescale_ckpt.save(f"{tmp_path}/{dist.get_rank()}", {"a": torch.ones(3)})
+    vescale_ckpt.save(f"{tmp_path}/both", {"a": torch.ones(3)})
 
 
-def _keep_default_plan(directory: str) -> list[int]:
-    vescale_ckpt.save(f"{directory}/0", replicated(0))
+@on_ranks(2, timeout=BOUND)
+def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
+    vescale_ckpt.save(f"{tmp_path}/0", replicated(0))
     planner = api._planners.of(None)
     made = plans_made(planner)
     other = {"b": torch.ones(3)}
     for k in (1, 2):
         state = replicated(k)
-        vescale_ckpt.save(f"{directory}/{k}", state)
-        assert_same(load(f"{directory}/{k}", state), state)
-        vescale_ckpt.save(f"{directory}/other {k}", other)
-        assert_same(load(f"{directory}/other {k}", other), other)
-    return made
-
-
-def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
-    assert run_ranks(2, _keep_default_plan, str(tmp_path), timeout=BOUND) == [[2], []]
+        vescale_ckpt.save(f"{tmp_path}/{k}", state)
+        assert_same(load(f"{tmp_path}/{k}", state), state)
+        vescale_ckpt.save(f"{tmp_path}/other {k}", other)
+        assert_same(load(f"{tmp_path}/other {k}", other), other)
+    assert made == ([2], [])[dist.get_rank()]
 
 
 # --- Objects
@@ -303,35 +280,28 @@ def test_state_of_each_rank_comes_back_to_it(checkpoint: Path, way: str) -> None
     run_ranks(4, _per_rank_elsewhere, str(checkpoint), timeout=BOUND)
 
 
-def _per_rank_in_a_tuple(path: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
     rank = dist.get_rank()
     for state in ({"opt": {"rng": (1, PerRank(rank))}}, {"opt": {"rng": [5, (1, {"x": [PerRank(rank)]})]}}):
         with pytest.raises((CheckpointError, CheckpointException)) as caught:
-            save("ours", path, state)
+            save("ours", checkpoint, state)
         assert "opt.rng: a PerRank is part of a value that is saved as one object" in everything_in(caught.value)
-        assert not os.path.exists(f"{path}/.metadata")
+        assert not os.path.exists(f"{checkpoint}/.metadata")
     endless: list[Any] = [1]
     endless.append((endless,))
-    save("ours", path, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
+    save("ours", checkpoint, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
     with pytest.raises(CheckpointException) as refused:
         target = {"opt": {"rng": (1, PerRank(rank))}}
-        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+        dcp.load(target, storage_reader=StorageReader(checkpoint), planner=LoadPlanner())
     assert "opt.rng: a PerRank is part of" in everything_in(refused.value)
 
 
-def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
-    run_ranks(2, _per_rank_in_a_tuple, str(checkpoint), timeout=BOUND)
-
-
-def _differing(way: str, path: str) -> list[str]:
-    with logged(logging.WARNING) as texts:
-        save(way, path, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
-    return texts
-
-
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, timeout=BOUND)
 def test_objects_that_differ_from_rank_to_rank_are_warned_of(checkpoint: Path, way: str) -> None:
-    on_coordinator, elsewhere = run_ranks(2, _differing, way, str(checkpoint), timeout=BOUND)
-    assert elsewhere == []
-    (message,) = on_coordinator
-    assert "rng.seed (ranks 0 and 1)" in message and "PerRank" in message and "same" not in message
+    with logged(logging.WARNING) as texts:
+        save(way, checkpoint, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
+    told = "".join(texts)
+    assert len(texts) == (dist.get_rank() == 0) and "same" not in told
+    assert dist.get_rank() or ("rng.seed (ranks 0 and 1)" in told and "PerRank" in told)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.states import assert_same
 from test_planning import BOUND, load, replicated
 from torch.distributed.checkpoint import FileSystemReader
@@ -39,13 +39,14 @@ def test_an_index_of_another_save(tmp_path: Path) -> None:
     assert_same(load(str(tmp_path / "2"), first), first)
 
 
-def _returned(path: str) -> None:
+@on_ranks(2, timeout=BOUND)
+def test_the_metadata_that_a_save_returns(checkpoint: Path) -> None:
     state = replicated(1)
-    metadata = dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    metadata = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
     again = pickle.loads(pickle.dumps(metadata))
     deep = copy.deepcopy(metadata)
     replaced = dataclasses.replace(metadata, planner_data={"x": 1})
-    stock = FileSystemReader(path).read_metadata()
+    stock = FileSystemReader(checkpoint).read_metadata()
     for one in (metadata, again, deep, copy.copy(metadata)):
         assert one.state_dict_metadata == stock.state_dict_metadata
         assert one.storage_data == stock.storage_data and one.planner_data == stock.planner_data
@@ -55,23 +56,19 @@ def _returned(path: str) -> None:
     metadata.planner_data = {"y": 2}
     assert pickle.loads(pickle.dumps(metadata)).planner_data == {"y": 2}
     assert copy.deepcopy(metadata).planner_data == {"y": 2}
-    unseen = dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
-    dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    unseen = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
     dist.barrier()
     with pytest.raises(CheckpointError, match="replaced by a later save"):
         len(unseen.state_dict_metadata)
     dist.barrier()
-    unseen = dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    unseen = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(path)
+        shutil.rmtree(checkpoint)
     dist.barrier()
     with pytest.raises(CheckpointError, match="is no directory"):
         len(unseen.state_dict_metadata)
-
-
-def test_the_metadata_that_a_save_returns(checkpoint: Path) -> None:
-    run_ranks(2, _returned, str(checkpoint), timeout=BOUND)
 
 
 class _NotingWriter(StorageWriter):
@@ -80,10 +77,7 @@ class _NotingWriter(StorageWriter):
         super().finish(metadata, results)
 
 
-def _noted(path: str) -> None:
-    dcp.save({"a": torch.ones(3)}, storage_writer=_NotingWriter(path), planner=SavePlanner())
-    assert FileSystemReader(path).read_metadata().planner_data == {"a": ("a",), "note": ("note",)}
-
-
+@on_ranks(2, timeout=BOUND)
 def test_what_a_writer_adds_to_metadata_is_written(checkpoint: Path) -> None:
-    run_ranks(2, _noted, str(checkpoint), timeout=BOUND)
+    dcp.save({"a": torch.ones(3)}, storage_writer=_NotingWriter(checkpoint), planner=SavePlanner())
+    assert FileSystemReader(checkpoint).read_metadata().planner_data == {"a": ("a",), "note": ("note",)}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
-from harness.ranks import run_ranks
-from harness.states import assert_same, blank
+from harness.ranks import on_ranks
+from harness.states import assert_same, blank, cut_storage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -162,44 +162,42 @@ def check(path: str, wanted: dict[str, Any], *, stock: bool = True) -> None:
         assert_same(target, wanted)
 
 
-def _one_of_two_ranks(directory: str) -> None:
+@on_ranks(2)
+def test_one_of_two_ranks_holds_subclasses(tmp_path: Path) -> None:
     torch.serialization.add_safe_globals(CLASSES)
     planner = SavePlanner()
     for step in range(2):
         holds = dist.get_rank() != step  # the second time the other rank
         saved, wanted = state(step, holds), expected(step)
-        stats = vescale_ckpt.save(f"{directory}/save", saved).result()
+        stats = vescale_ckpt.save(f"{tmp_path}/save", saved).result()
         assert stats.plan_reused is (step > 0)  # it is the plan of plain tensors
-        check(f"{directory}/save", wanted, stock=step > 0)
-        handle = vescale_ckpt.save(f"{directory}/async", saved, async_checkpoint=True)
+        check(f"{tmp_path}/save", wanted, stock=step > 0)
+        handle = vescale_ckpt.save(f"{tmp_path}/async", saved, async_checkpoint=True)
         with torch.no_grad():
             for kind in KINDS:
                 saved[kind]["rows"].zero_()  # the copy is complete
         assert handle.result().plan_reused
-        check(f"{directory}/async", wanted, stock=False)
-        save_by_dcp(f"{directory}/dcp", state(step, holds), StorageWriter, planner)
-        check(f"{directory}/dcp", wanted, stock=False)
+        check(f"{tmp_path}/async", wanted, stock=False)
+        save_by_dcp(f"{tmp_path}/dcp", state(step, holds), StorageWriter, planner)
+        check(f"{tmp_path}/dcp", wanted, stock=False)
     stock, ours, wanted = state(5, holds, NOT_STOCK), state(5, holds, NO_SHAPE), expected(5, NOT_STOCK)
-    save_by_dcp(f"{directory}/stock", stock, FileSystemWriter, DefaultSavePlanner())
-    check(f"{directory}/stock", wanted)
-    save_by_dcp(f"{directory}/stock writer", stock, FileSystemWriter, SavePlanner())
-    check(f"{directory}/stock writer", wanted)
-    save_by_dcp(f"{directory}/stock planner", ours, StorageWriter, DefaultSavePlanner())
-    check(f"{directory}/stock planner", expected(5, NO_SHAPE))
-    by_stock = described(f"{directory}/stock")
+    save_by_dcp(f"{tmp_path}/stock", stock, FileSystemWriter, DefaultSavePlanner())
+    check(f"{tmp_path}/stock", wanted)
+    save_by_dcp(f"{tmp_path}/stock writer", stock, FileSystemWriter, SavePlanner())
+    check(f"{tmp_path}/stock writer", wanted)
+    save_by_dcp(f"{tmp_path}/stock planner", ours, StorageWriter, DefaultSavePlanner())
+    check(f"{tmp_path}/stock planner", expected(5, NO_SHAPE))
+    by_stock = described(f"{tmp_path}/stock")
     for way in ("save", "async", "dcp", "stock writer", "stock planner"):
-        of_way = described(f"{directory}/{way}")
+        of_way = described(f"{tmp_path}/{way}")
         assert {key: of_way[key] for key in by_stock} == by_stock, way
-
-
-def test_one_of_two_ranks_holds_subclasses(tmp_path: Path) -> None:
-    run_ranks(2, _one_of_two_ranks, str(tmp_path))
 
 
 # --- Kinds that both ranks hold
 
 
-def _of_both_ranks(directory: str) -> None:
+@on_ranks(2)
+def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Path) -> None:
     mesh, full = init_device_mesh("cpu", (2,)), torch.arange(30.0).view(6, 5)
     local = full.tensor_split(2)[dist.get_rank()]
     rows = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
@@ -216,30 +214,20 @@ def _of_both_ranks(directory: str) -> None:
         "x": torch.ones(2),
     }
     assert type(saved["rows"]) is OwnDTensor
-    assert vescale_ckpt.save(f"{directory}/ours", saved).result().plan_reused is False
-    assert vescale_ckpt.save(f"{directory}/ours", saved, async_checkpoint=True).result().plan_reused
-    save_by_dcp(f"{directory}/stock", saved, FileSystemWriter, DefaultSavePlanner())
+    assert vescale_ckpt.save(f"{tmp_path}/ours", saved).result().plan_reused is False
+    assert vescale_ckpt.save(f"{tmp_path}/ours", saved, async_checkpoint=True).result().plan_reused
+    save_by_dcp(f"{tmp_path}/stock", saved, FileSystemWriter, DefaultSavePlanner())
     for way in ("ours", "stock"):
         tensors = {"rows": torch.zeros(6, 5), "old": torch.zeros(6, 5), "x": torch.zeros(2)}
-        vescale_ckpt.load(f"{directory}/{way}", tensors)
+        vescale_ckpt.load(f"{tmp_path}/{way}", tensors)
         assert_same(tensors, {"rows": full, "old": full, "x": torch.ones(2)})
         objects = {"chunked": None}
-        vescale_ckpt.load(f"{directory}/{way}", objects, weights_only=False)
+        vescale_ckpt.load(f"{tmp_path}/{way}", objects, weights_only=False)
         assert objects["chunked"] == Chunked(3)
-    assert described(f"{directory}/ours") == described(f"{directory}/stock")
-
-
-def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Path) -> None:
-    run_ranks(2, _of_both_ranks, str(tmp_path))
+    assert described(f"{tmp_path}/ours") == described(f"{tmp_path}/stock")
 
 
 # --- Refused by name on all ranks, if only one of them holds it
-
-
-def freed() -> torch.Tensor:
-    tensor = torch.ones(3)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 REFUSED: dict[str, Callable[[], torch.Tensor]] = {
@@ -247,20 +235,17 @@ REFUSED: dict[str, Callable[[], torch.Tensor]] = {
     "uninitialized": torch.nn.UninitializedParameter,
     "meta": lambda: torch.ones(3, device="meta").as_subclass(Mine),
     "masked": lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
-    "freed": lambda: freed().as_subclass(Mine),
+    "freed": lambda: cut_storage(torch.ones(3)).as_subclass(Mine),
 }
 
 
-def _refused(directory: str) -> None:
-    vescale_ckpt.save(f"{directory}/jagged", {"old": torch.ones(2)})
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@on_ranks(2)
+def test_what_has_no_values_to_store_is_refused_by_name(tmp_path: Path) -> None:
+    vescale_ckpt.save(f"{tmp_path}/jagged", {"old": torch.ones(2)})
     for kind, make in REFUSED.items():
         state = {"other": torch.ones(2), **({"the": {"key": make()}} if dist.get_rank() else {})}
         for asynchronous in (False, True):
             with pytest.raises(CheckpointError, match=r"rank 1: CheckpointError: the\.key: "):
-                vescale_ckpt.save(f"{directory}/{kind}", state, async_checkpoint=asynchronous).result()
-    assert list(vescale_ckpt.load(f"{directory}/jagged")) == ["old"]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_has_no_values_to_store_is_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path))
+                vescale_ckpt.save(f"{tmp_path}/{kind}", state, async_checkpoint=asynchronous).result()
+    assert list(vescale_ckpt.load(f"{tmp_path}/jagged")) == ["old"]

@@ -8,42 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import steps
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
-from harness.ranks import run_ranks
-from harness.saves import save_on_nodes
+from harness.ranks import on_ranks, run_ranks
+from harness.saves import save_as
+from harness.states import of_rank
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, SaveHandle, StorageFullError
+from vescale_ckpt import CheckpointTimeoutError, StorageFullError
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "async": {"async_checkpoint": True},
-    "nodes": {},
-    "safetensors": {"format": "safetensors"},
-}
-
-
-def _state(fill: float) -> dict[str, Any]:
-    # Not replicated: each rank of a local export has files of its own.
-    return {f"of {dist.get_rank()}": torch.full((8,), fill), "w": torch.full((8,), fill)}
-
-
-def _save(way: str, path: Path, state: dict[str, Any], **options: Any) -> SaveHandle:
-    if way == "nodes":  # a folder of each node, as managers have it
-        return save_on_nodes(path, state, **options)
-    return vescale_ckpt.save(path, state, **WAYS[way], **options)
+WAYS = ("dcp", "async", "nodes", "safetensors")
 
 
 def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
     rank, path = dist.get_rank(), directory / "c"
-    _save(way, path, _state(1)).result()
+    save_as(way, path, of_rank(1)).result()
 
     def wait(_: Any) -> None:
         while len(list(directory.glob("gave up *"))) < 2:  # the run has a limit
@@ -52,7 +36,7 @@ def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
     def save() -> CheckpointTimeoutError | None:
         try:
             timeout = TIMEOUT if rank else FOREVER
-            _save(way, path, _state(2), timeout=timeout).result()
+            save_as(way, path, of_rank(2), timeout=timeout).result()
         except CheckpointTimeoutError as error:
             return error
         return None
@@ -83,7 +67,7 @@ def test_a_late_coordinator_commits_nothing_after_the_others_gave_up(way: str, t
     assert not [name for name in answers[0][3] if ".tmp" in name]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "local safetensors"])
+@pytest.mark.parametrize("way", WAYS)
 def test_who_gives_up_while_it_is_committed_says_that_it_does_not_know(way: str, tmp_path: Path) -> None:
     answers = run_ranks(3, _late_to_commit, way, True, tmp_path)
     for rank, (committed, text, _, _) in enumerate(answers):
@@ -93,38 +77,31 @@ def test_who_gives_up_while_it_is_committed_says_that_it_does_not_know(way: str,
     assert set(answers[0][2].values()) == {2.0}
 
 
-def _no_store(directory: Path) -> Any:
-    path = directory / "c"
-    vescale_ckpt.save(path, _state(1))
+def _error_of_save(path: Path) -> CheckpointTimeoutError:
+    with pytest.raises(CheckpointTimeoutError) as caught:
+        vescale_ckpt.save(path, of_rank(2), timeout=FOREVER)
+    return caught.value
+
+
+@on_ranks(2)
+def test_nothing_is_committed_when_nobody_can_say_whether_others_still_wait(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    vescale_ckpt.save(path, of_rank(1))
     if dist.get_rank() == 0:
         with steps.failing("ask the store whether to commit", steps.StoreGoneError()):
             error = _error_of_save(path)
     else:
         error = _error_of_save(path)
-    vescale_ckpt.save(directory / "d", _state(3))  # the connections are good
-    return error.committed, str(error), float(vescale_ckpt.load(path)["w"][0])
+    vescale_ckpt.save(tmp_path / "d", of_rank(3))  # the connections are good
+    assert error.committed is False and "rank 0" in str(error) and "the store" in str(error)
+    assert float(vescale_ckpt.load(path)["w"][0]) == 1.0
 
 
-def _error_of_save(path: Path) -> CheckpointTimeoutError:
-    with pytest.raises(CheckpointTimeoutError) as caught:
-        vescale_ckpt.save(path, _state(2), timeout=FOREVER)
-    return caught.value
-
-
-def test_nothing_is_committed_when_nobody_can_say_whether_others_still_wait(tmp_path: Path) -> None:
-    for committed, text, value in run_ranks(2, _no_store, tmp_path):
-        assert committed is False and "rank 0" in text and "the store" in text
-        assert value == 1.0
-
-
-def _full_disk(directory: Path) -> None:
+@on_ranks(2)
+def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
     """Every other error of a commit keeps its kind."""
-    path = directory / "c"
+    path = tmp_path / "c"
     full = StorageFullError(str(path), 2, 1)
     with steps.failing("commit", full), pytest.raises(StorageFullError):
-        vescale_ckpt.save(path, _state(1))
-    vescale_ckpt.save(path, _state(1))
-
-
-def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
-    run_ranks(2, _full_disk, tmp_path)
+        vescale_ckpt.save(path, of_rank(1))
+    vescale_ckpt.save(path, of_rank(1))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
 from harness.files import data_file_names
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.saves import cause, dcp_load, dcp_save, load_blank
 from harness.states import MiB, assert_same, blank, mixed_state
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +28,7 @@ from vescale_ckpt import (
     LoadStats,
     SavePlanner,
     SaveStats,
+    StorageFullError,
     StorageReader,
     StorageWriter,
 )
@@ -250,43 +251,37 @@ def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypa
 # --- Asynchronous saves, groups, ranks
 
 
-def _failing_async_save(path: str) -> str:
-    faults.inject("write", 28)  # ENOSPC
-    try:
-        dcp.async_save({"a": torch.ones(3)}, storage_writer=StorageWriter(path), planner=SavePlanner()).result(100)
-    except CheckpointException as error:
-        return type(cause(error)).__name__
-    return "no error"
-
-
+@on_ranks(1)
 def test_async_save_that_fails_raises_in_its_future(checkpoint: Path) -> None:
-    assert run_ranks(1, _failing_async_save, str(checkpoint)) == ["StorageFullError"]
-    assert os.listdir(checkpoint) == []
+    faults.inject("write", 28)  # ENOSPC
+    saving: Any = dcp.async_save({"a": torch.ones(3)}, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    with pytest.raises(CheckpointException) as caught:
+        saving.result(100)
+    assert type(cause(caught.value)) is StorageFullError and os.listdir(checkpoint) == []
 
 
-def _save_alone_to_one_directory(path: str) -> list[str]:
+@on_ranks(2)
+def test_ranks_that_save_alone_to_one_directory_leave_a_whole_checkpoint(checkpoint: Path) -> None:
+    # Every rank believes that it is the only one. Stock DCP writes equal files over one another, and all is well.
     outcomes = []
     for number in range(5):
         state = {"a": torch.full((1000,), float(number)), "b": torch.full((MiB,), float(number)), "object": number}
         try:
-            dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=SavePlanner(), no_dist=True)
+            dcp.save(
+                state, storage_writer=StorageWriter(checkpoint, sync_files=False), planner=SavePlanner(), no_dist=True
+            )
             outcomes.append("saved")
         except CheckpointException as error:
             outcomes.append(repr(cause(error)))
         dist.barrier()
         target = blank(state)
         try:
-            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
+            dcp.load(target, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(), no_dist=True)
             assert_same(target, state)
         except (CheckpointException, AssertionError) as error:
             outcomes.append(str(error)[-300:])
         dist.barrier()
-    return outcomes
-
-
-def test_ranks_that_save_alone_to_one_directory_leave_a_whole_checkpoint(checkpoint: Path) -> None:
-    # Every rank believes that it is the only one. Stock DCP writes equal files over one another, and all is well.
-    assert run_ranks(2, _save_alone_to_one_directory, str(checkpoint)) == [["saved"] * 5] * 2
+    assert outcomes == ["saved"] * 5
 
 
 def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.saves import load
 from harness.snapshots import no_snapshot_is_left, snapshot_memory
 from harness.states import change_all, many_kinds, same, state, state_of_rank, whole_state
@@ -55,8 +55,10 @@ def test_budget(checkpoint: Path) -> None:
     assert no_snapshot_is_left()
 
 
-def _saves(directory: str, kind: AsyncCheckpointerType) -> None:
-    stager, writer, planner = Stager(), StorageWriter(directory), SavePlanner()
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@on_ranks(2, timeout=2 * BOUND)
+def test_asynchronous_saves_of_dcp(checkpoint: Path, kind: AsyncCheckpointerType) -> None:
+    stager, writer, planner = Stager(), StorageWriter(checkpoint), SavePlanner()
     for k in range(3):
         values = state_of_rank(k)
         answer = dcp.async_save(
@@ -71,26 +73,18 @@ def _saves(directory: str, kind: AsyncCheckpointerType) -> None:
         answer.result(BOUND)
     del answer
     assert no_snapshot_is_left()  # the executor's thread lets go of the state after its result is there
-
-
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_asynchronous_saves_of_dcp(checkpoint: Path, kind: AsyncCheckpointerType) -> None:
-    run_ranks(2, _saves, str(checkpoint), kind, timeout=2 * BOUND)
     assert same(load(checkpoint, whole_state(0)), whole_state(2))
 
 
-def _sharded(directory: str) -> None:
+@on_ranks(2)
+def test_sharded_tensors(checkpoint: Path) -> None:
     rank = dist.get_rank()
     local = torch.full((3, 4), float(rank))
     value = init_from_local_shards([Shard.from_tensor_and_offsets(local, [3 * rank, 0], rank)], 6, 4)
-    answer = dcp.async_save({"sharded": value}, async_stager=Stager(), storage_writer=StorageWriter(directory))
+    answer = dcp.async_save({"sharded": value}, async_stager=Stager(), storage_writer=StorageWriter(checkpoint))
     local.fill_(7)
     assert isinstance(answer, Future)
     answer.result(BOUND)
-
-
-def test_sharded_tensors(checkpoint: Path) -> None:
-    run_ranks(2, _sharded, str(checkpoint))
     found: dict[str, Any] = load(checkpoint, {"sharded": torch.zeros(6, 4)})
     assert found["sharded"][:3].eq(0).all() and found["sharded"][3:].eq(1).all()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -37,21 +37,6 @@ def state_of(rank: int, step: int = 0) -> dict[str, Any]:
     return {"all": torch.arange(5.0) + step, f"of {rank}": torch.full((rank + 2,), 10.0 * rank + step), "rank": rank}
 
 
-def _each_for_itself(directory: Path) -> None:
-    rank = dist.get_rank()
-    for way in WAYS:
-        for writer_name, writer in WRITERS.items():
-            for planner_name, make in PLANNERS.items():
-                planner = make()
-                for step in range(2):  # the second with a kept plan
-                    path = directory / f"{way}, {writer_name}, {planner_name}, {step}, {rank}"
-                    state = state_of(rank, step)
-                    save(way, state, storage_writer=writer(path), planner=planner, no_dist=True)
-                    loaded = vescale_ckpt.load(path, process_group=_alone())
-                    assert loaded["rank"] == rank, path
-                    assert all(torch.equal(loaded[key], state[key]) for key in ("all", f"of {rank}")), path
-
-
 def _alone() -> dist.ProcessGroup:
     if not _groups:
         _groups.append(dist.new_subgroups(1)[0])
@@ -61,8 +46,20 @@ def _alone() -> dist.ProcessGroup:
 _groups: list[dist.ProcessGroup] = []
 
 
+@on_ranks(2)
 def test_ranks_save_each_for_itself(tmp_path: Path) -> None:
-    run_ranks(2, _each_for_itself, tmp_path)
+    rank = dist.get_rank()
+    for way in WAYS:
+        for writer_name, writer in WRITERS.items():
+            for planner_name, make in PLANNERS.items():
+                planner = make()
+                for step in range(2):  # the second with a kept plan
+                    path = tmp_path / f"{way}, {writer_name}, {planner_name}, {step}, {rank}"
+                    state = state_of(rank, step)
+                    save(way, state, storage_writer=writer(path), planner=planner, no_dist=True)
+                    loaded = vescale_ckpt.load(path, process_group=_alone())
+                    assert loaded["rank"] == rank, path
+                    assert all(torch.equal(loaded[key], state[key]) for key in ("all", f"of {rank}")), path
 
 
 class WithItems(SavePlanner):
@@ -72,12 +69,13 @@ class WithItems(SavePlanner):
         return super().create_local_plan()
 
 
-def _refused(directory: Path) -> None:
+@on_ranks(2)
+def test_saves_without_collectives_are_refused_on_all_ranks_before_a_file_exists(tmp_path: Path) -> None:
     rank, state = dist.get_rank(), state_of(dist.get_rank())
     for way in WAYS:
         for writer_name, writer in WRITERS.items():
             for planner_name, make in {**PLANNERS, "our planner of items": WithItems}.items():
-                path = directory / f"{way}, {writer_name}, {planner_name}"
+                path = tmp_path / f"{way}, {writer_name}, {planner_name}"
                 options = {"storage_writer": writer(path), "use_collectives": False}
                 if "our" not in f"{writer_name} {planner_name}":
                     save(way, state, planner=make(), **options)
@@ -90,11 +88,7 @@ def _refused(directory: Path) -> None:
                     assert not path.exists() or not [*path.iterdir()], path
                     dist.barrier()
                     if attempt == 0 and way == "save":  # plans are kept from here on
-                        dcp.save(state, storage_writer=writer(directory / f"kept {path.name}"), planner=planner)
-
-
-def test_saves_without_collectives_are_refused_on_all_ranks_before_a_file_exists(tmp_path: Path) -> None:
-    run_ranks(2, _refused, tmp_path)
+                        dcp.save(state, storage_writer=writer(tmp_path / f"kept {path.name}"), planner=planner)
 
 
 def test_a_process_alone_is_told_too(tmp_path: Path) -> None:

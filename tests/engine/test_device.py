@@ -4,7 +4,6 @@ in tests/cpp/device and by saves and loads, and on a GPU in test_gpu.py."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from harness.fake_cuda import (
     load_runtime,
     needs_fake_cuda,
 )
-from harness.ranks import in_fork
+from harness.ranks import forked
 from harness.states import assert_same, numbers
 
 import vescale_ckpt
@@ -37,29 +36,22 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
     assert not info["kernel"] or info["devices"]
 
 
-def _info() -> tuple[dict[str, Any], int]:
-    with fake_cuda() as fake:
-        return device_info(), fake.count("cuDevicePrimaryCtxRetain")
-
-
 @needs_fake_cuda
+@forked
 def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
-    info, contexts = in_fork(_info)
+    with fake_cuda() as fake:
+        info, contexts = device_info(), fake.count("cuDevicePrimaryCtxRetain")
     assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
     assert info["runtime"] == "CUDA runtime 13.0, driver 13.0"
     assert contexts == 1, "each takes hundreds of MiB"
 
 
-def _second_runtime() -> tuple[bool, int]:
+@needs_fake_cuda
+@forked
+def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
     newer, other = load_runtime(), load_runtime(other=True)
     newer.fail("cudaGetDeviceCount", code=INSUFFICIENT_DRIVER)
-    return copies_from_cuda(), other.count("cudaGetDeviceCount")
-
-
-@needs_fake_cuda
-def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
-    works, asked = in_fork(_second_runtime)
-    assert works and asked > 0
+    assert copies_from_cuda() and other.count("cudaGetDeviceCount") > 0
 
 
 def test_nothing_is_copied_by_cuda_where_torch_is_built_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,40 +106,28 @@ ERRORS = [
 ]
 
 
-def _errors(folder: Path) -> list[str]:
-    texts = []
+@needs_fake_cuda
+@forked
+def test_errors_say_what_was_done_and_what_cuda_said(tmp_path: Path) -> None:
     with _one_by_one() as fake:
-        for call, skip, _ in ERRORS:
+        for call, skip, operation in ERRORS:
             fake.fail(call, skip, code=77)
             with pytest.raises(CheckpointError) as caught:
-                _save(folder)
-            texts.append(str(caught.value))
-            _expect_saved(folder)
-    return texts
+                _save(tmp_path)
+            assert f"{operation}: CUDA: a fake refusal, cudaErrorFakeCall (77)" in str(caught.value)
+            _expect_saved(tmp_path)
 
 
 @needs_fake_cuda
-def test_errors_say_what_was_done_and_what_cuda_said(tmp_path: Path) -> None:
-    for (_, _, operation), text in zip(ERRORS, in_fork(_errors, tmp_path), strict=True):
-        assert f"{operation}: CUDA: a fake refusal, cudaErrorFakeCall (77)" in text
-
-
-def _errors_of_others(folder: Path) -> dict[int, str]:
-    texts = {}
+@forked
+def test_what_other_work_left_on_the_device_is_named_as_theirs(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         for code in (214, 700, 710, 719, 1, 704, 712, 713, 801):
             fake.fail("cudaEventRecord", code=code)
             with pytest.raises(CheckpointError) as caught:
-                _save(folder)
-            texts[code] = str(caught.value)
-    return texts
-
-
-@needs_fake_cuda
-def test_what_other_work_left_on_the_device_is_named_as_theirs(tmp_path: Path) -> None:
-    for code, text in in_fork(_errors_of_others, tmp_path).items():
-        theirs = "device 0 had failed before, by work of this process: CUDA: " in text
-        assert theirs == (code in (214, 700, 710, 719)) and f"({code})" in text
+                _save(tmp_path)
+            theirs = "device 0 had failed before, by work of this process: CUDA: " in str(caught.value)
+            assert theirs == (code in (214, 700, 710, 719)) and f"({code})" in str(caught.value)
 
 
 #: how a device or its driver refuses batches, how often it is asked for one, and what is noted
@@ -159,33 +139,27 @@ REFUSALS: list[tuple[Callable[[FakeCuda], None], int, str]] = [
 ]
 
 
-def _without_batches(folder: Path, number: int) -> tuple[int, list[str]]:
+@needs_fake_cuda
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+@forked
+def test_where_batches_are_refused_copies_are_made_one_by_one(tmp_path: Path, number: int) -> None:
     with fake_cuda() as fake:
         REFUSALS[number][0](fake)
         for _ in range(2):
-            _expect_saved(folder)
-        return fake.count("cudaMemcpyBatchAsync"), device_notes()
-
-
-@needs_fake_cuda
-@pytest.mark.parametrize("number", range(len(REFUSALS)))
-def test_where_batches_are_refused_copies_are_made_one_by_one(tmp_path: Path, number: int) -> None:
-    asked, notes = in_fork(_without_batches, tmp_path, number)
+            _expect_saved(tmp_path)
+        asked, notes = fake.count("cudaMemcpyBatchAsync"), device_notes()
     assert asked == REFUSALS[number][1]
     assert any(REFUSALS[number][2] in note for note in notes)
 
 
-def _without_kernel(folder: Path) -> tuple[dict[str, int], list[str]]:
+@needs_fake_cuda
+@forked
+def test_an_image_for_other_devices_is_not_used(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.fail("cuModuleLoadData", code=209)  # no binary for this device
         for _ in range(2):
-            _expect_saved(folder)
-        return {call: fake.count(call) for call in ("cuModuleLoadData", "cuLaunchKernel")}, device_notes()
-
-
-@needs_fake_cuda
-def test_an_image_for_other_devices_is_not_used(tmp_path: Path) -> None:
-    counts, notes = in_fork(_without_kernel, tmp_path)
+            _expect_saved(tmp_path)
+        counts, notes = {call: fake.count(call) for call in ("cuModuleLoadData", "cuLaunchKernel")}, device_notes()
     if not device_info()["kernel_built"]:
         pytest.skip("the engine was built without the kernel")
     assert counts == {"cuModuleLoadData": 1, "cuLaunchKernel": 0}

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import RanksFailedError, run_ranks
+from harness.ranks import RanksFailedError, on_ranks, run_ranks
 from harness.states import numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -125,83 +125,6 @@ def _all_ways(directory: Path, with_nccl: bool) -> list[tuple[int, int, int]]:
     return results
 
 
-def _mixed_targets(directory: Path, with_nccl: bool) -> None:
-    """Rank 0 on the device, rank 1 in host memory; then tensors of both kinds on each."""
-    full = _full()
-    vescale_ckpt.save(directory, dict(full))
-    rank = dist.get_rank()
-    with _two_on_one(with_nccl):
-        for places in ([DEVICE if rank == 0 else "cpu"] * 4, [DEVICE, "cpu", DEVICE, "cpu"]):
-            state = {
-                name: torch.zeros_like(tensor, device=place)
-                for (name, tensor), place in zip(full.items(), places, strict=True)
-            }
-            vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
-            for name, tensor in full.items():
-                assert torch.equal(state[name].cpu(), tensor), name
-
-
-def _uneven_swaps(with_nccl: bool) -> None:
-    """Of nothing, of one byte and of many, straight over a device group."""
-    if not with_nccl:
-        return
-    rank = dist.get_rank()
-    with _two_on_one(True):
-        group = _group("uneven", BOUND)
-        assert _connect(group) == [0, 1]
-        # What rank a sends to rank b.
-        for sizes in ({(0, 1): 5 * MiB + 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 77}, {(0, 1): 0, (1, 0): 0}, {(0, 0): 9}):
-            sent = [torch.full((sizes.get((rank, to), 0),), 10 * rank + to, dtype=torch.uint8) for to in (0, 1)]
-            got = [torch.zeros(sizes.get((of, rank), 0), dtype=torch.uint8).cuda() for of in (0, 1)]
-            inputs = [tensor.cuda() for tensor in sent]
-            torch.cuda.synchronize()
-            group.swap(got, inputs)
-            assert all(tensor.eq(10 * of + rank).all() for of, tensor in enumerate(got))
-        group.end()
-
-
-def _beside_all_reduces(directory: Path, with_nccl: bool) -> None:
-    """The user's own collectives go on while ranks load."""
-    full = {"w": numbers(4096, 1024)}
-    vescale_ckpt.save(directory, dict(full))
-    with _two_on_one(with_nccl):
-        users = dist.new_group(backend="nccl" if with_nccl else "gloo")
-        device = DEVICE if with_nccl else "cpu"
-        of_users = [torch.ones(1 << 20, device=device) for _ in range(8)]
-        work = [dist.all_reduce(tensor, group=users, async_op=True) for tensor in of_users]
-        state = {"w": torch.zeros(4096, 1024, device=DEVICE)}
-        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
-        for one in work:
-            one.wait()
-        assert all(tensor.eq(2).all() for tensor in of_users) and torch.equal(state["w"].cpu(), full["w"])
-        dist.destroy_process_group(users)
-
-
-def _one_comes_late(with_nccl: bool) -> None:
-    """Rank 0 does not wait for it, and is not harmed when it comes."""
-    if not with_nccl:
-        return
-    with _two_on_one(True):
-        if dist.get_rank() == 0:
-            group = _group("late", 4.0)
-            with pytest.raises(CheckpointError, match="did not connect within 2 s"):
-                _connect(group)
-            group.end()
-            dist.barrier()
-        else:
-            group = _group("late", 20.0)
-            dist.barrier()
-            with contextlib.suppress(Exception):  # rank 0 ends the connections as soon as there are any
-                _connect(group)
-            group.end()
-        for thread in threading.enumerate():
-            if thread.name == "vescale_ckpt connecting devices":
-                thread.join(BOUND)
-                assert not thread.is_alive()
-        assert torch.ones(3, device="cuda").add_(1).eq(2).all()
-        dist.barrier()
-
-
 def _one_dies(directory: Path, with_nccl: bool) -> str:
     os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(8 * MiB)  # half of it for other ranks
     full = {"w": numbers(8192, 1024)}
@@ -243,16 +166,67 @@ def test_each_byte_is_read_once_for_each_other(tmp_path: Path, with_nccl: bool) 
     assert all((result[0][2] > 0) == with_nccl for result in results)
 
 
+@on_ranks(2)
 def test_targets_on_devices_and_hosts(tmp_path: Path, with_nccl: bool) -> None:
-    run_ranks(2, _mixed_targets, tmp_path, with_nccl)
+    """Rank 0 on the device, rank 1 in host memory; then tensors of both kinds on each."""
+    full = _full()
+    vescale_ckpt.save(tmp_path, dict(full))
+    rank = dist.get_rank()
+    with _two_on_one(with_nccl):
+        for places in ([DEVICE if rank == 0 else "cpu"] * 4, [DEVICE, "cpu", DEVICE, "cpu"]):
+            state = {
+                name: torch.zeros_like(tensor, device=place)
+                for (name, tensor), place in zip(full.items(), places, strict=True)
+            }
+            vescale_ckpt.load(tmp_path, state, broadcast_checkpoint=True, timeout=BOUND)
+            for name, tensor in full.items():
+                assert torch.equal(state[name].cpu(), tensor), name
 
 
+@on_ranks(2)
 def test_swaps_of_uneven_sizes(with_nccl: bool) -> None:
-    run_ranks(2, _uneven_swaps, with_nccl)
+    """Of nothing, of one byte and of many, straight over a device group."""
+    if not with_nccl:
+        return
+    rank = dist.get_rank()
+    with _two_on_one(True):
+        group = _group("uneven", BOUND)
+        assert _connect(group) == [0, 1]
+        # What rank a sends to rank b.
+        for sizes in ({(0, 1): 5 * MiB + 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 77}, {(0, 1): 0, (1, 0): 0}, {(0, 0): 9}):
+            sent = [torch.full((sizes.get((rank, to), 0),), 10 * rank + to, dtype=torch.uint8) for to in (0, 1)]
+            got = [torch.zeros(sizes.get((of, rank), 0), dtype=torch.uint8).cuda() for of in (0, 1)]
+            inputs = [tensor.cuda() for tensor in sent]
+            torch.cuda.synchronize()
+            group.swap(got, inputs)
+            assert all(tensor.eq(10 * of + rank).all() for of, tensor in enumerate(got))
+        group.end()
 
 
+@on_ranks(2)
 def test_a_rank_that_comes_late_is_not_waited_for(with_nccl: bool) -> None:
-    run_ranks(2, _one_comes_late, with_nccl)
+    """Rank 0 does not wait for it, and is not harmed when it comes."""
+    if not with_nccl:
+        return
+    with _two_on_one(True):
+        if dist.get_rank() == 0:
+            group = _group("late", 4.0)
+            with pytest.raises(CheckpointError, match="did not connect within 2 s"):
+                _connect(group)
+            group.end()
+            dist.barrier()
+        else:
+            group = _group("late", 20.0)
+            dist.barrier()
+            with contextlib.suppress(Exception):  # rank 0 ends the connections as soon as there are any
+                _connect(group)
+            group.end()
+        for thread in threading.enumerate():
+            if thread.name == "vescale_ckpt connecting devices":
+                thread.join(BOUND)
+                assert not thread.is_alive()
+        assert torch.ones(3, device="cuda").add_(1).eq(2).all()
+        dist.barrier()
 
 
 def test_a_stream_that_is_captured_is_refused() -> None:
@@ -267,8 +241,22 @@ def test_a_stream_that_is_captured_is_refused() -> None:
     device.begin()
 
 
+@on_ranks(2)
 def test_beside_the_users_collectives(tmp_path: Path, with_nccl: bool) -> None:
-    run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)
+    """The user's own collectives go on while ranks load."""
+    full = {"w": numbers(4096, 1024)}
+    vescale_ckpt.save(tmp_path, dict(full))
+    with _two_on_one(with_nccl):
+        users = dist.new_group(backend="nccl" if with_nccl else "gloo")
+        device = DEVICE if with_nccl else "cpu"
+        of_users = [torch.ones(1 << 20, device=device) for _ in range(8)]
+        work = [dist.all_reduce(tensor, group=users, async_op=True) for tensor in of_users]
+        state = {"w": torch.zeros(4096, 1024, device=DEVICE)}
+        vescale_ckpt.load(tmp_path, state, broadcast_checkpoint=True, timeout=BOUND)
+        for one in work:
+            one.wait()
+        assert all(tensor.eq(2).all() for tensor in of_users) and torch.equal(state["w"].cpu(), full["w"])
+        dist.destroy_process_group(users)
 
 
 def test_a_rank_that_dies_is_named_and_the_other_lives(tmp_path: Path, with_nccl: bool) -> None:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -110,6 +111,14 @@ class Shared:
 
     def __getitem__(self, index: int) -> int:
         return int(self.numbers[index])
+
+
+def wait_for(*paths: Path) -> None:
+    """Until these files are there, which other processes make."""
+    deadline = time.monotonic() + 2 * BOUND
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths}: not there within {2 * BOUND:.0f} s"
+        time.sleep(0.005)
 
 
 def wait_until(numbers: Shared, exceed: int, what: str) -> None:

@@ -87,10 +87,12 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
         flip(path, bit)
 
 
-def flip(path: Path, bit: int) -> None:
+def flip(path: Path, bit: int | None = None) -> None:
+    """Turns a bit of a file around; None: one in its middle."""
+    bit = path.stat().st_size // 2 * 8 if bit is None else bit
     with open(path, "r+b") as file:
         file.seek(bit // 8)
-        (byte,) = file.read(1)
+        (byte,) = file.read(1) or b"\0"  # of an empty file, which gets one
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
 

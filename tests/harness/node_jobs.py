@@ -279,6 +279,13 @@ class NodeJob:
             assert not answer.error, f"rank {rank}: {answer.trace}"
         return [answer.value for answer in answers]
 
+    def save(self, *steps: int, settle: bool = True, **options: Any) -> None:
+        """`settle`: with copies and uploads."""
+        for step in steps:
+            self.call("save", step, **options)
+            if settle:
+                self.call("settle")
+
     def ask(self, command: str, *args: Any, **options: Any) -> list[Answer]:
         self.ranks.say((command, args, options))
         return self.ranks.hear(BOUND)

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterable
 
+from harness.files import flip
 from harness.node_jobs import NEVER, NodeJob, start_again
 
 Saved = tuple[int, int]  # a step, and the attempt that saved it
@@ -82,9 +83,7 @@ class Life:
         if paths and not self._held:
             path = self.random.choice(paths)
             self._note("machine %d: a bit of %s flips in step %d", machine, path.name, saved[0])
-            content = bytearray(path.read_bytes())
-            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
-            path.write_bytes(content)
+            flip(path, self.random.randrange(8 * path.stat().st_size))
             self._damaged.add(saved)
             self._lost += 1
 
@@ -181,8 +180,7 @@ def another_run(machines: NodeJob) -> NodeJob:
     """What a run has left that saved steps 7 and 8."""
     job = start_again(machines, machines, empty=range(machines.machines.count))
     job.open("shards", 9, copies=1, durable_interval_steps=NEVER)
-    for step in (7, 8):
-        job.call("save", step)
+    job.save(7, 8, settle=False)
     job.call("close")
     return job
 

@@ -7,13 +7,17 @@ killed, and where one rank has failed, the others get a few seconds more.
 
 `function` is found by its module and name, so it must be at the top level of a module. Arguments, results and
 exceptions travel as pickles; state that a function leaves behind (environment, faults, cached plans) is undone.
+A test that does all on the ranks is marked with `@on_ranks(2)`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -30,9 +34,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ParamSpec
 from unittest import mock
 
+from _pytest.assertion import rewrite
+
+P = ParamSpec("P")
 TIMEOUT = 300.0  # seconds a run may take
 _START_TIMEOUT = 300.0  # the first ranks wait for torch to be imported, from a cold disk perhaps
 _PATIENCE_AFTER_FAILURE = 10.0
@@ -87,7 +95,7 @@ def run_ranks(
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
     """Calls it in a new process, where torch is imported and nothing else has happened."""
     pool = ProcessPoolExecutor(1, mp_context=forks())
-    answer = pool.submit(function, *args)
+    answer = pool.submit(_call, function.__module__, function.__qualname__, args)
     try:
         return answer.result(TIMEOUT)
     finally:
@@ -95,6 +103,27 @@ def in_fork(function: Callable[..., Any], *args: Any) -> Any:
             for process in pool._processes.values():
                 process.kill()
         pool.shutdown()
+
+
+def on_ranks(world_size: int, timeout: float = TIMEOUT) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    """Makes a test run on every rank of a gloo group, by `run_ranks`."""
+    return _elsewhere(functools.partial(run_ranks, world_size, timeout=timeout))
+
+
+def forked(test: Callable[P, object]) -> Callable[P, None]:
+    """Makes a test run in a new process, by `in_fork`."""
+    return _elsewhere(in_fork)(test)
+
+
+def _elsewhere(run: Callable[..., Any]) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    def decorate(test: Callable[P, object]) -> Callable[P, None]:
+        @functools.wraps(test)
+        def called(*args: P.args, **options: P.kwargs) -> None:
+            run(test, *inspect.signature(test).bind(*args, **options).args)
+
+        return called
+
+    return decorate
 
 
 def close_ranks() -> None:
@@ -247,9 +276,7 @@ def _serve(
     environment = dict(os.environ)
     while request := _next_request(pipe):
         try:
-            module, name, args = pickle.loads(request)
-            function = getattr(__import__(module, fromlist=[name]), name)
-            answer = function(*args)
+            answer = _call(*pickle.loads(request))
         except BaseException as error:
             answer = _Failure(error, traceback.format_exc())
         _tidy(environment)
@@ -257,6 +284,20 @@ def _serve(
     time.sleep(_PAUSE_BEFORE_DESTROY)
     dist.destroy_process_group()
     os._exit(0)  # no destructors: they are where gloo aborts
+
+
+def _call(module: str, name: str, args: tuple[Any, ...]) -> Any:
+    return inspect.unwrap(getattr(_imported(module), name))(*args)
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of tests as pytest has compiled it: of asserts that fail it tells what they have compared."""
+    if name not in sys.modules and (spec := importlib.util.find_spec(name)) and spec.origin:
+        path = Path(spec.origin)
+        if code := rewrite._read_pyc(path, rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)):
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            exec(code, vars(module))
+    return importlib.import_module(name)
 
 
 def _join(rank: int, world_size: int, directory: str) -> None:

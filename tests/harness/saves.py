@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def outcome(directory: Path | str, *expected: State, **options: Any) -> Checkpoi
     return None
 
 
+def error_of(call: Callable[[], object]) -> CheckpointError | None:
+    """The error of this package that a call raises; None if it raises none."""
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def cause(error: BaseException, rank: int | None = None) -> BaseException:
     """What a rank, or whichever failed first, raised inside DCP's CheckpointException."""
     failures = error.failures  # type: ignore[attr-defined]
@@ -191,6 +201,14 @@ def load_boxes(directory: Path, key: str, boxes: list[tuple[slice, ...]], **opti
         planner.want(index, box)
     reader.read_data(LoadPlan(planner.items), planner).wait()
     return planner.targets
+
+
+def save_as(way: str, path: Path, state: State, **options: Any) -> SaveHandle:
+    """`way`: "dcp", "async", "safetensors", or "nodes", a folder of each node, as managers have it."""
+    if way == "nodes":
+        return save_on_nodes(path, state, **options)
+    of_way: dict[str, Any] = {"async": {"async_checkpoint": True}, "safetensors": {"format": "safetensors"}}
+    return vescale_ckpt.save(path, state, **of_way.get(way, {}), **options)
 
 
 def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool = False, **options: Any) -> SaveHandle:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from benchmarks.planning.models import Entry
 from benchmarks.planning.simulated_job import Parallelism
@@ -44,10 +44,27 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> 
     return ((torch.arange(torch.Size(shape).numel()) + first) % 8191).to(dtype).view(shape)
 
 
+def cut_storage(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    """The tensor, after its storage was cut to so many bytes. 0: freed."""
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
 def sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | None = None) -> DTensor:
     """What all ranks hold of a tensor that each of them gives whole: on one line of ranks, or a mesh of this shape."""
     device_mesh = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
     return distribute_tensor(full, device_mesh, placements, src_data_rank=None)
+
+
+def sharded_by(full: torch.Tensor, dim: int | None) -> DTensor:
+    """`sharded` by one dimension. None: replicated."""
+    return sharded(full, Replicate() if dim is None else Shard(dim))
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """A group of this rank alone. All ranks must call it."""
+    group, _ = dist.new_subgroups(1)
+    return group
 
 
 def real_state(entries: Sequence[Entry], parallelism: Parallelism) -> State:
@@ -206,6 +223,12 @@ def change_all(values: Any) -> None:
         for item in values:
             change_all(item)
         values.append("changed")
+
+
+def of_rank(fill: float, size: int = 8) -> State:
+    """A tensor of this rank alone, and one of all."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {f"of {rank}": torch.full((size,), float(fill)), "w": torch.full((8,), float(fill))}
 
 
 ROWS, COLUMNS = 2048, 400  # large enough to be sent alone

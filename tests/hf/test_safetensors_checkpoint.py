@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import flipped
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import cause
 from harness.states import Tied, assert_same, numbers, sharded
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -501,7 +501,8 @@ def test_boxes_that_overlap_or_leave_a_hole(tmp_path: Path) -> None:
     assert_same(vescale_ckpt.load(tmp_path), {"x": torch.tensor([0.0, 0, 1])[:, None].expand(3, 3).contiguous()})
 
 
-def _torchs_writer(directory: Path) -> None:
+@on_ranks(2)
+def test_what_torchs_writer_saved_from_two_ranks(tmp_path: Path) -> None:
     """Ours reads what torch's reader reads, in every form that torch's writer has."""
     values = state()
     values.pop("scalar")  # has no dimension to be cut along
@@ -509,27 +510,23 @@ def _torchs_writer(directory: Path) -> None:
     def spread(full: State, dim: int) -> dict[str, Any]:
         return {key: sharded(value, Shard(min(dim, value.dim() - 1))) for key, value in full.items()}
 
-    dcp.save(spread(values, 0), storage_writer=HuggingFaceStorageWriter(str(directory / "d"), save_distributed=True))
-    assert len(list((directory / "d").glob("shard-*.safetensors"))) == dist.get_world_size()
+    dcp.save(spread(values, 0), storage_writer=HuggingFaceStorageWriter(str(tmp_path / "d"), save_distributed=True))
+    assert len(list((tmp_path / "d").glob("shard-*.safetensors"))) == dist.get_world_size()
     for dim in (0, 1):
         theirs, ours, fast = (spread(zeros(values), dim) for _ in range(3))
-        dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(directory / "d")))
-        dcp.load(ours, storage_reader=StorageReader(directory / "d"), planner=PLANNERS[dim]())
-        vescale_ckpt.load(directory / "d", fast, timeout=FOREVER)
+        dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(tmp_path / "d")))
+        dcp.load(ours, storage_reader=StorageReader(tmp_path / "d"), planner=PLANNERS[dim]())
+        vescale_ckpt.load(tmp_path / "d", fast, timeout=FOREVER)
         for key, value in spread(values, dim).items():
             for loaded in (theirs, ours, fast):
                 assert_same(loaded[key].to_local(), value.to_local())
-    assert_same(vescale_ckpt.load(directory / "d", timeout=FOREVER), values)
+    assert_same(vescale_ckpt.load(tmp_path / "d", timeout=FOREVER), values)
 
     floats = {key: value for key, value in values.items() if value.is_floating_point() and value.numel()}  # no others
-    writer = HuggingFaceStorageWriter(str(directory / "one"), save_distributed=True, enable_consolidation=True)
+    writer = HuggingFaceStorageWriter(str(tmp_path / "one"), save_distributed=True, enable_consolidation=True)
     dcp.save(spread(floats, 0), storage_writer=writer)
     for part in ("", "sharded"):
-        assert_same(vescale_ckpt.load(directory / "one" / part, timeout=FOREVER), floats)
-
-
-def test_what_torchs_writer_saved_from_two_ranks(tmp_path: Path) -> None:
-    run_ranks(2, _torchs_writer, tmp_path)
+        assert_same(vescale_ckpt.load(tmp_path / "one" / part, timeout=FOREVER), floats)
 
 
 # --- Several ranks

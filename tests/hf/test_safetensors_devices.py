@@ -16,7 +16,7 @@ import torch
 from harness import steps
 from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
 from harness.files import flip, safetensors_dtypes
-from harness.ranks import in_fork
+from harness.ranks import forked
 from harness.states import MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
@@ -99,7 +99,9 @@ def all_kinds() -> dict[str, torch.Tensor]:
 # --- Whole files
 
 
-def _all_kinds_load(path: Path) -> None:
+@forked
+def test_all_kinds_of_tensors_come_to_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     values = all_kinds()
     safetensors.save_file(values, path)
     order = list(safetensors.load_file(path))
@@ -120,11 +122,9 @@ def _all_kinds_load(path: Path) -> None:
                 assert found[name].storage_offset() * found[name].itemsize % ALIGNMENT == 0
 
 
-def test_all_kinds_of_tensors_come_to_the_device(tmp_path: Path) -> None:
-    in_fork(_all_kinds_load, tmp_path / "model.safetensors")
-
-
-def _apart(path: Path) -> None:
+@forked
+def test_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     safetensors.save_file({name: numbers(1000, first=i) for i, name in enumerate("abc")}, path)
     with devices() as (_, memory):
         found = safetensors.load_file(path, "cuda")
@@ -142,11 +142,9 @@ def _apart(path: Path) -> None:
             assert safetensors.load_file(path, "cuda")["a"].is_inference()
 
 
-def test_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
-    in_fork(_apart, tmp_path / "model.safetensors")
-
-
-def _misaligned(path: Path) -> None:
+@forked
+def test_tensors_at_odd_offsets_of_the_file_are_aligned_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     values = {"flag": torch.tensor([True]), "w": numbers(5000), "z": numbers(3, dtype=torch.float64)}
     header, at, data = {}, 0, b""
     for name, dtype in (("flag", "BOOL"), ("w", "F32"), ("z", "F64")):
@@ -164,14 +162,12 @@ def _misaligned(path: Path) -> None:
             assert torch.equal(file.get_slice("w")[17:3000], values["w"][17:3000])
 
 
-def test_tensors_at_odd_offsets_of_the_file_are_aligned_in_memory(tmp_path: Path) -> None:
-    in_fork(_misaligned, tmp_path / "model.safetensors")
-
-
 # --- Tensors and parts of them
 
 
-def _parts(path: Path) -> None:
+@forked
+def test_tensors_and_slices_come_to_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     values = all_kinds() | {"cube": numbers(40, 50, 60), "wide": numbers(300, 5000)}
     safetensors.save_file(values, path)
     with devices() as (fake, memory), safetensors.safe_open(path, device="cuda:1") as file:
@@ -196,14 +192,12 @@ def _parts(path: Path) -> None:
         assert {place.index for place, _ in memory.given} == {1}
 
 
-def test_tensors_and_slices_come_to_the_device(tmp_path: Path) -> None:
-    in_fork(_parts, tmp_path / "model.safetensors")
-
-
 # --- What goes wrong
 
 
-def _failures(path: Path) -> dict[str, str]:
+@forked
+def test_failures_are_told_and_hold_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     values = {f"{i}": numbers(300_000, first=i) for i in range(20)}
     safetensors.save_file(values, path)
     texts = {}
@@ -219,30 +213,27 @@ def _failures(path: Path) -> dict[str, str]:
         fake.fail("cudaMemcpyBatchAsync")  # then copies are made one by one
         fake.fail("cudaMemcpyAsync", 1)
         failed("copy")
-        flip(path, path.stat().st_size // 2 * 8)
+        flip(path)
         failed("damage", CorruptCheckpointError)
         with pytest.raises(CorruptCheckpointError), safetensors.safe_open(path, device="cuda") as file:
             for name in values:
                 file.get_slice(name)[1:]
-        flip(path, path.stat().st_size // 2 * 8)
+        flip(path)
         memory.room = memory.taken + 20 * MiB
         failed("memory", torch.OutOfMemoryError)
         memory.room = 256 * MiB
         gc.collect()
         assert not any(block() is not None for block in memory.blocks), "what failed holds no memory"
         assert same(safetensors.load_file(path, "cuda"), values)
-    return texts
-
-
-def test_failures_are_told_and_hold_no_memory(tmp_path: Path) -> None:
-    texts = in_fork(_failures, tmp_path / "model.safetensors")
     assert "is being captured" in texts["captured"]
     assert "bytes from the host to device 0" in texts["copy"]
     assert "checksum mismatch" in texts["damage"]
     assert "out of memory" in texts["memory"]
 
 
-def _memory_is_kept_while_it_is_written(path: Path) -> None:
+@forked
+def test_memory_is_not_given_back_while_copies_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     values = {f"{i}": numbers(300_000, first=i) for i in range(20)}
     safetensors.save_file(values, path)
     copied_when_freed: list[int] = []
@@ -260,10 +251,6 @@ def _memory_is_kept_while_it_is_written(path: Path) -> None:
         assert not any(block() is not None for block in memory.blocks)
         (copied,) = copied_when_freed
         assert copied >= sum(value.nbytes for value in values.values()), "nothing is written after it was freed"
-
-
-def test_memory_is_not_given_back_while_copies_write_it(tmp_path: Path) -> None:
-    in_fork(_memory_is_kept_while_it_is_written, tmp_path / "model.safetensors")
 
 
 def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

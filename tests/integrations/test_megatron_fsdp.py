@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -44,7 +44,8 @@ def _sharded(mesh: DeviceMesh, zeros: bool = False) -> dict[str, DTensor]:
     return made
 
 
-def _job(path: str) -> None:
+@on_ranks(4)
+def test_uneven_dtensors_are_stored_as_they_tell(tmp_path: Path) -> None:
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor as preprocess
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -62,7 +63,7 @@ def _job(path: str) -> None:
         "stock": lambda of, state: dcp.load(state, storage_reader=FileSystemReader(of)),
     }
     for saved_by, save in saves.items():
-        target = Path(path) / saved_by
+        target = tmp_path / saved_by
         save(target, preprocess(_sharded(mesh)))
         for loaded_by, load in loads.items():
             if (saved_by, loaded_by) == ("safetensors", "stock"):
@@ -76,7 +77,3 @@ def _job(path: str) -> None:
             for name, value in _sharded(mesh).items():
                 assert torch.equal(resharded[name].full_tensor(), WHOLE), (saved_by, loaded_by, name)
                 assert torch.equal(again[name]._local_tensor, value._local_tensor), (saved_by, loaded_by, name)
-
-
-def test_uneven_dtensors_are_stored_as_they_tell(tmp_path: Path) -> None:
-    run_ranks(4, _job, str(tmp_path))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.snapshots import held
 
 from vescale_ckpt import CheckpointManager, MissingKeysError
@@ -48,10 +48,11 @@ def test_what_was_said_of_a_step_holds_for_it_alone(tmp_path: Path, monkeypatch:
         assert manager.save(4, _state(), force=True) is not None
 
 
-def _two_ranks(directory: Path) -> tuple[list[bool], list[int], int | None, bool]:
+@on_ranks(2)
+def test_all_ranks_are_told_the_same(tmp_path: Path) -> None:
     rank = dist.get_rank()
     options: dict[str, Any] = {"save_interval_seconds": 1000, "best": "loss", "best_mode": "max"}
-    with CheckpointManager(directory, save_on_signal=signal.SIGTERM, **options) as manager:
+    with CheckpointManager(tmp_path, save_on_signal=signal.SIGTERM, **options) as manager:
         said = []
         for step in range(1, 5):
             if (step, rank) == (2, 0):
@@ -63,23 +64,16 @@ def _two_ranks(directory: Path) -> tuple[list[bool], list[int], int | None, bool
             if said[-1]:
                 manager.save(step, _state(step), metrics={"loss": -step})
         manager.wait()
-        return said, manager.steps(), manager.best_step(), manager.preempted
+        assert (said, manager.steps(), manager.best_step()) == ([False, True, False, True], [2, 4], 2)
+        assert manager.preempted
 
 
-def test_all_ranks_are_told_the_same(tmp_path: Path) -> None:
-    found = run_ranks(2, _two_ranks, tmp_path)
-    assert found == [([False, True, False, True], [2, 4], 2, True)] * 2
-
-
-def _one_rank_asks(directory: Path) -> None:
-    with CheckpointManager(directory, save_interval_steps=10, timeout=5) as manager:
+@on_ranks(2)
+def test_ranks_do_not_communicate_for_a_step_that_is_not_due(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_interval_steps=10, timeout=5) as manager:
         if dist.get_rank() == 1:  # the other one would be late
             assert manager.save(1, _state()) is None and not manager.should_save(2)
         dist.barrier()
-
-
-def test_ranks_do_not_communicate_for_a_step_that_is_not_due(tmp_path: Path) -> None:
-    run_ranks(2, _one_rank_asks, tmp_path)
 
 
 def test_the_best_step(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
-from harness.ranks import close_ranks, run_ranks
+from harness.children import wait_for
+from harness.ranks import close_ranks, on_ranks, run_ranks
 from harness.snapshots import held
 from test_manager import BOUND
 from test_manager_async import let_go_by
@@ -59,8 +60,10 @@ def _slow_writes() -> Any:
         yield
 
 
-def _there_is_time(directory: Path, is_async: bool) -> Any:
-    saver = _manager(directory, LONG, async_checkpoint=is_async)
+@pytest.mark.parametrize("is_async", [True, False])
+@on_ranks(2)
+def test_the_running_save_and_the_last_one_are_made_if_there_is_time(checkpoint: Path, is_async: bool) -> None:
+    saver = _manager(checkpoint, LONG, async_checkpoint=is_async)
     with held() if is_async else contextlib.nullcontext() as event:
         saver.save(1, _state(1))
         _signal()
@@ -69,16 +72,12 @@ def _there_is_time(directory: Path, is_async: bool) -> Any:
         handle = saver.save(2, _state(2))
     assert handle is not None and handle.done() and saver.save(3, _state(3)) is not None
     saver.wait()
-    return _answer(saver)
+    assert _answer(saver) == (True, [1, 2, 3], True, True)
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_the_running_save_and_the_last_one_are_made_if_there_is_time(checkpoint: Path, is_async: bool) -> None:
-    assert run_ranks(2, _there_is_time, checkpoint, is_async) == [(True, [1, 2, 3], True, True)] * 2
-
-
-def _writes_for_ever(directory: Path) -> Any:
-    saver = _manager(directory, SHORT)
+@on_ranks(2)
+def test_the_running_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
+    saver = _manager(checkpoint, SHORT)
     saver.save(1, _state(1))
     saver.wait()
     with _slow_writes():
@@ -91,15 +90,12 @@ def _writes_for_ever(directory: Path) -> Any:
         assert type(running.exception(BOUND)).__name__ == "SaveCancelledError"
         preempted = saver.preempted
     saver.save(4, _state(4))  # the process was not killed
-    return preempted, *_answer(saver)
+    assert (preempted, *_answer(saver)) == (False, False, [1, 4], True, True)
 
 
-def test_the_running_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
-    assert run_ranks(2, _writes_for_ever, checkpoint) == [(False, False, [1, 4], True, True)] * 2
-
-
-def _last_is_held(directory: Path) -> Any:
-    saver = _manager(directory, SHORT)
+@on_ranks(2)
+def test_the_last_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
+    saver = _manager(checkpoint, SHORT)
     saver.save(1, _state(1))
     saver.wait()
     with held() as event, let_go_by(RunningSave, "cancel", event):
@@ -108,27 +104,21 @@ def _last_is_held(directory: Path) -> Any:
         _signal()
         handle = saver.save(2, _state(2))
         assert handle is not None and type(handle.exception(BOUND)).__name__ == "SaveCancelledError"
-    return _answer(saver)
+    assert _answer(saver) == (False, [1], True, True)
 
 
-def test_the_last_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
-    assert run_ranks(2, _last_is_held, checkpoint) == [(False, [1], True, True)] * 2
-
-
-def _nothing_slows_it(directory: Path) -> Any:
-    saver = _manager(directory, LONG)
+@on_ranks(2)
+def test_the_last_save_has_all_the_disk(checkpoint: Path) -> None:
+    saver = _manager(checkpoint, LONG)
     with _slow_writes():
         _signal(0)
         saver.save(1, _state(1, 3 << 20))
-    return _answer(saver)
+    assert _answer(saver) == (True, [1], True, True)
 
 
-def test_the_last_save_has_all_the_disk(checkpoint: Path) -> None:
-    assert run_ranks(2, _nothing_slows_it, checkpoint) == [(True, [1], True, True)] * 2
-
-
-def _little_time(directory: Path) -> Any:
-    saver = _manager(directory, LONG)
+@on_ranks(2)
+def test_the_last_save_is_left_out_if_earlier_ones_took_longer_than_what_is_left(checkpoint: Path) -> None:
+    saver = _manager(checkpoint, LONG)
     saver.save(1, _state(1))
     saver.wait()
     if dist.get_rank() == 0:
@@ -139,16 +129,13 @@ def _little_time(directory: Path) -> Any:
         threading.Timer(0.5, event.set).start()
         assert saver.save(3, _state(3)) is None
     assert saver.save(4, _state(4)) is not None  # it is preempted, and saves as it is told
-    return _answer(saver)
+    assert _answer(saver) == (True, [1, 2, 4], True, True)
 
 
-def test_the_last_save_is_left_out_if_earlier_ones_took_longer_than_what_is_left(checkpoint: Path) -> None:
-    assert run_ranks(2, _little_time, checkpoint) == [(True, [1, 2, 4], True, True)] * 2
-
-
-def _in_the_commit(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_commit_that_has_begun_is_finished(checkpoint: Path) -> None:
     """The deadline comes when the commit of the running save has begun: it is finished."""
-    saver, begun, go_on = _manager(directory, SHORT), threading.Event(), threading.Event()
+    saver, begun, go_on = _manager(checkpoint, SHORT), threading.Event(), threading.Event()
 
     def hold(*_: Any) -> None:
         begun.set()
@@ -161,31 +148,26 @@ def _in_the_commit(directory: Path) -> Any:
         dist.barrier()
         _signal()
         assert saver.save(2, _state(2)) is None
-    return _answer(saver)
+    assert _answer(saver) == (True, [1], True, True)
 
 
-def test_a_commit_that_has_begun_is_finished(checkpoint: Path) -> None:
-    assert run_ranks(2, _in_the_commit, checkpoint) == [(True, [1], True, True)] * 2
-
-
-def _signal_comes_while_it_waits(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_signal_that_comes_while_save_waits(checkpoint: Path) -> None:
     """`save` was called before the signal came, and waits for the save before."""
-    saver = _manager(directory, SHORT)
+    saver = _manager(checkpoint, SHORT)
     with held() as event, let_go_by(RunningSave, "cancel", event):
         saver.save(1, _state(1))
         threading.Timer(1, _signal).start()
         assert saver.save(2, _state(2)) is None
-    return _answer(saver)
+    assert _answer(saver) == (False, [], True, True)
 
 
-def test_a_signal_that_comes_while_save_waits(checkpoint: Path) -> None:
-    assert run_ranks(2, _signal_comes_while_it_waits, checkpoint) == [(False, [], True, True)] * 2
-
-
-def _fails(directory: Path, on_error: Any) -> Any:
+@pytest.mark.parametrize(("on_error", "expected"), [("raise", ("StorageFullError", 0)), ("warn", ("", 1))])
+@on_ranks(2)
+def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path, on_error: str, expected: Any) -> None:
     """The last save fails: it is tried again, as long as there is time."""
     rank = dist.get_rank()
-    saver = _manager(directory, LONG, on_error=on_error)
+    saver = _manager(checkpoint, LONG, on_error=on_error)
     if rank == 1:
         faults.inject("write", errno.ENOSPC, 0, 10**6)
     _signal()
@@ -198,12 +180,7 @@ def _fails(directory: Path, on_error: Any) -> Any:
     assert not saver.preempted
     dist.barrier()
     saver.save(2, _state(2))
-    return told, saver.failed_saves, *_answer(saver)
-
-
-@pytest.mark.parametrize(("on_error", "expected"), [("raise", ("StorageFullError", 0)), ("warn", ("", 1))])
-def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path, on_error: str, expected: Any) -> None:
-    assert run_ranks(2, _fails, checkpoint, on_error) == [(*expected, True, [2], True, True)] * 2
+    assert (told, saver.failed_saves, *_answer(saver)) == (*expected, True, [2], True, True)
 
 
 def _dies(directory: Path) -> Any:
@@ -232,8 +209,7 @@ def _does_not_come(directory: Path) -> Any:
             assert SHORT < time.monotonic() - began < BOUND
             (directory.parent / "gave up").touch()
             return told.value.late_ranks
-    while not (directory.parent / "gave up").exists():  # the run has a limit
-        time.sleep(0.01)
+    wait_for(directory.parent / "gave up")
     return None
 
 
@@ -242,9 +218,10 @@ def test_a_rank_that_does_not_come_to_the_last_save(checkpoint: Path) -> None:
     close_ranks()  # they count their failures differently now
 
 
-def _cannot_tell(directory: Path) -> Any:
+@on_ranks(2)
+def test_a_rank_that_cannot_tell_the_others_is_told_by_them(checkpoint: Path) -> None:
     """Rank 0 cannot reach the store at the deadline, and writes later."""
-    saver, rank = _manager(directory, SHORT), dist.get_rank()
+    saver, rank = _manager(checkpoint, SHORT), dist.get_rank()
     with held() if rank == 0 else _slow_writes() as event:
         running = saver.save(1, _state(1, 3 << 20))
         assert running is not None
@@ -255,11 +232,7 @@ def _cannot_tell(directory: Path) -> Any:
             if rank == 0:
                 event.set()
             error = running.exception(BOUND)
-    return type(error).__name__, *_answer(saver)
-
-
-def test_a_rank_that_cannot_tell_the_others_is_told_by_them(checkpoint: Path) -> None:
-    assert run_ranks(2, _cannot_tell, checkpoint) == [("SaveCancelledError", False, [], True, True)] * 2
+    assert (type(error).__name__, *_answer(saver)) == ("SaveCancelledError", False, [], True, True)
 
 
 def test_arguments(checkpoint: Path) -> None:

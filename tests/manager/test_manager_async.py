@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.children import in_child
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
+from harness.saves import error_of
 from harness.snapshots import held, snapshot_memory
 from harness.states import blank, same, small_state
 from test_manager import BOUND, Child, restored, save_steps, steps_in
@@ -57,11 +58,7 @@ def text_of(error: BaseException | None) -> str:
 
 def outcome(call: Callable[[], object]) -> str:
     """What it raised, if anything."""
-    try:
-        call()
-    except CheckpointError as error:
-        return text_of(error)
-    return ""
+    return text_of(error_of(call))
 
 
 # --- What follows a save
@@ -164,16 +161,10 @@ def test_a_save_that_fails(checkpoint: Path) -> None:
     assert steps_in(checkpoint) == [1, 5]
 
 
+@on_ranks(2)
 def test_a_failure_that_one_rank_has_seen_is_told_to_all(checkpoint: Path) -> None:
-    for restored_step, unseen, then, waited, kept in run_ranks(2, fail_on_one_of_two, checkpoint):
-        assert restored_step == 1  # a failed save is no reason not to restore
-        assert unseen.startswith("SaveFailedError") and "step-2 before this one" in unseen
-        assert then == waited == "" and kept == [1, 4]
-
-
-def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
     rank = dist.get_rank()
-    with CheckpointManager(directory) as saver:
+    with CheckpointManager(checkpoint) as saver:
         saver.save(1, small_state(1))
         saver.wait()
         if rank == 1:
@@ -191,7 +182,10 @@ def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
         then = outcome(lambda: saver.save(4, small_state(4)))
         waited = outcome(saver.wait)
         dist.barrier()
-        return step, unseen, then, waited, saver.steps()
+        kept = saver.steps()
+    assert step == 1  # a failed save is no reason not to restore
+    assert unseen.startswith("SaveFailedError") and "step-2 before this one" in unseen
+    assert then == waited == "" and kept == [1, 4]
 
 
 def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
@@ -360,18 +354,6 @@ def test_the_last_save_is_made_though_the_one_before_failed(
     assert restored(checkpoint) == (2, True)
 
 
-def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
-        os.kill(os.getpid(), signal.SIGTERM)
-        faults.inject("sync", errno.EIO, 0, 10**6)
-        with pytest.raises(CheckpointError):
-            saver.save(1, small_state(1))
-        faults.clear()
-        assert not saver.preempted
-        saver.save(2, small_state(2))
-        assert saver.preempted and saver.steps() == [2]
-
-
 # --- Saves that are cancelled
 
 
@@ -379,9 +361,11 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(step)), "step": step}
 
 
-def cancel_on_one(directory: Path, who: int) -> Any:
+@pytest.mark.parametrize("who", [0, 1])
+@on_ranks(2)
+def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
     rank = dist.get_rank()
-    with CheckpointManager(directory) as saver:
+    with CheckpointManager(checkpoint) as saver:
         assert not saver.cancel()
         saver.save(1, state_of(1), metrics={"loss": 1})
         saver.wait()
@@ -402,20 +386,14 @@ def cancel_on_one(directory: Path, who: int) -> Any:
             with pytest.raises(SaveCancelledError):
                 handle.result(BOUND)
         dist.barrier()
-        left = sorted(path.name for path in directory.iterdir())
+        left = sorted(path.name for path in checkpoint.iterdir())
         dist.barrier()
         saver.save(3, state_of(3))
         saver.save(4, state_of(4))
     dist.barrier()
-    return said, told, left, saver.steps(), saver.metrics(1)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
-    for rank, (said, told, *others) in enumerate(run_ranks(2, cancel_on_one, checkpoint, who)):
-        assert said is (True if rank == who else None)
-        assert told == ("" if rank == who else "SaveCancelledError")
-        assert others == [["step-1"], [1, 3, 4], {"loss": 1}]
+    assert said is (True if rank == who else None)
+    assert told == ("" if rank == who else "SaveCancelledError")
+    assert (left, saver.steps(), saver.metrics(1)) == (["step-1"], [1, 3, 4], {"loss": 1})
 
 
 def test_a_step_that_is_saved_again_stays_when_that_is_cancelled(checkpoint: Path) -> None:

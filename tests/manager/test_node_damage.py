@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from harness.files import flip
 from harness.machines import why_not
 from harness.node_jobs import NEVER, NodeJob, check_restart, start_again
 
@@ -24,20 +25,10 @@ def saved(two: NodeJob) -> NodeJob:
         if attempt == 2:
             job.call("restore", 1)
             job.call("settle")
-        for step in steps:
-            job.call("save", step, metrics={"loss": attempt / 8})
-            job.call("settle")
+        job.save(*steps, metrics={"loss": attempt / 8})
         job.call("close")
     shutil.rmtree(job.durable / "step-3")
     return job
-
-
-def flip(path: Path, number: int) -> None:
-    """Flips one bit: in the middle of the file, or at another place for each number."""
-    content = bytearray(path.read_bytes() or b"\0")
-    at = len(content) // 2 if number == 0 else random.Random(number).randrange(len(content))
-    content[at] ^= 1 << number % 8
-    path.write_bytes(content)
 
 
 def files_of(kind: str, folder: Path, machine: int) -> list[Path]:
@@ -63,7 +54,7 @@ SAYS = {"own data": "does not count", ".metadata": "metadata", ".order": "is dam
 def test_a_bit_is_flipped_on_one_machine(kind: str, machine: int, number: int, saved: NodeJob, two: NodeJob) -> None:
     again = start_again(saved, two, durable=False)
     for path in files_of(kind, again.folder(machine) / "step-2", machine):
-        flip(path, number)
+        flip(path, random.Random(number).randrange(8 * (path.stat().st_size or 1)) if number else None)
     step, attempt, told = check_restart(again, "shards", 3, copies=1)
     assert (step, attempt) == (2, 2), told
     assert number > 0 or SAYS.get(kind, "") in told, told
@@ -79,7 +70,7 @@ def test_a_bit_is_flipped_on_all_machines(kind: str, is_durable: bool, saved: No
     again = start_again(saved, two, durable=is_durable)
     for machine in (0, 1):
         for path in files_of(kind, again.folder(machine) / "step-2", machine):
-            flip(path, 0)
+            flip(path)
     step, attempt, told = check_restart(again, "shards", 3, copies=1)
     if kind == ".order" and not is_durable:
         assert (step, attempt) in ((2, 2), (3, 1)), told  # nobody knows any more what was saved last
@@ -95,7 +86,7 @@ def test_a_bit_is_flipped_on_all_machines(kind: str, is_durable: bool, saved: No
 def test_a_copy_is_damaged_and_the_machine_is_lost(machine: int, saved: NodeJob, two: NodeJob) -> None:
     again = start_again(saved, two, empty=[1 - machine], durable=False)
     for path in files_of("data of the other", again.folder(machine) / "step-2", machine):
-        flip(path, 0)
+        flip(path)
     step, attempt, told = check_restart(again, "shards", 3, copies=1)
     assert (step, attempt) == (1, 1) and "no node has a sound copy" in told, told
 
@@ -105,7 +96,7 @@ def test_a_copy_is_damaged_and_the_machine_is_lost(machine: int, saved: NodeJob,
 def test_a_bit_is_flipped_in_the_durable_place(kind: str, saved: NodeJob, two: NodeJob) -> None:
     again = start_again(saved, two, empty=[0, 1])
     folder = again.durable / "step-2"
-    flip(next(folder.glob("*.distcp")) if kind == "data" else folder / kind, 0)
+    flip(next(folder.glob("*.distcp")) if kind == "data" else folder / kind)
     step, attempt, told = check_restart(again, "shards", 3, copies=1)
     assert (step, attempt) == ((1, 1) if kind in ("data", ".metadata") else (2, 2)), told
 
@@ -131,9 +122,7 @@ def test_a_folder_is_spoiled_in_a_job(how: str, where: str, machine: int, two: N
     if how == "full":
         job.call_on(machine, "make_small", folder, 1 << 20)
     job.open("shards", copies=1, durable_interval_steps=NEVER, async_checkpoint=False)
-    for step in (1, 2):
-        job.call("save", step)
-        job.call("settle")
+    job.save(1, 2)
     job.told()
     if where:
         moment, _, step = where.partition(" ")
@@ -238,17 +227,13 @@ def test_a_machine_comes_back_with(old: str, machine: int, kept_by: str, two: No
     aside = job.durable.with_name(f"{job.name} aside")
     options = {"copies": int(kept_by == "copies"), "durable_interval_steps": NEVER}
     job.open("shards", 1, **options)
-    for step in (1, 2, 3) if old == "abandoned steps" else (1, 2):
-        if old != "older steps" or step == 1:
-            job.call("save", step)
-            job.call("settle")
+    job.save(*{"abandoned steps": (1, 2, 3), "older steps": (1,)}.get(old, (1, 2)))
     shutil.copytree(job.folder(machine), aside)
     job.call("close")
     job.open("shards", 2, **options)
     assert {found[0] for found in job.call("restore", 1)} == {1}
     job.call("settle")
-    job.call("save", 2)
-    job.call("settle")
+    job.save(2)
     job.call("close")
     shutil.rmtree(job.folder(machine))
     shutil.copytree(aside, job.folder(machine))

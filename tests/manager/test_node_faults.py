@@ -39,9 +39,7 @@ def test_a_machine_is_lost_in_a_save(
 ) -> None:
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2, async_checkpoint=silently)
-        for number in (1, 2):
-            job.call("save", number)
-            job.call("settle")
+        job.save(1, 2)
         job.halt(machine, step, where)
         job.say("save", 3)
         job.wait_until_halted()
@@ -59,6 +57,18 @@ def test_a_machine_is_lost_in_a_save(
         restart(job, two, kind, steps if kind == "hsdp" else {2}, empty=[machine])
 
 
+def lose_in_the_background(job: NodeJob, machine: int, step: str, where: str, silently: bool) -> None:
+    """A machine ends in what follows save 3. The next save fails."""
+    job.halt(machine, step, where)
+    job.call("save", 3)
+    job.wait_until_halted()
+    job.end([machine], silently)
+    for command in (("save", 4), ("close",)):
+        job.say(*command)
+        (answer,) = job.hear_those_left(machine)
+        assert command == ("close",) or answer.error, answer
+
+
 @_cases(COPY, quick=11, kinds=("shards", "shards"))
 def test_a_machine_is_lost_while_it_copies(
     kind: str, step: str, machine: int, where: str, silently: bool, tmp_path: Path, two: NodeJob
@@ -66,17 +76,8 @@ def test_a_machine_is_lost_while_it_copies(
     """The copies of the step before are complete."""
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=1, copies=1, durable_interval_steps=NEVER)
-        for number in (1, 2):
-            job.call("save", number)
-            job.call("settle")
-        job.halt(machine, step, where)
-        job.call("save", 3)
-        job.wait_until_halted()
-        job.end([machine], silently)
-        for command in (("save", 4), ("close",)):
-            job.say(*command)
-            (answer,) = job.hear_those_left(machine)
-            assert command == ("close",) or answer.error, answer
+        job.save(1, 2)
+        lose_in_the_background(job, machine, step, where, silently)
         restart(job, two, kind, {3}, copies=1)
         restart(job, two, kind, {2, 3}, empty=[machine], copies=1)
 
@@ -87,17 +88,8 @@ def test_a_machine_is_lost_while_it_drains(
 ) -> None:
     with started(tmp_path, 2) as job:
         job.open(kind, max_to_keep=2)
-        for number in (1, 2):
-            job.call("save", number)
-            job.call("settle")
-        job.halt(machine, step, where)
-        job.call("save", 3)
-        job.wait_until_halted()
-        job.end([machine], silently)
-        for command in (("save", 4), ("close",)):
-            job.say(*command)
-            (answer,) = job.hear_those_left(machine)
-            assert command == ("close",) or answer.error, answer
+        job.save(1, 2)
+        lose_in_the_background(job, machine, step, where, silently)
         # Of the second machine the only file has come; what the first one does behind the commit is no matter.
         is_durable = step == DRAIN[2] or (step, where) == (DRAIN[1], "behind") or (machine, where) == (1, "behind")
         assert job.durable.joinpath("step-3", ".metadata").exists() == is_durable
@@ -115,9 +107,7 @@ def test_a_machine_is_lost_in_a_restore(
     """Of two machines the second was replaced by an empty one before."""
     before = start_again(two, two, empty=[0, 1])
     before.open(kind, copies=1, timeout=20, durable_interval_steps=NEVER)
-    for number in (1, 2):
-        before.call("save", number)
-        before.call("settle")
+    before.save(1, 2)
     with started(tmp_path, 2) as job:
         shutil.copytree(before.folder(0), job.folder(0))
         before.call("close")

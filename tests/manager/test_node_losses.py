@@ -24,18 +24,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeJob]:
         yield job
 
 
-def save(job: NodeJob, *steps: int) -> None:
-    """With copies and uploads."""
-    for step in steps:
-        job.call("save", step)
-        job.call("settle")
-
-
 def new_job(checkers: NodeJob, kind: str = "shards", copies: int = 1, durable: bool = False) -> NodeJob:
     """What a job has left that saved steps 1 and 2. `durable`: whether they are durable, too."""
     job = start_again(checkers, checkers, empty=range(4))
     job.open(kind, copies=copies, durable_interval_steps=None if durable else NEVER)
-    save(job, 1, 2)
+    job.save(1, 2)
     job.call("close")
     if not durable:
         shutil.rmtree(job.durable)
@@ -76,7 +69,7 @@ def test_two_machines_of_four_are_lost_at_once(
                 shutil.copytree(before.folder(machine), job.folder(machine))
         job.open("shards", copies=2, durable_interval_steps=None if doing == "drain" else NEVER)
         if doing != "restore":
-            save(job, 1, 2)
+            job.save(1, 2)
         job.halt(lost[0], step, where)
         if doing in ("save", "restore"):
             job.say("save" if doing == "save" else "restore", *([3] if doing == "save" else []))
@@ -120,7 +113,7 @@ def test_the_coordinators_machine_is_lost_for_good(
     """The job goes on with the two other machines. Nothing is in the durable place."""
     with started(tmp_path, 3) as job:
         job.open(kind, copies=1, durable_interval_steps=NEVER)
-        save(job, 1, 2)
+        job.save(1, 2)
         steps = {2}
         if doing:
             if doing == "copy" and kind == "replicas":
@@ -200,7 +193,7 @@ def test_two_steps_are_half_drained(tmp_path: Path, two: NodeJob) -> None:
     """All machines are lost while step 2 is copied and step 3 waits, and then again while step 3 is."""
     with started(tmp_path / "first", 2) as first:
         first.open("shards", copies=1)
-        save(first, 1)
+        first.save(1)
         first.halt(1, "copy a file to the durable place", "before")
         first.call("save", 2)
         first.wait_until_halted()
@@ -264,7 +257,7 @@ def begin(job: NodeJob, doing: str) -> None:
 def test_the_store_is_lost(machine: int, doing: str, step: str, where: str, tmp_path: Path, two: NodeJob) -> None:
     with started(tmp_path, 2, store_apart=True) as job:
         job.open("shards", copies=1, durable_interval_steps=None if doing == "drain" else NEVER)
-        save(job, 1, 2)
+        job.save(1, 2)
         job.hold(machine, step, where)
         begin(job, doing)
         job.ranks.kill_store()
@@ -302,7 +295,7 @@ def test_a_partition_heals(is_short: bool, doing: str, step: str, where: str, tm
     with started(tmp_path, 2) as job:
         timeout = 60 if is_short else 5
         job.open("shards", copies=1, durable_interval_steps=None if doing == "drain" else NEVER, timeout=timeout)
-        save(job, 1, 2)
+        job.save(1, 2)
         job.hold(machine, step, where)
         begin(job, doing)
         job.machines.part(fault, 1)

@@ -41,13 +41,6 @@ def killed(job: NodeJob, three: NodeJob, empty: Iterable[int] = (), durable: boo
     return again
 
 
-def save(job: NodeJob, *steps: int, settle: bool = True) -> None:
-    for step in steps:
-        job.call("save", step)
-        if settle:
-            job.call("settle")
-
-
 def found(job: NodeJob, step: int | None = None) -> tuple[int, int]:
     """The step and the attempt that a restore gives; all values are compared. It has its copies then: while they are
     sent, what is saved gets none."""
@@ -103,14 +96,14 @@ def test_the_last_step_with_copies_stays_until_a_later_one_has_them(kept: int, l
     options = {"copies": 1, "max_to_keep": kept, "durable_interval_steps": NEVER}
     job = new_job(three)
     job.open("shards", **options)
-    save(job, 1)
+    job.save(1)
     copies(job, come=False)
-    save(job, 2)
+    job.save(2)
     for step in (2, 3, 4):  # restarts, each of which saves one step that gets no copies
         job = killed(job, three)
         job.open("shards", **options)
         assert found(job) == (step, 1)
-        save(job, step + 1)
+        job.save(step + 1)
     job = killed(job, three, empty=[lost])
     copies(job, come=True)
     job.open("shards", **options)
@@ -120,7 +113,7 @@ def test_the_last_step_with_copies_stays_until_a_later_one_has_them(kept: int, l
     job = killed(job, three, empty=[(lost + 1) % 3])
     job.open("shards", **options)
     assert found(job) == (last, 1)
-    save(job, 6, 7)
+    job.save(6, 7)
     assert job.call("losses_survived")[0][7] == 1
     job.call("close")
     assert all(not (job.folder(machine) / "step-1").exists() for machine in range(3))
@@ -131,15 +124,15 @@ def test_a_new_coordinator_knows_what_was_abandoned(empty: tuple[int, ...], thre
     options = {"copies": 2, "durable_interval_steps": NEVER}
     job = new_job(three)
     job.open("shards", **options)
-    save(job, 1, 2, 3)
+    job.save(1, 2, 3)
     job = killed(job, three, empty)
     job.open("shards", 2, **options)
     assert found(job, 1) == (1, 1)
-    save(job, 2)
+    job.save(2)
     job = killed(job, three, empty)
     job.open("shards", 3, **options)
     assert found(job) == (2, 2)
-    save(job, 3)
+    job.save(3)
     job = killed(job, three, [2])
     job.open("shards", 4, **options)
     assert found(job) == (3, 3)
@@ -151,14 +144,11 @@ def test_the_best_step_is_that_of_all_machines(three: NodeJob) -> None:
     job = new_job(three)
     job.open("shards", **options)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
-        job.call("save", step, metrics={"loss": loss})
-        job.call("settle")
+        job.save(step, metrics={"loss": loss})
     job = killed(job, three, [0])
     job.open("shards", 2, **options)
     assert found(job) == (3, 1) and job.call("best_step") == [2, 2, 2]
-    for step in (4, 5):
-        job.call("save", step, metrics={"loss": 0.6})
-        job.call("settle")
+    job.save(4, 5, metrics={"loss": 0.6})
     assert job.call("best_step") == [2, 2, 2]
     job.call("close")
 
@@ -171,13 +161,13 @@ def test_a_store_that_loses_packets_stops_no_restart(machine: int, three: NodeJo
     """Also where the coordinator's machine is new, and none waits for the store when it closes."""
     job = new_job(three)
     job.open("shards", copies=1, durable_interval_steps=NEVER)
-    save(job, 1, 2)
+    job.save(1, 2)
     job = killed(job, three, [machine], durable=False)
     three.call("lose_packets")
     job.call("open", "shards", str(job.own), "s3://bucket/run", 2, {"copies": 1, "timeout": 6})
     assert found(job) == (2, 1)
     job.told()
-    save(job, 3, settle=False)
+    job.save(3, settle=False)
     job.call("settle_copies")
     job.call("close")
     told = job.told()
@@ -193,7 +183,7 @@ def test_a_folder_of_another_run_is_named(three: NodeJob) -> None:
     other, job = new_job(three), new_job(three)
     for one, steps in ((other, (7, 8)), (job, (1, 2))):
         one.open("replicas", durable_interval_steps=NEVER)
-        save(one, *steps)
+        one.save(*steps)
         one.call("close")
     shutil.rmtree(job.folder(1))
     shutil.copytree(other.folder(1), job.folder(1))
@@ -213,7 +203,7 @@ def test_a_folder_of_another_run_is_named(three: NodeJob) -> None:
 def test_a_copy_that_was_cut_short_is_made_again(machine: int, three: NodeJob) -> None:
     job = new_job(three)
     job.open("shards", copies=1, durable_interval_steps=NEVER)
-    save(job, 1)
+    job.save(1)
     job.call("close")
     for path in (job.folder(machine) / "step-1").glob("*.distcp"):
         os.truncate(path, 100)
@@ -228,12 +218,12 @@ def test_copies_are_made_although_a_machine_has_an_older_attempt(machine: int, t
     options = {"copies": 1, "durable_interval_steps": NEVER}
     job = new_job(three)
     job.open("shards", **options)
-    save(job, 1, 2)
+    job.save(1, 2)
     job.call("close")
     old = shutil.copytree(job.folder(machine), job.durable.with_name(f"{job.name} old"))
     job.open("shards", 2, **options)
     assert found(job, 1) == (1, 1)
-    save(job, 2)
+    job.save(2)
     job.call("close")
     shutil.rmtree(job.folder(machine))
     shutil.move(old, job.folder(machine))

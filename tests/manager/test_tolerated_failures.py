@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import faults, steps
-from harness.ranks import run_ranks
+from harness.children import wait_for
+from harness.ranks import on_ranks
 from test_manager import BOUND, restored, save_steps
 
 import vescale_ckpt
@@ -52,11 +52,15 @@ def _state(step: int) -> dict[str, Any]:
     return {f"of {dist.get_rank() if dist.is_initialized() else 0}": torch.full((1000,), float(step)), "step": step}
 
 
-def _full_disk(directory: Path, is_async: bool, call: str, who: int) -> Any:
+@pytest.mark.parametrize(
+    ("is_async", "call", "who"), [(False, "write", 1), (True, "write", 0), (False, "rename", 0), (True, "rename", 0)]
+)
+@on_ranks(2)
+def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, who: int) -> None:
     rank = dist.get_rank()
     with (
         _logged() as log,
-        CheckpointManager(directory, async_checkpoint=is_async, save_interval_steps=2, on_error="warn") as saver,
+        CheckpointManager(checkpoint, async_checkpoint=is_async, save_interval_steps=2, on_error="warn") as saver,
     ):
         saver.save(2, _state(2))
         saver.wait()
@@ -74,22 +78,16 @@ def _full_disk(directory: Path, is_async: bool, call: str, who: int) -> Any:
         saver.save(6, _state(6))
     dist.barrier()
     values = {**_state(0)}
-    assert CheckpointManager(directory).restore(values) == 6 and values["step"] == 6
-    named = any("No space" in text for text in log.texts)
-    return handle is None, failed, saver.failed_saves, saver.steps(), log.failed, named
+    assert CheckpointManager(checkpoint).restore(values) == 6 and values["step"] == 6
+    assert any("No space" in text for text in log.texts)
+    answer = handle is None, failed, saver.failed_saves, saver.steps(), log.failed
+    assert answer == (not is_async, 1, 1, [2, 6], [4])
 
 
-@pytest.mark.parametrize(
-    ("is_async", "call", "who"), [(False, "write", 1), (True, "write", 0), (False, "rename", 0), (True, "rename", 0)]
-)
-def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, who: int) -> None:
-    for answer in run_ranks(2, _full_disk, checkpoint, is_async, call, who):
-        assert answer == (not is_async, 1, 1, [2, 6], [4], True)
-
-
-def _unnoticed(directory: Path) -> Any:
+@on_ranks(2)
+def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> None:
     """The next `save` notices the failure of the one before, and is made."""
-    with _logged() as log, CheckpointManager(directory, on_error="warn") as saver:
+    with _logged() as log, CheckpointManager(checkpoint, on_error="warn") as saver:
         if dist.get_rank() == 1:
             faults.inject("sync", errno.EIO, 0, 10**6)
         first = saver.save(1, _state(1))
@@ -98,40 +96,34 @@ def _unnoticed(directory: Path) -> Any:
         second = saver.save(2, _state(2))
         assert second is not None and second.result(BOUND).bytes > 0
         dist.barrier()
-        return saver.failed_saves, saver.steps(), log.failed
+        assert (saver.failed_saves, saver.steps(), log.failed) == (1, [2], [1])
 
 
-def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> None:
-    assert run_ranks(2, _unnoticed, checkpoint) == [(1, [2], [1])] * 2
-
-
-def _other_manager(directory: Path) -> Any:
-    with CheckpointManager(directory, on_error="warn") as saver:
+@on_ranks(2)
+def test_the_failure_of_another_save_of_the_group_is_only_logged(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint, on_error="warn") as saver:
         faults.inject("sync", errno.EIO, 0, 10**6)
-        vescale_ckpt.save(directory / "alone", _state(1), async_checkpoint=True).wait(BOUND)
+        vescale_ckpt.save(checkpoint / "alone", _state(1), async_checkpoint=True).wait(BOUND)
         faults.clear()
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()
-        return saver.failed_saves, saver.steps()
+        assert (saver.failed_saves, saver.steps()) == (0, [1])
 
 
-def test_the_failure_of_another_save_of_the_group_is_only_logged(checkpoint: Path) -> None:
-    assert run_ranks(2, _other_manager, checkpoint) == [(0, [1])] * 2
-
-
-def _late(directory: Path, where: str) -> Any:
+@pytest.mark.parametrize("where", ["saving if it is due", "beginning to save"])
+@on_ranks(2)
+def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
     """Rank 1 comes after rank 0 has given up."""
     rank = dist.get_rank()
-    gave_up = directory.parent / "gave up"
+    gave_up = checkpoint.parent / "gave up"
     interval = {"save_interval_seconds": 0} if where == "saving if it is due" else {}
-    with _logged() as log, CheckpointManager(directory, timeout=5, on_error="warn", **interval) as saver:
+    with _logged() as log, CheckpointManager(checkpoint, timeout=5, on_error="warn", **interval) as saver:
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()
         if rank == 1:
-            while not gave_up.exists():
-                time.sleep(0.01)
+            wait_for(gave_up)
         handle = saver.save(2, _state(2))
         gave_up.touch()
         dist.barrier()
@@ -139,24 +131,16 @@ def _late(directory: Path, where: str) -> Any:
         assert second is not None
         second.result(BOUND)
         dist.barrier()
-        return handle, saver.failed_saves, log.failed, saver.steps()
+        assert (handle, saver.failed_saves, log.failed, saver.steps()) == (None, 1, [2], [1, 3])
 
 
-@pytest.mark.parametrize("where", ["saving if it is due", "beginning to save"])
-def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
-    assert run_ranks(2, _late, checkpoint, where) == [(None, 1, [2], [1, 3])] * 2
-
-
-def _stuck(directory: Path) -> Any:
+@on_ranks(2)
+def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(checkpoint: Path) -> None:
     """The save before does not end in time on rank 1, and has ended on rank 0."""
-    rank, go_on = dist.get_rank(), directory.parent / "go on"
-    with _logged() as log, CheckpointManager(directory, timeout=3, on_error="warn") as saver:
-
-        def hold(*_: Any) -> None:
-            while not go_on.exists():
-                time.sleep(0.01)
-
-        late = steps.behind("write and commit", hold) if rank == 1 else contextlib.nullcontext()
+    rank, go_on = dist.get_rank(), checkpoint.parent / "go on"
+    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn") as saver:
+        hold = steps.behind("write and commit", lambda *_: wait_for(go_on))
+        late = hold if rank == 1 else contextlib.nullcontext()
         with late:
             saver.save(1, _state(1))
             second = saver.save(2, _state(2))
@@ -167,16 +151,13 @@ def _stuck(directory: Path) -> Any:
         assert third is not None
         third.result(BOUND)
         dist.barrier()
-        return second, saver.failed_saves, log.failed, saver.steps()
+        assert (second, saver.failed_saves, log.failed, saver.steps()) == (None, 1, [2], [1, 3])
 
 
-def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(checkpoint: Path) -> None:
-    assert run_ranks(2, _stuck, checkpoint) == [(None, 1, [2], [1, 3])] * 2
-
-
-def _mistakes(directory: Path) -> None:
+@on_ranks(2)
+def test_mistakes_of_the_caller_are_raised(checkpoint: Path) -> None:
     rank = dist.get_rank()
-    with CheckpointManager(directory, best="loss", best_mode="min", on_error="warn") as saver:
+    with CheckpointManager(checkpoint, best="loss", best_mode="min", on_error="warn") as saver:
         with pytest.raises(ValueError, match="loss"):
             saver.save(1, _state(1))
         with pytest.raises(CheckpointError, match="steps 0 to 1"):
@@ -187,15 +168,11 @@ def _mistakes(directory: Path) -> None:
             saver.save(1, "no state", metrics={"loss": 1})  # type: ignore[arg-type]
         assert saver.failed_saves == 0
         saver.save(1, _state(1), metrics={"loss": 1})
-    asks_if_due = CheckpointManager(directory, save_interval_seconds=0)
+    asks_if_due = CheckpointManager(checkpoint, save_interval_seconds=0)
     with asks_if_due, pytest.raises(CheckpointError, match="steps 0 to 1"):
         asks_if_due.save(rank, _state(1))
     with pytest.raises(ValueError, match="on_error"):
-        CheckpointManager(directory, on_error="ignore")  # type: ignore[arg-type]
-
-
-def test_mistakes_of_the_caller_are_raised(checkpoint: Path) -> None:
-    run_ranks(2, _mistakes, checkpoint)
+        CheckpointManager(checkpoint, on_error="ignore")  # type: ignore[arg-type]
 
 
 def test_the_branch_that_cannot_be_recorded(checkpoint: Path) -> None:

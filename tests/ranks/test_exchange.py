@@ -20,8 +20,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.children import wait_for
 from harness.ranks import TIMEOUT as RUN_TIMEOUT
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
+from harness.saves import error_of
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections
@@ -36,14 +38,6 @@ FOREVER = 10 * RUN_TIMEOUT  # a rank that waited so long would have been killed:
 def bytes_of(rank: int, most: int = 5000) -> bytes:
     """Another number of them on each rank, on some none."""
     return random.Random(rank).randbytes(0 if rank % 3 == 2 else rank * most // 3 + 1)
-
-
-def error_of(function: Callable[[], Any]) -> CheckpointError | None:
-    try:
-        function()
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def same_everywhere(errors: list[Any], late: list[int], words: list[str]) -> None:
@@ -61,9 +55,7 @@ def say(event: str, directory: Path) -> None:
 
 def wait_for_the_others(event: str, directory: Path) -> None:
     """Until all other ranks have said so. Not by a collective: they may be in one."""
-    others = [directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    while not all(other.exists() for other in others):  # not for ever: the run has a limit
-        time.sleep(0.01)
+    wait_for(*(directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()))
 
 
 # --- Values
@@ -91,17 +83,14 @@ def _values(group: Any = None) -> None:
     assert exchange.gather(b"", "nothing") == ([b""] * size if rank == 0 else None)
 
 
-def _values_in_a_deep_tree() -> None:
+@on_ranks(8)
+def test_values_in_a_deep_tree() -> None:
     with mock.patch.object(connections, "FANOUT", 2):
         group = dist.new_group(range(8), backend="gloo")  # the default group may have its connections already
         _values(group)
         assert Exchange.of(group)._links.children == range(
             min(2 * dist.get_rank() + 1, 8), min(2 * dist.get_rank() + 3, 8)
         )  # type: ignore[union-attr]
-
-
-def test_values_in_a_deep_tree() -> None:
-    run_ranks(8, _values_in_a_deep_tree)
 
 
 def test_without_torch_distributed() -> None:
@@ -129,7 +118,8 @@ def test_timeout_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Exchange.of(timeout=0.5).timeout == 0.5
 
 
-def _groups() -> list[int]:
+@on_ranks(4)
+def test_groups_do_not_meet() -> None:
     """Ranks 1 and 3 alone; then all in groups of both ways to make them, with ours for both at once."""
     rank = dist.get_rank()
     odd = dist.new_group([1, 3], backend="gloo")
@@ -160,26 +150,7 @@ def _groups() -> list[int]:
         dist.barrier()
     thread.join(RUN_TIMEOUT)
     assert mine == list(range(50))
-    return results
-
-
-def test_groups_do_not_meet() -> None:
-    assert run_ranks(4, _groups) == [list(range(100, 150))] * 4
-
-
-def _large(mebibytes: int) -> int:
-    """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([0], "begin")
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    data = b"\7" * (mebibytes << 20) if exchange.rank == 1 else b"\1"
-    parts = exchange.gather(data, "large")
-    peak = _resident("VmHWM") - before
-    if parts is not None:
-        assert [len(part) for part in parts] == [1, mebibytes << 20, 1, 1]
-        assert parts[1].count(7) == mebibytes << 20
-    return peak
+    assert results == list(range(100, 150))
 
 
 def _resident(name: str) -> int:
@@ -187,23 +158,31 @@ def _resident(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) >> 10
 
 
+@on_ranks(4)
 def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
-    peak = run_ranks(4, _large, 100)[0]
-    assert peak < 250  # 100, and once more while the largest part is turned into bytes
+    """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([0], "begin")
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    data = b"\7" * (100 << 20) if exchange.rank == 1 else b"\1"
+    parts = exchange.gather(data, "large")
+    peak = _resident("VmHWM") - before
+    if parts is not None:
+        assert [len(part) for part in parts] == [1, 100 << 20, 1, 1]
+        assert parts[1].count(7) == 100 << 20
+    assert exchange.rank or peak < 250  # 100, and once more while the largest part is turned into bytes
 
 
-def _two_interfaces() -> None:
+@on_ranks(2)
+def test_long_messages_with_several_interfaces() -> None:
+    """Torch connects its own groups once for each interface. Ranks of an exchange have one connection."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"  # `run_ranks` undoes it
     exchange = Exchange.of(dist.new_group(backend="gloo"), 10.0)  # the default group may have its connections already
     data = bytes([exchange.rank]) * (64 << 20)
     for number in range(3):
         parts = exchange.gather(data, f"plan {number}")
         assert parts is None or parts == [data, b"\1" * len(data)]
-
-
-def test_long_messages_with_several_interfaces() -> None:
-    """Torch connects its own groups once for each interface. Ranks of an exchange have one connection."""
-    run_ranks(2, _two_interfaces)
 
 
 # --- Ranks that are late, dead, or elsewhere
@@ -280,7 +259,8 @@ def test_late_for_the_first_connection(tmp_path: Path) -> None:
     assert [second for _, second in answers] == [None] * 4
 
 
-def _skips_a_save() -> list[CheckpointError | None]:
+@on_ranks(2)
+def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
     rank = dist.get_rank()
     Exchange.of(None, FOREVER).agree([rank], "save 0")
     results = []
@@ -289,14 +269,9 @@ def _skips_a_save() -> list[CheckpointError | None]:
             phase, timeout = f"save {number}", TIMEOUT if number < 3 else FOREVER
             results.append(error_of(lambda: Exchange.of(None, timeout).agree([1], phase)))  # noqa: B023
         dist.barrier()  # as training does
-    return results
-
-
-def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
-    first, second = run_ranks(2, _skips_a_save)
-    for error in (*first[:2], second[0]):
+    for error in results[: 1 if rank else 2]:
         assert isinstance(error, CheckpointTimeoutError) and error.late_ranks == [1]
-    assert first[2:] == second[1:] == [None, None]
+    assert results[1 if rank else 2 :] == [None, None]
 
 
 def _dead(dying: int, method: str, fanout: int = connections.FANOUT) -> Any:
@@ -422,8 +397,7 @@ def _dies_within_a_message(sends: bool, directory: Path) -> Any:
         if tensor.numel() == len(data):
             say("began", directory)
             if rank == 1:
-                while not (directory / "began 0").exists():
-                    time.sleep(0.001)
+                wait_for(directory / "began 0")
                 os.kill(os.getpid(), signal.SIGKILL)
         return work
 
@@ -475,34 +449,15 @@ def test_a_rank_that_dies_between_two_packets_of_a_message_is_named_long_before_
     same_everywhere(answers[:1], [1], ["rank 1 of 2", "died"])
 
 
-def _leaves_with_an_error() -> Any:
+@on_ranks(2)
+def test_error_in_a_collective_reaches_the_others() -> None:
     exchange = Exchange.of(None, FOREVER)
     exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there
     if dist.get_rank() == 1:
         with pytest.raises(MemoryError), mock.patch.object(connections.Connections, "send", side_effect=MemoryError):
             exchange.agree([1], "plan")
-        return None
-    return error_of(lambda: exchange.agree([1], "plan"))
-
-
-def test_error_in_a_collective_reaches_the_others() -> None:
-    answers = run_ranks(2, _leaves_with_an_error)
-    same_everywhere(answers[:1], [1], ["rank 1 of 2", "MemoryError"])
-
-
-def _elsewhere(first: str, second: str) -> Any:
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([1], "begin")
-    step = first if dist.get_rank() != 2 else second
-    methods: dict[str, Callable[[], Any]] = {
-        "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
-        "other gather": lambda: exchange.gather(b"x" * 100_000, "commit"),
-        "agree": lambda: exchange.agree([1], "plan"),
-        "agree on more": lambda: exchange.agree([1, 2], "plan"),
-        "scatter": lambda: exchange.scatter([b"x" * 100_000] * 4 if exchange.rank == 0 else None, "plan"),
-        "broadcast": lambda: exchange.broadcast(b"x" * 100_000 if exchange.rank == 0 else None, "plan"),
-    }
-    return error_of(methods[step])
+    else:
+        same_everywhere([error_of(lambda: exchange.agree([1], "plan"))], [1], ["rank 1 of 2", "MemoryError"])
 
 
 @pytest.mark.parametrize(
@@ -516,13 +471,24 @@ def _elsewhere(first: str, second: str) -> Any:
         ("broadcast", "gather"),
     ],
 )
+@on_ranks(4)
 def test_ranks_in_different_collectives_learn_where_they_are(first: str, second: str) -> None:
-    answers = run_ranks(4, _elsewhere, first, second)
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "begin")
+    step = first if dist.get_rank() != 2 else second
+    methods: dict[str, Callable[[], Any]] = {
+        "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
+        "other gather": lambda: exchange.gather(b"x" * 100_000, "commit"),
+        "agree": lambda: exchange.agree([1], "plan"),
+        "agree on more": lambda: exchange.agree([1, 2], "plan"),
+        "scatter": lambda: exchange.scatter([b"x" * 100_000] * 4 if exchange.rank == 0 else None, "plan"),
+        "broadcast": lambda: exchange.broadcast(b"x" * 100_000 if exchange.rank == 0 else None, "plan"),
+    }
+    error = error_of(methods[step])
     names = {"gather": "(gather)", "other gather": "commit (gather)", "agree on more": "(agree on 2)"}
-    for error in answers:
-        assert type(error) is CheckpointError
-        assert all(f"({step.split()[0]}" in str(error) or names.get(step, "") in str(error) for step in (first, second))
-        assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
+    assert type(error) is CheckpointError
+    assert all(f"({step.split()[0]}" in str(error) or names.get(step, "") in str(error) for step in (first, second))
+    assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
 
 
 # --- Contents of which some ranks get equal parts
@@ -675,59 +641,45 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
-def _fail(failing: list[int], name: str) -> Any:
-    exchange = Exchange.of(None, FOREVER)
-    error = ERRORS[name]() if exchange.rank in failing else None
-    raised = error_of(lambda: exchange.fail_together(error, "write"))
-    assert error is None or raised is None or raised.__cause__ is error
-    assert exchange.agree([exchange.rank], "goes on") == [0]
-    return raised
-
-
 @pytest.mark.parametrize("failing", [[0], [1, 3]])
 @pytest.mark.parametrize("name", ERRORS)
+@on_ranks(4)
 def test_error_of_a_rank_is_raised_by_all(name: str, failing: list[int]) -> None:
-    for error in run_ranks(4, _fail, failing, name):
-        original = ERRORS[name]()
-        assert error.rank == failing[0]
-        assert list(error.failures) == failing
-        assert all(f"rank {rank}: {type(original).__name__}: {original}" in str(error) for rank in failing)
-        if name == "ours":
-            assert type(error) is StorageFullError and error.free == 1
+    exchange = Exchange.of(None, FOREVER)
+    original = ERRORS[name]()
+    error: Any = error_of(lambda: exchange.fail_together(original if exchange.rank in failing else None, "write"))
+    assert exchange.rank not in failing or error.__cause__ is original
+    assert exchange.agree([exchange.rank], "goes on") == [0]
+    assert error.rank == failing[0]
+    assert list(error.failures) == failing
+    assert all(f"rank {rank}: {type(original).__name__}: {original}" in str(error) for rank in failing)
+    if name == "ours":
+        assert type(error) is StorageFullError and error.free == 1
+    else:
+        assert type(error) is SaveFailedError
+        assert str(error).startswith("write: ")
+        if name == "plain":
+            assert isinstance(error.cause, ValueError) and str(error.cause) == "no such thing"
         else:
-            assert type(error) is SaveFailedError
-            assert str(error).startswith("write: ")
-            if name == "plain":
-                assert isinstance(error.cause, ValueError) and str(error.cause) == "no such thing"
-            else:
-                assert error.cause == f"{type(original).__name__}: {original}"
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+            assert error.cause == f"{type(original).__name__}: {original}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def _fail_differently() -> Any:
+@on_ranks(4)
+def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
     exchange = Exchange.of(None, FOREVER)
     errors = [None, OSError("x" * 10_000), StorageFullError("/x", 2, 1), None]
-    return error_of(lambda: exchange.fail_together(errors[exchange.rank], "read", RankFailedError))
+    error = error_of(lambda: exchange.fail_together(errors[exchange.rank], "read", RankFailedError))
+    assert type(error) is RankFailedError and isinstance(error.cause, OSError)
+    assert "rank 2: StorageFullError: no room" in str(error)
+    assert len(str(error)) < 3000
 
 
-def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
-    for error in run_ranks(4, _fail_differently):
-        assert type(error) is RankFailedError and isinstance(error.cause, OSError)
-        assert "rank 2: StorageFullError: no room" in str(error)
-        assert len(str(error)) < 3000
-
-
-def _interrupted() -> str:
-    exchange = Exchange.of(None, FOREVER)
-    try:
-        exchange.fail_together(KeyboardInterrupt() if exchange.rank == 1 else None, "write")
-    except BaseException as error:
-        return type(error).__name__
-    return "nothing"
-
-
+@on_ranks(2)
 def test_interrupt_stays_an_interrupt_on_its_own_rank() -> None:
-    assert run_ranks(2, _interrupted) == ["SaveFailedError", "KeyboardInterrupt"]
+    exchange = Exchange.of(None, FOREVER)
+    with pytest.raises(KeyboardInterrupt if exchange.rank == 1 else SaveFailedError):
+        exchange.fail_together(KeyboardInterrupt() if exchange.rank == 1 else None, "write")
 
 
 # --- The end of a process

@@ -7,15 +7,15 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
-from harness.saves import save_on_nodes
+from harness.ranks import on_ranks
+from harness.saves import save_as
+from harness.states import of_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
@@ -27,74 +27,51 @@ from vescale_ckpt._ranks.shared_directory import MarkerFile, SeparateDirectories
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.storage import MARKER_PREFIX
 
-WAYS: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "safetensors": {"format": "safetensors"},
-    "nodes": {},
-}
-
-
-def _state(fill: float) -> dict[str, Any]:
-    return {"w": torch.full((64,), fill), f"of {dist.get_rank()}": torch.full((8,), fill)}
-
-
-def _save(way: str, path: Path, state: dict[str, Any]) -> None:
-    if way == "nodes":  # a folder of each node, as managers have it
-        save_on_nodes(path, state)
-    else:
-        vescale_ckpt.save(path, state, **WAYS[way])
-
 
 def _files_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-def _apart(way: str, directory: Path) -> Any:
+@pytest.mark.parametrize("way", ["dcp", "safetensors", "nodes"])
+@on_ranks(3)
+def test_ranks_that_see_another_directory_are_named_before_anything_is_written(way: str, tmp_path: Path) -> None:
     """The ranks from 1 on see another directory under the path, as without a mount."""
-    rank, path = dist.get_rank(), directory / "c"
-    _save(way, path, _state(1))  # plans are kept from here on
-    before = _files_in(directory)
+    rank, path = dist.get_rank(), tmp_path / "c"
+    save_as(way, path, of_rank(1))  # plans are kept from here on
+    before = _files_in(tmp_path)
     dist.barrier()
-    elsewhere = directory / "elsewhere" if rank else path
+    elsewhere = tmp_path / "elsewhere" if rank else path
     with (
         mock.patch.object(api, "checkpoint_path", lambda _: str(elsewhere)),
         mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):
-        _save(way, elsewhere if way == "nodes" else path, _state(2))
+        save_as(way, elsewhere if way == "nodes" else path, of_rank(2))
     dist.barrier()
-    assert _files_in(directory) == before, "something was written, or left"
-    assert caught.value.path in (str(path), str(directory / "elsewhere"))
+    assert _files_in(tmp_path) == before, "something was written, or left"
+    assert caught.value.path in (str(path), str(tmp_path / "elsewhere"))
     dist.barrier()
-    _save(way, path, _state(3))
+    save_as(way, path, of_rank(3))
     assert float(vescale_ckpt.load(path)["w"][0]) == 3
-    assert not [name for name in _files_in(directory) if ".tmp" in name]
-    return caught.value.ranks, str(caught.value)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_see_another_directory_are_named_before_anything_is_written(way: str, tmp_path: Path) -> None:
-    for ranks, text in run_ranks(3, _apart, way, tmp_path):
-        if way == "nodes":
-            assert ranks == [1] and "ranks 0 and 1" in text and "VESCALE_CKPT_NODE" in text
-        else:
-            assert ranks == [1, 2] and "ranks 1, 2 " in text
-            assert "directory that all nodes share" in text and "local=" in text
-
-
-def _apart_by_dcp(format: str, directory: Path) -> str:
-    elsewhere = directory / ("elsewhere" if dist.get_rank() else "c")
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(_state(1), storage_writer=StorageWriter(elsewhere, format=format), planner=SavePlanner())
-    dist.barrier()
-    assert not (directory / "c/.metadata").exists() and not (directory / "c/model.safetensors").exists()
-    return str(caught.value)
+    assert not [name for name in _files_in(tmp_path) if ".tmp" in name]
+    ranks, text = caught.value.ranks, str(caught.value)
+    if way == "nodes":
+        assert ranks == [1] and "ranks 0 and 1" in text and "VESCALE_CKPT_NODE" in text
+    else:
+        assert ranks == [1, 2] and "ranks 1, 2 " in text
+        assert "directory that all nodes share" in text and "local=" in text
 
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
+@on_ranks(2)
 def test_under_dcp_save_nothing_is_committed(format: str, tmp_path: Path) -> None:
-    for text in run_ranks(2, _apart_by_dcp, format, tmp_path):
-        assert "rank 1 would write to another than rank 0" in text
+    elsewhere = tmp_path / ("elsewhere" if dist.get_rank() else "c")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(of_rank(1), storage_writer=StorageWriter(elsewhere, format=format), planner=SavePlanner())
+    dist.barrier()
+    assert not (tmp_path / "c/.metadata").exists() and not (tmp_path / "c/model.safetensors").exists()
+    text = str(caught.value)
+    assert "rank 1 would write to another than rank 0" in text
 
 
 def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
@@ -150,20 +127,20 @@ def test_one_of_several_processes_does_not_save_alone_by_mistake(
     vescale_ckpt.save(path, state)
 
 
-def _no_room(path: Path) -> str:
+@on_ranks(2)
+def test_no_room_for_the_token_is_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "c"
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(MarkerFile, "make", side_effect=full), pytest.raises(StorageFullError) as caught:
-        vescale_ckpt.save(path, _state(1))
-    return str(caught.value)
+        vescale_ckpt.save(path, of_rank(1))
+    text = str(caught.value)
+    assert "rank 0" in text and str(tmp_path) in text
 
 
-def test_no_room_for_the_token_is_told_as_such(tmp_path: Path) -> None:
-    for text in run_ranks(2, _no_room, tmp_path / "c"):
-        assert "rank 0" in text and str(tmp_path) in text
-
-
-def _may_not_remove(path: Path) -> float:
-    remove = FileSystem.remove
+@on_ranks(2)
+def test_a_token_that_cannot_be_removed_fails_no_rank(tmp_path: Path) -> None:
+    """An object store may allow a job to write, and not to delete."""
+    path, remove = tmp_path / "c", FileSystem.remove
 
     def refuses(storage: FileSystem, name: str) -> bool:
         if name.startswith(MARKER_PREFIX):
@@ -171,10 +148,5 @@ def _may_not_remove(path: Path) -> float:
         return remove(storage, name)
 
     with mock.patch.object(FileSystem, "remove", refuses):
-        vescale_ckpt.save(path, _state(1), timeout=20.0)
-    return float(vescale_ckpt.load(path)["w"][0])
-
-
-def test_a_token_that_cannot_be_removed_fails_no_rank(tmp_path: Path) -> None:
-    """An object store may allow a job to write, and not to delete."""
-    assert run_ranks(2, _may_not_remove, tmp_path / "c") == [1.0, 1.0]
+        vescale_ckpt.save(path, of_rank(1), timeout=20.0)
+    assert vescale_ckpt.load(path)["w"][0] == 1

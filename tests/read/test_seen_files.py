@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.saves import stock_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -172,27 +172,24 @@ def test_conversions_of_what_is_cut_short(checkpoint: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks(2)
 def test_all_ranks_raise(checkpoint: Path, broadcast: bool) -> None:
-    run_ranks(2, load_while_one_overwrites, checkpoint, broadcast)
-
-
-def load_while_one_overwrites(directory: Path, broadcast: bool) -> None:
     first = dist.get_rank() == 0
     if first:
-        stock_save(directory, state(1))
+        stock_save(checkpoint, state(1))
     dist.barrier()
     objects_of = RankLoad.objects
 
     def overwrite_first(self: Any, *args: Any) -> Any:
         found = [*objects_of(self, *args)]
         if first:
-            overwrite_data(directory, 2)
+            overwrite_data(checkpoint, 2)
         dist.barrier()
         return found
 
     RankLoad.objects = overwrite_first  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="was changed while it was read"):
-            vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
+            vescale_ckpt.load(checkpoint, state(0), broadcast_checkpoint=broadcast)
     finally:
         RankLoad.objects = objects_of  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.files import drop_from_cache, flip
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import assert_same, blank, numbers, sharded
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -112,31 +112,30 @@ def test_a_load_is_planned_in_parts_that_are_even_together(checkpoint: Path) -> 
     assert max(read) <= sum(read) / 4 + (2 << 20), read
 
 
-def _without_others(directory: Path) -> list[str]:
+@on_ranks(2)
+def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
     """Loads in which not all ranks of the reader's group take part share nothing, and wait for nobody."""
     full = _full()
-    _save(directory, full, "us")
+    _save(checkpoint, full, "us")
     texts: list[str] = []
     with mock.patch.object(BroadcastLoad, "begin", side_effect=AssertionError("nothing is to be shared")):
         for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
             if "no_dist" not in options or dist.get_rank() == 0:
                 state = blank(full)
-                reader = StorageReader(directory, broadcast_checkpoint=True)
+                reader = StorageReader(checkpoint, broadcast_checkpoint=True)
                 dcp.load(state, storage_reader=reader, planner=LoadPlanner(), **options)  # type: ignore[arg-type]
                 assert_same(state, full)
         state = blank(full)
-        reader = StorageReader(directory, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
+        reader = StorageReader(checkpoint, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
         with mock.patch(
             "vescale_ckpt._dcp.storage_reader.logger.warning", side_effect=lambda text, *a: texts.append(text % a)
         ):
             dcp.load(state, storage_reader=reader)
         assert_same(state, full)
-    return texts
-
-
-def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
-    texts, none = run_ranks(2, _without_others, checkpoint)
-    assert len(texts) == 1 and "2 ranks load, but the reader's process group has 1" in texts[0] and not none
+    if dist.get_rank():
+        assert not texts
+    else:
+        assert len(texts) == 1 and "2 ranks load, but the reader's process group has 1" in texts[0]
 
 
 class _Committing(DefaultLoadPlanner):
@@ -150,108 +149,92 @@ class _Committing(DefaultLoadPlanner):
         super().resolve_tensor(read_item).copy_(tensor)
 
 
-def _with_a_planner_that_commits(directory: Path) -> int:
+@on_ranks(2)
+def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
     full = _full()
-    _save(directory, full, "us")
+    _save(checkpoint, full, "us")
     state = blank(full)
-    reader = StorageReader(directory, broadcast_checkpoint=True)
+    reader = StorageReader(checkpoint, broadcast_checkpoint=True)
     dcp.load(state, storage_reader=reader, planner=_Committing())
     assert_same(state, full)
     assert reader.last_stats is not None
-    return reader.last_stats.shared_bytes
+    assert reader.last_stats.shared_bytes == 0
 
 
-def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
-    assert run_ranks(2, _with_a_planner_that_commits, checkpoint) == [0, 0]
-
-
-def _damaged(directory: Path) -> list[str]:
+@on_ranks(4)
+def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
     full = _full()
-    _save(directory, full, "us")
+    _save(checkpoint, full, "us")
     dist.barrier()
     if dist.get_rank() == 0:
-        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
-        flip(file, file.stat().st_size // 2 * 8)
+        file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        flip(file)
     dist.barrier()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(blank(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+        dcp.load(blank(full), storage_reader=StorageReader(checkpoint, broadcast_checkpoint=True))
     errors = [error for error, _ in caught.value.failures.values()]
     assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
-    return [str(error) for error in errors]
-
-
-def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
-    first, *others = run_ranks(4, _damaged, checkpoint)
-    assert others == [first] * 3 and "checksum mismatch" in first[0]
-
-
-def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
-    full = _full()
-    _save(directory, full, "us")
-    if dist.get_rank() == 1:
-        os.environ[variable] = "wrong"
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(blank(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
-    return str(caught.value)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, [str(error) for error in errors])
+    assert told == [told[0]] * 4 and "checksum mismatch" in told[0][0]
 
 
 @pytest.mark.parametrize("variable", ["MEMORY_BYTES", "NODE"])
+@on_ranks(2)
 def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: str) -> None:
     name = f"VESCALE_CKPT_{variable}"
-    for text in run_ranks(2, _one_has_a_bad_setting, checkpoint, name):
-        assert "ranks:dict_keys([1])" in text and f"ValueError: {name}: expected" in text and "got 'wrong'" in text, (
-            text
-        )
-
-
-def _ways_that_differ(directory: Path) -> list[bool]:
     full = _full()
-    _save(directory, full, "us")
+    _save(checkpoint, full, "us")
+    if dist.get_rank() == 1:
+        os.environ[name] = "wrong"
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(blank(full), storage_reader=StorageReader(checkpoint, broadcast_checkpoint=True))
+    text = str(caught.value)
+    assert "ranks:dict_keys([1])" in text and f"ValueError: {name}: expected" in text and "got 'wrong'" in text, text
+
+
+@on_ranks(2)
+def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
+    full = _full()
+    _save(checkpoint, full, "us")
     shares = []
     for ways in ((True, False), (False, True), (True, "auto")):
         way: Any = ways[dist.get_rank()]
-        reader = StorageReader(directory, broadcast_checkpoint=way)
+        reader = StorageReader(checkpoint, broadcast_checkpoint=way)
         state = blank(full)
         dcp.load(state, storage_reader=reader)
         assert_same(state, full)
         assert reader.last_stats is not None
         shares.append(reader.last_stats.shared_bytes > 0)
-    return shares
-
-
-def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
-    assert run_ranks(2, _ways_that_differ, checkpoint) == [[True, False, True]] * 2
+    assert shares == [True, False, True]
 
 
 # --- Objects
 
 
-def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("by", "planner"), [("us", None), ("us", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
+)
+@on_ranks(2)
+def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
     """How many objects this rank has read, and how many it has loaded."""
     rank = dist.get_rank()
     objects = {f"object{i}": "x" * i for i in range(5)}
     own = {"own": PerRank(f"of {rank}")} if by == "us" else {}
-    _save(directory, {"w": numbers(100), **objects, **own}, by)
+    _save(checkpoint, {"w": numbers(100), **objects, **own}, by)
     state: dict[str, Any] = {"w": torch.zeros(100), **dict.fromkeys(objects), **({"own": PerRank(None)} if own else {})}
     with mock.patch.object(_C, "read_objects", wraps=_C.read_objects) as read:
         if planner is None:
-            loaded = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.objects
+            loaded = vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=True, timeout=FOREVER).stats.objects
         else:
-            reader = StorageReader(directory, broadcast_checkpoint=True)
+            reader = StorageReader(checkpoint, broadcast_checkpoint=True)
             dcp.load(state, storage_reader=reader, planner=planner())
             assert reader.last_stats is not None
             loaded = reader.last_stats.objects
     assert {name: state[name] for name in objects} == objects
     assert not own or state["own"].obj == f"of {rank}"
-    return sum(len(call.args[1]) // 3 for call in read.call_args_list), loaded
-
-
-@pytest.mark.parametrize(
-    ("by", "planner"), [("us", None), ("us", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
-)
-def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
-    own = int(by == "us")
-    assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
+    count = sum(len(call.args[1]) // 3 for call in read.call_args_list)
+    assert (count, loaded) == (len(own) if rank else 5 + len(own), 5 + len(own))
 
 
 # --- Each for itself
@@ -304,10 +287,12 @@ def test_who_started_the_ranks_says_how_many_are_on_a_node(
 # --- Metadata
 
 
-def _counted(directory: Path, by: str) -> tuple[int, ...]:
+@pytest.mark.parametrize(("by", "coordinator"), [("us", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
+@on_ranks(4)
+def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
     """How often this rank read the index whole and in part, and the metadata, parsed and as bytes."""
     full = _full()
-    _save(directory, full, by)
+    _save(checkpoint, full, by)
     state = blank(full)
     names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
     with contextlib.ExitStack() as stack:
@@ -315,26 +300,22 @@ def _counted(directory: Path, by: str) -> tuple[int, ...]:
             stack.enter_context(mock.patch.object(metadata_file, name, wraps=getattr(metadata_file, name)))
             for name in names
         ]
-        vescale_ckpt.load(directory, state, timeout=FOREVER)
+        vescale_ckpt.load(checkpoint, state, timeout=FOREVER)
     assert_same(state, full)
-    return tuple(of.call_count for of in calls)
+    counts = tuple(of.call_count for of in calls)
+    assert counts == ((0, 0, 0, 0) if dist.get_rank() else coordinator)
 
 
-@pytest.mark.parametrize(("by", "coordinator"), [("us", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
-def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
-    first, *others = run_ranks(4, _counted, checkpoint, by)
-    assert first == coordinator and others == [(0, 0, 0, 0)] * 3
-
-
-def _different_disks(directory: Path) -> list[str]:
+@on_ranks(2)
+def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
     """The same path on each rank, but not the same disk."""
     rank, full = dist.get_rank(), _full()
     for name in ("first", "second"):
-        vescale_ckpt.save(directory / name, full)
-    state, own, texts = blank(full), directory / f"disk{rank}", []
+        vescale_ckpt.save(tmp_path / name, full)
+    state, own, texts = blank(full), tmp_path / f"disk{rank}", []
     for name in ("first", "first" if rank == 0 else "second"):
         shutil.rmtree(own, ignore_errors=True)
-        shutil.copytree(directory / name, own / "checkpoint")
+        shutil.copytree(tmp_path / name, own / "checkpoint")
         dist.barrier()
         with contextlib.chdir(own):
             try:
@@ -342,12 +323,7 @@ def _different_disks(directory: Path) -> list[str]:
                 assert_same(state, full)
             except CheckpointError as error:
                 texts.append(str(error))
-    return texts
-
-
-def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
-    for texts in run_ranks(2, _different_disks, tmp_path):
-        assert len(texts) == 1 and "different saves" in texts[0], texts
+    assert len(texts) == 1 and "different saves" in texts[0], texts
 
 
 def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoint: Path) -> None:
@@ -359,28 +335,20 @@ def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoin
         metadata.state_dict_metadata.keys()
 
 
-def _different_options(directory: Path) -> list[str]:
+@on_ranks(2)
+def test_options_that_differ_between_ranks_are_told(checkpoint: Path) -> None:
     full = _full()
-    vescale_ckpt.save(directory, full)
+    vescale_ckpt.save(checkpoint, full)
     mine, texts = dist.get_rank() == 1, []
     for options in ({"strict": mine}, {"broadcast_checkpoint": mine}, {"verify": mine}):
         with pytest.raises(CheckpointError) as caught:
-            vescale_ckpt.load(directory, blank(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
+            vescale_ckpt.load(checkpoint, blank(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
         texts.append(str(caught.value))
-    return texts
+    assert all("different strict, broadcast_checkpoint, verify" in text for text in texts)
 
 
-def test_options_that_differ_between_ranks_are_told(checkpoint: Path) -> None:
-    for texts in run_ranks(2, _different_options, checkpoint):
-        assert all("different strict, broadcast_checkpoint, verify" in text for text in texts)
-
-
-def _no_checkpoint(directory: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        vescale_ckpt.load(directory / "nothing", blank(_full()), timeout=FOREVER)
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_no_checkpoint_is_told_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _no_checkpoint, tmp_path)
-    assert first == second and "not a checkpoint" in first
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.load(tmp_path / "nothing", blank(_full()), timeout=FOREVER)
+    assert "not a checkpoint" in str(caught.value)

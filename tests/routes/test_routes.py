@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.logs import logged
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import MiB, assert_same, numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -91,10 +91,12 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
 # --- Memory
 
 
-def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
+@on_ranks(2)
+def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
     _live_on_nodes(nodes)
     full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(12 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
@@ -104,16 +106,10 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
         return NodeBuffer(sizes)
 
     with mock.patch.object(rounds, "NodeBuffer", memory):
-        read, _ = _load(directory, state)
+        read, _ = _load(checkpoint, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
-    return sum(taken), read
-
-
-@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
-def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
-    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
-        assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
+    assert 2 * MiB < sum(taken) <= 6 * MiB and read > 8 * MiB
 
 
 # --- Passing on
@@ -155,46 +151,40 @@ def test_nodes_pass_on_what_they_got(checkpoint: Path, nodes: list[int], limit: 
     assert {plans for *_, plans in results} == {1}
 
 
-def _fails_and_passes_on(directory: Path) -> str:
+@on_ranks(4)
+def test_an_error_of_a_rank_that_others_get_from_is_told_to_all(checkpoint: Path) -> None:
     _live_on_nodes([0, 1, 2, 3])
     full = {"w": numbers(2048, 1024)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     broken = mock.patch.object(rounds.RoutedRead, "_read_pieces", side_effect=OSError("no such disk"))
     with (
         mock.patch.object(routes, "_DIRECT_NODES", 1),
         broken if dist.get_rank() == 2 else contextlib.nullcontext(),
         pytest.raises(CheckpointError) as caught,
     ):
-        _load(directory, {"w": torch.zeros(2048, 1024)})
+        _load(checkpoint, {"w": torch.zeros(2048, 1024)})
     state = {"w": torch.zeros(2048, 1024)}
-    _load(directory, state)  # the connections are as good as before
+    _load(checkpoint, state)  # the connections are as good as before
     assert_same(state, full)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "no such disk" in text, text
 
 
-def test_an_error_of_a_rank_that_others_get_from_is_told_to_all(checkpoint: Path) -> None:
-    for text in run_ranks(4, _fails_and_passes_on, checkpoint):
-        assert "no such disk" in text, text
-
-
-def _many_parts(directory: Path) -> int:
+@on_ranks(4)
+def test_replicas_count_once_for_the_parts_of_a_plan(checkpoint: Path) -> None:
     _live_on_nodes([0, 1, 2, 3])
     full = {f"n{i}": numbers(300 + i, 40) for i in range(40)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     with (
         mock.patch.object(routes, "_DIRECT_NODES", 1),
         mock.patch.object(routes, "_MOST_GATHERED_BYTES", 2000),
         mock.patch.object(_C, "relay_routes", wraps=_C.relay_routes) as planned,
     ):
-        _load(directory, state)
+        _load(checkpoint, state)
     assert_same(state, full)
-    return planned.call_count
-
-
-def test_replicas_count_once_for_the_parts_of_a_plan(checkpoint: Path) -> None:
     rows = 40 * 8 * 15  # bytes of one rank's table
-    assert run_ranks(4, _many_parts, checkpoint) == [-(-rows // 2000)] * 4
+    assert planned.call_count == -(-rows // 2000)
 
 
 def test_only_replicas_on_many_nodes_are_planned_once() -> None:
@@ -206,47 +196,38 @@ def test_only_replicas_on_many_nodes_are_planned_once() -> None:
 # --- Planning once, standing down
 
 
-def _twice(directory: Path) -> list[int]:
+@on_ranks(2)
+def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
     full = {"w": numbers(100, 10)}
-    vescale_ckpt.save(directory, full)
+    vescale_ckpt.save(checkpoint, full)
     plans = []
     for form in ((100, 10), (100, 10), None, (100, 10)):
         state = {"w": torch.zeros(100, 10) if form else sharded(torch.zeros(100, 10), Shard(0))}
         with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
-            _load(directory, state)
+            _load(checkpoint, state)
         plans.append(planned.call_count)
         _assert_filled(state["w"], full["w"])
-    return plans
-
-
-def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
-    assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
-
-
-def _auto(directory: Path, ranks_a_node: int) -> tuple[int, int]:
-    full = {"w": numbers(1024, 1024), "text": "an object"}
-    vescale_ckpt.save(directory, dict(full))
-    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
-    state = {"w": torch.zeros(1024, 1024), "text": ""}
-    stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
-    assert_same(state["w"], full["w"])
-    assert state["text"] == "an object"
-    return stats.shared_bytes, stats.bytes
+    assert plans == ([1, 0, 1, 0], [0, 0, 0, 0])[dist.get_rank()]
 
 
 @pytest.mark.parametrize(("ranks_a_node", "shares"), [(4, False), (2, True), (1, True)])
+@on_ranks(4)
 def test_auto_shares_over_nodes_and_not_within_one(checkpoint: Path, ranks_a_node: int, shares: bool) -> None:
-    assert run_ranks(4, _auto, checkpoint, ranks_a_node) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
+    full = {"w": numbers(1024, 1024), "text": "an object"}
+    vescale_ckpt.save(checkpoint, dict(full))
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
+    state = {"w": torch.zeros(1024, 1024), "text": ""}
+    stats = vescale_ckpt.load(checkpoint, state, timeout=FOREVER).stats
+    assert_same(state["w"], full["w"])
+    assert state["text"] == "an object"
+    assert (stats.shared_bytes, stats.bytes) == (4 * MiB if shares else 0, 4 * MiB)
 
 
-def _auto_shards(directory: Path) -> int:
+@on_ranks(2)
+def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
     """Rows that each rank needs to itself, but for blocks at their edges, on nodes of their own."""
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
-    return _without_trying(directory)[0]
-
-
-def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
-    assert run_ranks(2, _auto_shards, checkpoint) == [0, 0]
+    assert _without_trying(checkpoint)[0] == 0
 
 
 def _crossed(directory: Path) -> str:
@@ -290,21 +271,17 @@ def _without_trying(directory: Path) -> list[int]:
     return shared
 
 
-def _blind(directory: Path) -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
     full = numbers(512, 1024)
-    vescale_ckpt.save(directory, {"w": full})
+    vescale_ckpt.save(checkpoint, {"w": full})
     state = {"w": torch.zeros_like(full)}
     blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
     with blind if dist.get_rank() == 1 else contextlib.nullcontext(), logged(logging.WARNING) as texts:
-        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+        stats = vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=True, timeout=FOREVER).stats
     assert_same(state["w"], full)
-    return stats.shared_bytes, texts
-
-
-def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
-    (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
-    assert shared == also_shared == 0 and none == []
-    assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
+    assert stats.shared_bytes == 0 and len(texts) == dist.get_rank()
+    assert all("memory of rank 0" in text and "not yours" in text for text in texts)
 
 
 def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.cost import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -100,12 +100,6 @@ def test_boxes_are_what_dtensor_splits_off_maximal_and_apart(
             assert all(start + length < after for (start, length), (after, _) in itertools.pairwise(runs))
 
 
-def test_nothing_is_one_empty_piece() -> None:
-    assert chunks_at(layout_of((3, 5), [Shard(0), Shard(1)]), (4, 2), (3, 1)) == (ShardChunk((3, 3), (0, 2), (0, 0)),)
-    assert chunks_at(layout_of((0, 5), [Replicate()]), (4,), (3,)) == (ShardChunk((0, 0), (0, 5), (0, 0)),)
-    assert chunks_at(layout_of((), [Replicate()]), (4,), (3,)) == (ShardChunk((), (), ()),)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.permutations([0, 1, 2]), st.tuples(*[st.integers(1, 3)] * 3), st.sampled_from([0, 1, 7, 12, 36]))
 def test_shard_order(order: list[int], mesh: Mesh, size: int) -> None:
@@ -155,11 +149,6 @@ def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
     dtensor = DTensor(like.to_local(), spec, requires_grad=False)  # type: ignore[call-arg]
     assert chunks_of(dtensor) == chunks_of(like)
     assert torch.equal(assembled(numbered((16, 3)), chunks_of(dtensor)), like.to_local())
-
-
-def test_a_rank_outside_the_mesh_holds_nothing(rank_3_of_8: None) -> None:
-    dtensor = distribute_tensor(torch.ones(8), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
-    assert chunks_of(dtensor) == ()
 
 
 def test_a_torch_that_keeps_its_specs_elsewhere(rank_3_of_8: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks
 from harness.states import MiB, assert_same
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -106,16 +106,14 @@ def test_views_that_share_no_element_are_loaded(untied: tuple[Path, dict[str, to
     assert_same(interleaved, torch.stack([stored["narrow"], stored["slim"]], -1))
 
 
-def _load_tied_shards(directory: Path) -> bool:
+@on_ranks(2)
+def test_ranks_that_read_for_each_other_load_the_last_one(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory = untied[0]
     mesh = init_device_mesh("cpu", (2,))
     target = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)])
     vescale_ckpt.load(directory, {"a": target, "b": target}, broadcast_checkpoint=True)
     stored = vescale_ckpt.load(directory)["b"]
-    return torch.equal(target.to_local(), stored.chunk(2, dim=1)[dist.get_rank()])
-
-
-def test_ranks_that_read_for_each_other_load_the_last_one(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    assert run_ranks(2, _load_tied_shards, untied[0]) == [True, True]
+    assert torch.equal(target.to_local(), stored.chunk(2, dim=1)[dist.get_rank()])
 
 
 def test_a_target_that_is_not_there_takes_no_others_place(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.states import layouts
+from harness.states import cut_storage, layouts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -38,12 +38,6 @@ class Hostile(torch.Tensor):
     @property
     def shape(self) -> Any:
         raise RuntimeError("no shape")
-
-
-def freed(start: int = 0) -> torch.Tensor:
-    tensor = torch.ones(8)[start:]
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def fake() -> torch.Tensor:
@@ -77,8 +71,8 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "zero": lambda: torch._efficientzerotensor(3),
     "empty_zero": lambda: torch._efficientzerotensor(0),
     "part_of_zero": lambda: torch._efficientzerotensor(5)[2:],
-    "freed": freed,
-    "part_of_freed": lambda: freed(3),
+    "freed": lambda: cut_storage(torch.ones(8)),
+    "part_of_freed": lambda: cut_storage(torch.ones(8)[3:]),
     "fake": fake,
     "subclass": lambda: torch.ones(3).as_subclass(Subclass),
     "hostile": lambda: torch.ones(3).as_subclass(Hostile),

@@ -72,20 +72,16 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield at
 
 
-def loads(directory: Path, k: int) -> bool:
-    return saves.loads(directory, state(k))
-
-
 def test_save_load_overwrite_verify(mount: Path) -> None:
     directory = mount / "checkpoint"
     for k in range(3):
         vescale_ckpt.save(directory, state(k))
-        assert loads(directory, k) and vescale_ckpt.verify(directory).ok
+        assert saves.loads(directory, state(k)) and vescale_ckpt.verify(directory).ok
     with pytest.raises(CheckpointError, match="overwrite=False"):
         vescale_ckpt.save(directory, state(3), overwrite=False)
     handle = vescale_ckpt.save(directory, state(4), async_checkpoint=True)
     handle.result()
-    assert loads(directory, 4) and len(data_file_names(directory)) == 1
+    assert saves.loads(directory, state(4)) and len(data_file_names(directory)) == 1
 
     folder = mount / "model"
     for k in range(2):
@@ -119,15 +115,15 @@ def test_a_killed_save_leaves_a_whole_checkpoint(mount: Path) -> None:
         wait_until(numbers, attempt, "saves")
         time.sleep(0.013 * attempt)
         kill(pid)
-        found = [k for k in (numbers[0], numbers[0] + 1) if loads(directory, k)]
+        found = [k for k in (numbers[0], numbers[0] + 1) if saves.loads(directory, state(k))]
         assert len(found) == 1 and vescale_ckpt.verify(directory).ok
     vescale_ckpt.save(directory, state(7))
-    assert loads(directory, 7)
+    assert saves.loads(directory, state(7))
     # Files of killed saves are left where locks do not prove their writers dead, for a day.
     for name in data_file_names(directory):
         os.utime(directory / name, (time.time() - 2 * 86400,) * 2)
     vescale_ckpt.save(directory, state(8))
-    assert loads(directory, 8) and len(data_file_names(directory)) == 1
+    assert saves.loads(directory, state(8)) and len(data_file_names(directory)) == 1
 
 
 def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
@@ -144,4 +140,4 @@ def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
     manager.save(4, state(4))
     manager.close()
     assert [name for name in os.listdir(mount) if name.startswith("step-")] == ["step-4"]
-    assert loads(mount / "step-4", 4)
+    assert saves.loads(mount / "step-4", state(4))

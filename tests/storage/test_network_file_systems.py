@@ -28,11 +28,6 @@ from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.open_storage import storage_at
 
-
-def loads(directory: Path, k: int) -> bool:
-    return saves.loads(directory, state(k))
-
-
 # --- Errors that come at close
 
 
@@ -64,12 +59,12 @@ def test_a_stale_file_is_opened_again(checkpoint: Path, call: str) -> None:
     vescale_ckpt.save(checkpoint, state(1))
     for skip in range(6):
         with fault(call, errno.ESTALE, skip=skip):
-            assert loads(checkpoint, 1)
+            assert saves.loads(checkpoint, state(1))
     with (
         fault(call, errno.ESTALE, times=10**6),
         pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)) as told,
     ):
-        loads(checkpoint, 1)
+        saves.loads(checkpoint, state(1))
     assert data_file_names(checkpoint)[0] in str(told.value)
     assert vescale_ckpt.verify(checkpoint).ok
 
@@ -139,7 +134,7 @@ def test_a_rename_that_was_done_counts_although_its_answer_was_lost(checkpoint: 
     with fault("rename", errno.ENOENT, times=10**6):
         vescale_ckpt.save(checkpoint, state(2))
         vescale_ckpt.save(checkpoint / "model", {"weight": torch.ones(3)}, format="safetensors")
-    assert loads(checkpoint, 2) and len(data_file_names(checkpoint)) == 1
+    assert saves.loads(checkpoint, state(2)) and len(data_file_names(checkpoint)) == 1
     assert os.listdir(checkpoint / "model") == ["model.safetensors"]
 
 
@@ -166,7 +161,7 @@ def test_locks_that_fail_are_no_locks(checkpoint: Path, monkeypatch: pytest.Monk
     assert left in data_file_names(checkpoint), "its writer may be alive"
     os.utime(checkpoint / left, (time.time() - 2 * 86400,) * 2)
     vescale_ckpt.save(checkpoint, state(3))
-    assert left not in data_file_names(checkpoint) and loads(checkpoint, 3)
+    assert left not in data_file_names(checkpoint) and saves.loads(checkpoint, state(3))
     manager = vescale_ckpt.CheckpointManager(checkpoint / "steps", max_to_keep=1)
     for step in (1, 2):
         manager.save(step, state(step))
@@ -193,7 +188,7 @@ def test_locks_of_this_machine_alone_do_not_prove_that_a_writer_is_dead(
         assert left not in data_file_names(checkpoint)
     left = dead_save(checkpoint)
     vescale_ckpt.save(checkpoint, state(5))
-    assert left not in data_file_names(checkpoint) and loads(checkpoint, 5)
+    assert left not in data_file_names(checkpoint) and saves.loads(checkpoint, state(5))
 
 
 def test_exclusive_locks_are_asked_for_by_those_who_may_write(
@@ -212,7 +207,7 @@ def test_exclusive_locks_are_asked_for_by_those_who_may_write(
     left = dead_save(checkpoint)
     monkeypatch.setattr(fcntl, "flock", flock)
     vescale_ckpt.save(checkpoint, state(2))
-    assert left not in data_file_names(checkpoint) and loads(checkpoint, 2)
+    assert left not in data_file_names(checkpoint) and saves.loads(checkpoint, state(2))
 
 
 def _save_where_a_lock_hangs(directory: Path, rank_that_hangs: int) -> str:
@@ -233,7 +228,7 @@ def test_a_lock_that_blocks_is_bounded_on_the_other_ranks(checkpoint: Path) -> N
     assert fcntl.flock is real
     assert not (checkpoint / ".metadata").exists()
     vescale_ckpt.save(checkpoint, state(2))
-    assert loads(checkpoint, 2)
+    assert saves.loads(checkpoint, state(2))
 
 
 MOUNTS = """\

@@ -28,10 +28,6 @@ def here_and_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Pat
     return here, there
 
 
-def loads(path: Path, k: int) -> bool:
-    return saves.loads(path, small_state(k))
-
-
 def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
     here, there = here_and_there
     with held() as event:
@@ -39,7 +35,7 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
         os.chdir(there)
         event.set()
         handle.result(60)
-    assert loads(here / "run" / "checkpoint", 1)
+    assert saves.loads(here / "run" / "checkpoint", small_state(1))
     assert os.listdir(there) == []
 
 
@@ -55,7 +51,8 @@ def test_a_manager_stays_in_its_directory(here_and_there: tuple[Path, Path]) -> 
         assert saver.steps() == [2] == [saver.latest()]
         values = blank(small_state(0))
         assert saver.restore(values) == 2 and same(values, small_state(2))
-    assert loads(here / "run" / "step-2", 2) and loads(there / "run" / "step-1", 5)
+    assert saves.loads(here / "run" / "step-2", small_state(2))
+    assert saves.loads(there / "run" / "step-1", small_state(5))
 
 
 def test_what_was_made_with_a_path_keeps_it(here_and_there: tuple[Path, Path]) -> None:
@@ -79,7 +76,7 @@ def test_a_parent_of_a_link_is_that_of_its_target(here_and_there: tuple[Path, Pa
     (there / "deep").mkdir()
     (here / "link").symlink_to(there / "deep")
     vescale_ckpt.save("link/../checkpoint", small_state(1))
-    assert loads(there / "checkpoint", 1)
+    assert saves.loads(there / "checkpoint", small_state(1))
 
 
 @pytest.mark.parametrize(

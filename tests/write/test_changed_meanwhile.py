@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import steps
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.saves import load
 from harness.snapshots import late_copies, no_snapshot_is_left
+from harness.states import cut_storage
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -208,24 +209,21 @@ def test_strided_parameters_are_copied_when_the_save_returns(checkpoint: Path) -
     assert load(checkpoint, {"w": torch.zeros(4, 3)})["w"].equal(torch.arange(12.0).view(3, 4).t())
 
 
-def _change_a_dtensor(path: str) -> None:
+@on_ranks(2)
+def test_a_dtensor_that_is_changed_behind_a_gate(checkpoint: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for name, value in {"parameter": weight, "local": weight.to_local().detach()}.items():
         state = {"weight" if name == "parameter" else f"weight{dist.get_rank()}": value}
         with late_copies() as copy_now:
-            handle = vescale_ckpt.save(path, state, async_checkpoint=True, gate=optimizer)
+            handle = vescale_ckpt.save(checkpoint, state, async_checkpoint=True, gate=optimizer)
             if dist.get_rank() == 1:
                 with torch.no_grad():
                     weight.mul_(2)  # counted by the DTensor, not by what it holds
             copy_now.set()
             with pytest.raises(CheckpointError, match=r"rank 1.*weight.*changed while it was copied"):
                 handle.result(BOUND)
-
-
-def test_a_dtensor_that_is_changed_behind_a_gate(checkpoint: Path) -> None:
-    run_ranks(2, _change_a_dtensor, str(checkpoint))
 
 
 def test_the_name_of_what_was_changed(checkpoint: Path) -> None:
@@ -377,23 +375,11 @@ def test_a_copy_of_what_changes(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     assert no_snapshot_is_left()
 
 
-def _freed() -> torch.Tensor:
-    tensor = torch.ones(4 << 20)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def _cut() -> torch.Tensor:
-    tensor = torch.ones(4 << 20)
-    tensor.untyped_storage().resize_(64)
-    return tensor
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_freed, "storage was freed"),
-        (_cut, "storage was freed, or is smaller"),
+        (lambda: cut_storage(torch.ones(4 << 20)), "storage was freed"),
+        (lambda: cut_storage(torch.ones(4 << 20), 64), "storage was freed, or is smaller"),
         (lambda: torch.quantize_per_tensor(torch.ones(10), 0.1, 0, torch.quint8), "dtype torch.quint8"),
         (lambda: torch.empty(8, dtype=torch.uint4), "dtype torch.uint4"),
     ],
@@ -406,21 +392,18 @@ def test_what_has_nothing_to_stage(make: Callable[[], torch.Tensor], said: str) 
     assert no_snapshot_is_left()
 
 
-def _save_on_ranks(path: str) -> None:
+@on_ranks(2)
+def test_all_ranks_refuse(checkpoint: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     scale = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
-    vescale_ckpt.save(path, {"weight": weight, "scale": scale})
+    vescale_ckpt.save(checkpoint, {"weight": weight, "scale": scale})
     change = _add(weight) if dist.get_rank() == 1 else lambda: None
     with (
         changed_in_the_middle(change),
         pytest.raises(CheckpointError, match=r"rank 1: .*weight was changed while it was saved"),
     ):
-        vescale_ckpt.save(path, {"weight": weight, "scale": scale})
-
-
-def test_all_ranks_refuse(checkpoint: Path) -> None:
-    run_ranks(2, _save_on_ranks, str(checkpoint))
+        vescale_ckpt.save(checkpoint, {"weight": weight, "scale": scale})
     assert load(checkpoint, {"weight": torch.zeros(8, 4)})["weight"].eq(1).all()
 
 

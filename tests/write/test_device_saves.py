@@ -17,7 +17,7 @@ from harness.fake_cuda import (
     needs_fake_cuda,
     neighbours,
 )
-from harness.ranks import in_fork
+from harness.ranks import forked
 from harness.snapshots import no_snapshot_is_left
 from harness.states import MiB, assert_same, numbers
 from torch import nn
@@ -60,7 +60,8 @@ def _queue_changes(fake: FakeCuda, state: dict[str, torch.Tensor], delay_ms: int
 # --- What the trainer does meanwhile
 
 
-def _reused_memory(directory: Path) -> None:
+@forked
+def test_memory_that_is_freed_and_given_out_again_after_a_save_returned(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.delay_copies(300)
         for number, asynchronous in enumerate((False, True, True)):
@@ -68,146 +69,123 @@ def _reused_memory(directory: Path) -> None:
             state = neighbours(wanted)
             for key, value in state.items():
                 value.copy_(wanted[key])
-            handle = vescale_ckpt.save(directory / str(number), state, async_checkpoint=asynchronous)
+            handle = vescale_ckpt.save(tmp_path / str(number), state, async_checkpoint=asynchronous)
             _queue_changes(fake, state)  # the blocks of the freed tensors go to the next ones, which are filled
             if asynchronous:
                 handle.result(BOUND)
             for stream in fake.streams:
                 fake.drain(stream)
             assert state["large"].view(torch.uint8).eq(255).all()
-            _expect_saved(directory / str(number), wanted)
+            _expect_saved(tmp_path / str(number), wanted)
 
 
-def test_memory_that_is_freed_and_given_out_again_after_a_save_returned(tmp_path: Path) -> None:
-    in_fork(_reused_memory, tmp_path)
-
-
-def _replays(directory: Path) -> None:
+@forked
+def test_replays_after_staged_do_not_reach_the_file(tmp_path: Path) -> None:
     weight = nn.Parameter(numbers(500, 999))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with fake_cuda() as fake:
         fake.delay_copies(300)
         for number, gate in enumerate((None, Gate(optimizer, allow_capturable=True))):
             wanted = weight.detach().clone()
-            handle = vescale_ckpt.save(directory / str(number), {"w": weight}, async_checkpoint=True, gate=gate)
+            handle = vescale_ckpt.save(tmp_path / str(number), {"w": weight}, async_checkpoint=True, gate=gate)
             handle.staged.result(BOUND)
             _queue_changes(fake, {"w": weight.detach()})
             handle.result(BOUND)
             fake.drain(fake.streams[0])
-            _expect_saved(directory / str(number), {"w": wanted})
+            _expect_saved(tmp_path / str(number), {"w": wanted})
             weight.data.copy_(numbers(500, 999, first=5))
 
 
-def test_replays_after_staged_do_not_reach_the_file(tmp_path: Path) -> None:
-    in_fork(_replays, tmp_path)
-
-
-def _behind_the_trainer(directory: Path) -> None:
+@forked
+def test_saves_come_behind_what_the_trainers_streams_have_queued(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         for asynchronous in (False, True):
             state = _state()
             _queue_changes(fake, state, 20)
-            handle = vescale_ckpt.save(directory, state, async_checkpoint=asynchronous)
+            handle = vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous)
             if asynchronous:
                 handle.result(BOUND)
             for stream in fake.streams:
                 fake.drain(stream)
-            _expect_saved(directory, state)
+            _expect_saved(tmp_path, state)
             assert state["large"].view(torch.uint8).eq(255).all()
-
-
-def test_saves_come_behind_what_the_trainers_streams_have_queued(tmp_path: Path) -> None:
-    in_fork(_behind_the_trainer, tmp_path)
 
 
 # --- What the device refuses
 
 
-def _full_device(directory: Path) -> list[str]:
+@forked
+def test_a_full_device_has_no_slab_and_is_saved_all_the_same(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.fail("cudaMalloc", code=OUT_OF_MEMORY)
         for asynchronous in (True, False):
-            handle = vescale_ckpt.save(directory, _state(), async_checkpoint=asynchronous)
+            handle = vescale_ckpt.save(tmp_path, _state(), async_checkpoint=asynchronous)
             if asynchronous:
                 handle.result(BOUND)
                 assert fake.count("cuLaunchKernel") == 0
-            _expect_saved(directory, _state())
+            _expect_saved(tmp_path, _state())
         assert not device_info()["kernel_built"] or fake.count("cuLaunchKernel") > 0, "it is tried again"
-        return device_notes() if device_info()["kernel_built"] else ["has no 8 MiB to pack small tensors in"]
-
-
-def test_a_full_device_has_no_slab_and_is_saved_all_the_same(tmp_path: Path) -> None:
-    notes = in_fork(_full_device, tmp_path)
+        notes = device_notes() if device_info()["kernel_built"] else ["has no 8 MiB to pack small tensors in"]
     assert sum("has no 8 MiB to pack small tensors in" in note for note in notes) == 1
 
 
-def _refused_lock(directory: Path) -> list[str]:
+@forked
+def test_a_refused_page_lock_makes_saves_slower_not_wrong(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.fail("cudaHostRegister")
         for asynchronous in (True, False):
-            handle = vescale_ckpt.save(directory, _state(), async_checkpoint=asynchronous)
+            handle = vescale_ckpt.save(tmp_path, _state(), async_checkpoint=asynchronous)
             if asynchronous:
                 handle.result(BOUND)
-            _expect_saved(directory, _state())
+            _expect_saved(tmp_path, _state())
         assert fake.count("copies of memory that is not locked") > 0
         assert fake.count("cudaMemcpyBatchAsync") == 0
-    return device_notes()
-
-
-def test_a_refused_page_lock_makes_saves_slower_not_wrong(tmp_path: Path) -> None:
-    notes = in_fork(_refused_lock, tmp_path)
+    notes = device_notes()
     assert sum("memory of snapshots could not be page-locked" in note for note in notes) == 1
     assert sum("copies from and to devices are made one by one from now on" in note for note in notes) == 1
 
 
-def _batches(directory: Path) -> list[int]:
+@forked
+def test_batches_can_be_turned_off(tmp_path: Path) -> None:
     counts = []
     with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
         for wanted in ("1", "0"):
             patch.setenv("VESCALE_CKPT_COPY_BATCHES", wanted)
             before = fake.count("cudaMemcpyBatchAsync")
-            vescale_ckpt.save(directory, _state(), async_checkpoint=True).result(BOUND)
+            vescale_ckpt.save(tmp_path, _state(), async_checkpoint=True).result(BOUND)
             counts.append(fake.count("cudaMemcpyBatchAsync") - before)
-            _expect_saved(directory, _state())
-    return counts
-
-
-def test_batches_can_be_turned_off(tmp_path: Path) -> None:
-    on, off = in_fork(_batches, tmp_path)
+            _expect_saved(tmp_path, _state())
+    on, off = counts
     assert on > 0 and off == 0
 
 
-def _errors(directory: Path) -> dict[str, str]:
+@forked
+def test_errors_of_a_device_are_named_and_leave_the_old_checkpoint(tmp_path: Path) -> None:
     texts = {}
     with fake_cuda() as fake:
-        vescale_ckpt.save(directory, _state())
+        vescale_ckpt.save(tmp_path, _state())
 
         def failed(case: str) -> None:
             state = {key: value for key, value in _state(1).items() if device_of(value) == 0}
             for asynchronous in (False, True):
                 with pytest.raises(CheckpointError) as caught:
-                    handle = vescale_ckpt.save(directory, state, async_checkpoint=asynchronous)
+                    handle = vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous)
                     if asynchronous:
                         handle.result(BOUND)
                 texts[f"{case}, {asynchronous}"] = str(caught.value)
 
         fake.fail("captured")
         with pytest.raises(CheckpointError, match="the current stream is being captured"):
-            vescale_ckpt.save(directory, _state(1))
+            vescale_ckpt.save(tmp_path, _state(1))
         fake.stick(ASSERT)
         failed("left by the trainer")
         fake.stick(0)
-        _expect_saved(directory, _state())
-        vescale_ckpt.save(directory, _state(2))
-        _expect_saved(directory, _state(2))
+        _expect_saved(tmp_path, _state())
+        vescale_ckpt.save(tmp_path, _state(2))
+        _expect_saved(tmp_path, _state(2))
         fake.fail("on the device", 3)
         failed("in the copies")
     assert no_snapshot_is_left()
-    return texts
-
-
-def test_errors_of_a_device_are_named_and_leave_the_old_checkpoint(tmp_path: Path) -> None:
-    texts = in_fork(_errors, tmp_path)
     for case, text in texts.items():
         if case.startswith("left"):
             assert "device 0 had failed before, by work of this process: CUDA" in text and "(710)" in text, case
@@ -218,34 +196,28 @@ def test_errors_of_a_device_are_named_and_leave_the_old_checkpoint(tmp_path: Pat
 # --- What is made beforehand
 
 
-def _prepared(directory: Path) -> tuple[dict[str, int], dict[str, int]]:
+@forked
+def test_the_first_save_after_prepare_makes_nothing_on_the_devices(tmp_path: Path) -> None:
     calls = ("cudaStreamCreateWithPriority", "cudaEventCreateWithFlags", "cuModuleLoadData", "cudaMalloc",
              "cudaHostAlloc", "cudaHostRegister")  # fmt: skip
     with fake_cuda() as fake:
         state = {**_state(), "large": numbers(MiB)}
         vescale_ckpt.prepare(state)
         before = {call: fake.count(call) for call in calls}
-        vescale_ckpt.save(directory, state, async_checkpoint=True).result(BOUND)
+        vescale_ckpt.save(tmp_path, state, async_checkpoint=True).result(BOUND)
         vescale_ckpt.prepare(state)
         kernel = device_info()["kernel_built"]
         assert not kernel or fake.count("cudaMemsetAsync") > 0, "nothing of the device's lies in gaps of a slab"
-        return before, {call: fake.count(call) - before[call] for call in calls}
-
-
-def test_the_first_save_after_prepare_makes_nothing_on_the_devices(tmp_path: Path) -> None:
-    before, then = in_fork(_prepared, tmp_path)
+        then = {call: fake.count(call) - before[call] for call in calls}
     assert before["cudaStreamCreateWithPriority"] == 4 and before["cudaEventCreateWithFlags"] == 14, "of two devices"
     assert before["cudaMalloc"] in (0, 6)  # without a kernel none
     assert not any(then.values()), then
 
 
-def _prepared_too_late(directory: Path) -> str:
+@forked
+def test_prepare_names_the_errors_of_devices(tmp_path: Path) -> None:
     with fake_cuda() as fake:
         fake.stick(ASSERT)
         with pytest.raises(CheckpointError) as caught:
             vescale_ckpt.prepare(_state())
-    return str(caught.value)
-
-
-def test_prepare_names_the_errors_of_devices(tmp_path: Path) -> None:
-    assert "device 0 had failed before, by work of this process" in in_fork(_prepared_too_late, tmp_path)
+    assert "device 0 had failed before, by work of this process" in str(caught.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.fake_cuda import LEAST, fake_cuda, needs_fake_cuda
 from harness.fake_device import KIND, fake_device
-from harness.ranks import in_fork
+from harness.ranks import forked
 from harness.states import MiB, assert_same, numbers, random_tensor
 
 import vescale_ckpt
@@ -96,52 +96,43 @@ def _saved_and_loaded(folder: Path, device: str) -> None:
         assert_same({key: value.cpu() for key, value in found.items()}, cast)
 
 
-def _on_another_kind(folder: Path) -> None:
-    fake_device()
-    _saved_and_loaded(folder, KIND)
-
-
-def _on_cuda(folder: Path) -> None:
-    with fake_cuda() as fake:
-        _saved_and_loaded(folder, "cpu")
-        assert fake.count("bytes to device") > 0
-
-
+@forked
 def test_every_bit_is_kept_on_devices_of_another_kind(tmp_path: Path) -> None:
-    in_fork(_on_another_kind, tmp_path)
+    fake_device()
+    _saved_and_loaded(tmp_path, KIND)
 
 
 @needs_fake_cuda
+@forked
 def test_every_bit_is_kept_on_cuda(tmp_path: Path) -> None:
-    in_fork(_on_cuda, tmp_path)
+    with fake_cuda() as fake:
+        _saved_and_loaded(tmp_path, "cpu")
+        assert fake.count("bytes to device") > 0
 
 
-def _in_bounded_memory(folder: Path) -> dict[str, int | None]:
+@forked
+def test_what_torch_copies_takes_bounded_memory(tmp_path: Path) -> None:
     """The peaks of what a save and a load take in host memory, MiB above what is there before."""
     fake_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(32 * MiB))
         patch.setenv("VESCALE_CKPT_THREADS", "2")
-        vescale_ckpt.save(folder / "first", {"x": torch.ones(9).to(KIND)}, async_checkpoint=True).result(BOUND)
+        vescale_ckpt.save(tmp_path / "first", {"x": torch.ones(9).to(KIND)}, async_checkpoint=True).result(BOUND)
         state = {f"{i}": numbers(2 * MiB, first=i).to(KIND) for i in range(32)}
 
         def save(is_async: bool, snapshot_bytes: int = 0) -> None:
             patch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(snapshot_bytes))
-            vescale_ckpt.save(folder / "a", state, async_checkpoint=is_async).result(BOUND)
+            vescale_ckpt.save(tmp_path / "a", state, async_checkpoint=is_async).result(BOUND)
 
         steps = {
             "save": lambda: save(False),
             "little room": lambda: save(True, 64 * MiB),
-            "load": lambda: vescale_ckpt.load(folder / "a", state),
+            "load": lambda: vescale_ckpt.load(tmp_path / "a", state),
             "async": lambda: save(True),
         }
         peaks = {name: measure(step).peak_extra_bytes for name, step in steps.items()}
         assert all(torch.equal(value.cpu(), numbers(2 * MiB, first=int(key))) for key, value in state.items())
-    return {name: None if peak is None else peak // MiB for name, peak in peaks.items()}
-
-
-def test_what_torch_copies_takes_bounded_memory(tmp_path: Path) -> None:
-    peaks = in_fork(_in_bounded_memory, tmp_path)
+    peaks = {name: None if peak is None else peak // MiB for name, peak in peaks.items()}
     if None in peaks.values():
         pytest.skip("the kernel does not tell peaks of memory")
     around = 48 + 32  # two batches and the engine's slots share 32 MiB and one tensor each; what else a save takes

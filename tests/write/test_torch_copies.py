@@ -16,8 +16,8 @@ import torch._lazy.ts_backend
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.fake_device import KIND, FakeDevice, fake_device
-from harness.ranks import in_fork
-from harness.states import assert_same, numbers
+from harness.ranks import forked, in_fork
+from harness.states import assert_same, cut_storage, numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -73,6 +73,14 @@ def _save(folder: Path, state: dict[str, Any], is_async: bool) -> None:
         handle.result(BOUND)
 
 
+def _fakes(can_wait: bool = True) -> FakeDevice:
+    fake = fake_device()
+    for device in range(2):
+        torch.ops.fake_device.set_can_wait(can_wait, device)
+    assert torch_copies.can_queue(KIND) == can_wait  # asked once, by a wait
+    return fake
+
+
 def _run(test: Callable[..., Any], *args: Any) -> Any:
     return in_fork(_in_process, test, *args)
 
@@ -82,11 +90,7 @@ def _in_process(test: Callable[..., Any], *args: Any) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vescale_ckpt").addHandler(handler)
-    fake = fake_device()
-    for device in range(2):
-        torch.ops.fake_device.set_can_wait(test is not _without_waits, device)
-    assert torch_copies.can_queue(KIND) == (test is not _without_waits)  # asked once, by a wait
-    test(fake, *args)
+    test(_fakes(can_wait=test is not _without_waits), *args)
     return [line for line in lines if "are copied by torch" in line]
 
 
@@ -137,25 +141,25 @@ def test_where_torch_cannot_wait_for_streams_each_copy_is_waited_for(tmp_path: P
     assert len(lines) == 1 and "copied by torch, one after the other" in lines[0]
 
 
-def _one_cannot_wait(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_a_device_that_cannot_be_waited_for_leaves_no_copies_of_others_behind(tmp_path: Path) -> None:
+    fake = _fakes()
     for is_async, device in ((False, 0), (False, 1), (True, 0), (True, 1)):
         torch.ops.fake_device.set_can_wait(False, device)
         with pytest.raises(Exception, match="no waits for streams"):
-            _save(folder / "failed", _on_devices(_state()), is_async)
+            _save(tmp_path / "failed", _on_devices(_state()), is_async)
         assert fake.queued(1 - device) == 0
-        assert not (folder / "failed" / ".metadata").exists()
+        assert not (tmp_path / "failed" / ".metadata").exists()
         torch.ops.fake_device.set_can_wait(True, device)
-        _save(folder / f"{is_async}{device}", _on_devices(_state()), is_async)
+        _save(tmp_path / f"{is_async}{device}", _on_devices(_state()), is_async)
         found = _blank()
-        vescale_ckpt.load(folder / f"{is_async}{device}", found)
+        vescale_ckpt.load(tmp_path / f"{is_async}{device}", found)
         _expect(found, _state())
 
 
-def test_a_device_that_cannot_be_waited_for_leaves_no_copies_of_others_behind(tmp_path: Path) -> None:
-    _run(_one_cannot_wait, tmp_path)
-
-
-def _a_copy_fails(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_a_copy_that_fails_is_named_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    fake = _fakes()
     copy, state = torch.Tensor.copy_, _on_devices(_state())
     copied = 0
 
@@ -178,73 +182,48 @@ def _a_copy_fails(fake: FakeDevice, folder: Path) -> None:
         assert fake.queued(0) == fake.queued(1) == 0
 
     for is_async in (False, True):
-        expect_named(lambda is_async=is_async: _save(folder / "a", state, is_async))  # type: ignore[misc]
-        assert not (folder / "a" / ".metadata").exists()
-    _save(folder / "a", state, True)
+        expect_named(lambda is_async=is_async: _save(tmp_path / "a", state, is_async))  # type: ignore[misc]
+        assert not (tmp_path / "a" / ".metadata").exists()
+    _save(tmp_path / "a", state, True)
     found = _blank()
-    expect_named(lambda: vescale_ckpt.load(folder / "a", found) and None)
-    vescale_ckpt.load(folder / "a", found)
+    expect_named(lambda: vescale_ckpt.load(tmp_path / "a", found) and None)
+    vescale_ckpt.load(tmp_path / "a", found)
     _expect(found, _state())
 
 
-def test_a_copy_that_fails_is_named_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    _run(_a_copy_fails, tmp_path)
-
-
-def _functional(folder: Path) -> None:
+@forked
+def test_functional_tensors_without_addresses(tmp_path: Path) -> None:
     torch._lazy.ts_backend.init()  # its tensors are functional, as those of XLA; they have no address
     values = {"whole": numbers(300), "turned": numbers(3, 4).t(), "half": numbers(7).bfloat16(), "none": numbers(0, 3)}
     state = {key: value.to("lazy") for key, value in values.items()}
     for is_async in (False, True):
-        _save(folder / str(is_async), state, is_async)
+        _save(tmp_path / str(is_async), state, is_async)
         found = {key: torch.zeros_like(value).to("lazy") for key, value in values.items()}
-        vescale_ckpt.load(folder / str(is_async), found)
+        vescale_ckpt.load(tmp_path / str(is_async), found)
         assert_same({key: value.cpu() for key, value in found.items()}, values)
-    dcp.save(vescale_ckpt.Stager().stage(state), storage_writer=StorageWriter(folder / "staged"), no_dist=True)
+    dcp.save(vescale_ckpt.Stager().stage(state), storage_writer=StorageWriter(tmp_path / "staged"), no_dist=True)
     staged = {key: torch.zeros_like(value) for key, value in values.items()}
-    dcp.load(staged, checkpoint_id=folder / "staged", no_dist=True)
+    dcp.load(staged, checkpoint_id=tmp_path / "staged", no_dist=True)
     assert_same(staged, values)
 
 
-def test_functional_tensors_without_addresses(tmp_path: Path) -> None:
-    in_fork(_functional, tmp_path)
-
-
-def _kinds(fake: FakeDevice, folder: Path) -> None:
-    values = _state()
-    lazy = {"conj": values["complex"].to(KIND).conj(), "neg": torch.imag(values["complex"].to(KIND).conj())}
-    assert lazy["conj"].is_conj() and lazy["neg"].is_neg()
-    for is_async in (False, True):
-        _save(folder / str(is_async), lazy, is_async)
-        found = {"conj": torch.zeros(6, dtype=torch.complex64), "neg": torch.zeros(6)}
-        vescale_ckpt.load(folder / str(is_async), found)
-        assert_same(found, {"conj": values["complex"].conj().resolve_conj(), "neg": -torch.imag(values["complex"])})
-    vescale_ckpt.save(folder / "cast", {"x": values["large"].to(KIND)})
-    cast = {"x": torch.zeros(60_000, dtype=torch.bfloat16, device=f"{KIND}:1")}
-    vescale_ckpt.load(folder / "cast", cast, allow_cast=True)
-    assert torch.equal(cast["x"].cpu(), values["large"].bfloat16())
+@forked
+def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
+    _fakes()
     for state, reason in (
         ({"m": torch.empty(3, device="meta")}, "m: a tensor on the meta device has no values to store"),
-        ({"f": _freed()}, "f: its storage was freed"),
+        ({"f": cut_storage(torch.ones(5).to(KIND))}, "f: its storage was freed"),
     ):
         for is_async in (False, True):
             with pytest.raises(CheckpointError, match=reason):
-                _save(folder / "refused", state, is_async)
-    assert not (folder / "refused" / ".metadata").exists()
+                _save(tmp_path / "refused", state, is_async)
+    assert not (tmp_path / "refused" / ".metadata").exists()
 
 
-def _freed() -> torch.Tensor:
-    tensor = torch.ones(5).to(KIND)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def test_lazy_tensors_and_casts_are_right_and_tensors_without_values_are_refused(tmp_path: Path) -> None:
-    _run(_kinds, tmp_path)
-
-
-def _streams(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_copies_come_behind_the_work_of_the_current_stream(tmp_path: Path) -> None:
     """Work of a stream runs when it is waited for, the default stream's first: a copy that is queued there is early."""
+    fake = _fakes()
     new, target = numbers(5000, first=9).to(KIND), numbers(5000).to(KIND)
     side = torch.Stream(KIND)
     torch.accelerator.current_stream(KIND).synchronize()
@@ -253,117 +232,107 @@ def _streams(fake: FakeDevice, folder: Path) -> None:
             target.zero_()
             target.copy_(new)  # queued
             assert fake.queued(0) > 0
-            _save(folder / str(is_async), {"x": target}, is_async)
+            _save(tmp_path / str(is_async), {"x": target}, is_async)
         target.zero_()
         filled = {"x": torch.zeros(5000).to(KIND)}
         torch.accelerator.current_stream(KIND).synchronize()
         filled["x"].copy_(target)  # queued; the load's copy comes behind it
-        vescale_ckpt.load(folder / "False", filled)
+        vescale_ckpt.load(tmp_path / "False", filled)
         assert torch.equal(filled["x"].cpu(), numbers(5000, first=9))
     loaded = {"x": torch.zeros(5000)}
     for is_async in (False, True):
-        vescale_ckpt.load(folder / str(is_async), loaded)
+        vescale_ckpt.load(tmp_path / str(is_async), loaded)
         assert torch.equal(loaded["x"], numbers(5000, first=9))
 
 
-def test_copies_come_behind_the_work_of_the_current_stream(tmp_path: Path) -> None:
-    _run(_streams, tmp_path)
-
-
-def _little_room(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_what_snapshots_have_no_room_for_is_written_at_once(tmp_path: Path) -> None:
+    fake = _fakes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", "100000")
         state = _on_devices(_state())
         fake.reset()
-        handle = vescale_ckpt.save(folder, state, async_checkpoint=True)
+        handle = vescale_ckpt.save(tmp_path, state, async_checkpoint=True)
         for value in state.values():
             if isinstance(value, torch.Tensor) and not value.is_cpu:
                 value.zero_()
         assert handle.result(BOUND).tensors == SAVED + 1
         assert fake.count("copies to host") >= SAVED - 1
     found = _blank()
-    vescale_ckpt.load(folder, found)
+    vescale_ckpt.load(tmp_path, found)
     _expect(found, _state())
 
 
-def test_what_snapshots_have_no_room_for_is_written_at_once(tmp_path: Path) -> None:
-    _run(_little_room, tmp_path)
-
-
-def _gate(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_behind_a_gate_they_are_copied_before_save_returns(tmp_path: Path) -> None:
+    fake = _fakes()
     weight = torch.nn.Parameter(numbers(300).to(KIND))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, foreach=False)
     weight.grad = torch.ones(300).to(KIND)
     optimizer.step()
     want = weight.detach().cpu()
     handle = vescale_ckpt.save(
-        folder, {"weight": weight, "optimizer": optimizer.state_dict()}, async_checkpoint=True, gate=optimizer
+        tmp_path, {"weight": weight, "optimizer": optimizer.state_dict()}, async_checkpoint=True, gate=optimizer
     )
     assert fake.queued(0) == 0
     optimizer.step()
     handle.result(BOUND)
     loaded = {"weight": torch.zeros(300).to(KIND)}
-    vescale_ckpt.load(folder, loaded)
+    vescale_ckpt.load(tmp_path, loaded)
     assert torch.equal(loaded["weight"].cpu(), want) and not torch.equal(weight.detach().cpu(), want)
-
-
-def test_behind_a_gate_they_are_copied_before_save_returns(tmp_path: Path) -> None:
-    _run(_gate, tmp_path)
 
 
 # --- Other ways in
 
 
-def _by_dcp(fake: FakeDevice, folder: Path) -> None:
-    dcp.save(_on_devices(_state()), storage_writer=StorageWriter(folder / "ours"))
+@forked
+def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
+    _fakes()
+    dcp.save(_on_devices(_state()), storage_writer=StorageWriter(tmp_path / "ours"))
     found = _blank()
-    dcp.load(found, storage_reader=StorageReader(folder / "ours"))
+    dcp.load(found, storage_reader=StorageReader(tmp_path / "ours"))
     _expect(found, _state())
     staged = vescale_ckpt.Stager().stage(_on_devices(_state()))
     assert_same({key: staged[key] for key in _state()}, {k: v.contiguous() for k, v in _state().items()})
-    dcp.save(staged, checkpoint_id=folder / "stock")
+    dcp.save(staged, checkpoint_id=tmp_path / "stock")
     found = _blank()
-    vescale_ckpt.load(folder / "stock", found)
+    vescale_ckpt.load(tmp_path / "stock", found)
     _expect(found, _state())
 
 
-def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
-    _run(_by_dcp, tmp_path)
-
-
-def _as_safetensors(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_as_safetensors(tmp_path: Path) -> None:
+    fake = _fakes()
     values = {key: value.contiguous() for key, value in _state().items() if not value.is_complex()}
     fake.reset()
-    safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, folder / "file")
+    safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, tmp_path / "file")
     assert fake.count("stream synchronizations") == 1
     fake.reset()
-    found = safetensors.load_file(folder / "file", f"{KIND}:1")
+    found = safetensors.load_file(tmp_path / "file", f"{KIND}:1")
     assert fake.count("stream synchronizations") == 1 and fake.count("copies that were waited for") == 0
     assert {value.device for value in found.values()} == {torch.device(KIND, 1)}
     assert_same({key: value.cpu() for key, value in found.items()}, values)
-    with safetensors.safe_open(folder / "file", device=KIND) as file:
+    with safetensors.safe_open(tmp_path / "file", device=KIND) as file:
         assert torch.equal(file.get_slice("large")[7:99].cpu(), values["large"][7:99])
-    vescale_ckpt.save(folder / "export", {key: value.to(KIND) for key, value in values.items()}, format="safetensors")
+    vescale_ckpt.save(tmp_path / "export", {key: value.to(KIND) for key, value in values.items()}, format="safetensors")
     loaded = {key: torch.zeros_like(value).to(KIND) for key, value in values.items()}
-    vescale_ckpt.load(folder / "export", loaded)
+    vescale_ckpt.load(tmp_path / "export", loaded)
     assert_same({key: value.cpu() for key, value in loaded.items()}, values)
 
 
-def test_as_safetensors(tmp_path: Path) -> None:
-    _run(_as_safetensors, tmp_path)
-
-
-def _managed(fake: FakeDevice, folder: Path) -> None:
+@forked
+def test_a_managers_steps(tmp_path: Path) -> None:
+    _fakes()
     model = torch.nn.Linear(30, 40, device=KIND)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with CheckpointManager(folder, save_interval_steps=1) as manager:
+    with CheckpointManager(tmp_path, save_interval_steps=1) as manager:
         for step in range(3):
             model(torch.ones(2, 30).to(KIND)).sum().backward()
             optimizer.step()
             manager.save(step, {"model": model, "optimizer": optimizer})
     other = torch.nn.Linear(30, 40, device=KIND)
     of_other = torch.optim.AdamW(other.parameters(), foreach=False)
-    with CheckpointManager(folder) as manager:
+    with CheckpointManager(tmp_path) as manager:
         assert manager.restore({"model": other, "optimizer": of_other}) == 2
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine.detach().cpu(), theirs.detach().cpu()) and theirs.device.type == KIND
@@ -371,31 +340,26 @@ def _managed(fake: FakeDevice, folder: Path) -> None:
         assert torch.equal(saved["exp_avg"].cpu(), restored["exp_avg"].cpu())
 
 
-def test_a_managers_steps(tmp_path: Path) -> None:
-    _run(_managed, tmp_path)
+@forked
+def test_prepared_saves_and_asynchronous_saves_of_dcp(tmp_path: Path) -> None:
+    _fakes()
 
-
-def _other_saves(fake: FakeDevice, folder: Path) -> None:
     def expect_saved(name: str) -> None:
         found = _blank()
-        vescale_ckpt.load(folder / name, found)
+        vescale_ckpt.load(tmp_path / name, found)
         _expect(found, _state())
 
     state = _on_devices(_state())
     vescale_ckpt.prepare(state)
-    _save(folder / "first", state, True)
+    _save(tmp_path / "first", state, True)
     expect_saved("first")
-    vescale_ckpt.save(folder / "second", state, async_checkpoint=True).result(BOUND)
+    vescale_ckpt.save(tmp_path / "second", state, async_checkpoint=True).result(BOUND)
     expect_saved("second")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     for name, stager in (("stock stager", None), ("own stager", vescale_ckpt.Stager())):
-        dcp.async_save(state, storage_writer=StorageWriter(folder / name), async_stager=stager).result(BOUND)
+        dcp.async_save(state, storage_writer=StorageWriter(tmp_path / name), async_stager=stager).result(BOUND)
         expect_saved(name)
     dist.destroy_process_group()
-
-
-def test_prepared_saves_and_asynchronous_saves_of_dcp(tmp_path: Path) -> None:
-    _run(_other_saves, tmp_path)
 
 
 # --- Ranks
