@@ -99,11 +99,6 @@ class NodeTable:
                 is_uneven = any(not part.fingerprint for part in of_step.values())
                 self.rows[step] = Row(newest.branch, newest.metric, -1, is_uneven)
 
-    def fingerprints(self, rank: int) -> set[tuple[int, str]]:
-        """The steps whose metadata a rank's node has."""
-        of_rank = ((step, parts[rank]) for step, parts in self.parts.items() if rank in parts)
-        return {(step, part.fingerprint) for step, part in of_rank if part.fingerprint}
-
     @property
     def branches(self) -> dict[int, Branch]:
         """{step: branch}, wherever the step is."""
