@@ -241,8 +241,7 @@ class SavePlanner(DefaultSavePlanner):
         return description
 
     def _described(self) -> Description:
-        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
-        return description
+        return self._describer.describe(self.state_dict, node_of_this_process())
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
