@@ -332,7 +332,7 @@ class SavePlanner(DefaultSavePlanner):
         if self.reuse_plans and plan.plan_id != NOT_KEPT:
             self._cache.keep_local_plan(kept)
         self._cache.end()
-        items = PackedItems(self, description, kept.local_plan, kept.exports)
+        items = PackedItems(self, description, kept.local_plan)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
         return items
 
