@@ -41,7 +41,6 @@ class Part(NamedTuple):
 
 
 def branch_of(pair: Any) -> Branch:
-    """From JSON."""
     number, line = pair
     return Branch(number, tuple((of, last) for of, last in line))
 

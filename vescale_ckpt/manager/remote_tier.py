@@ -74,7 +74,6 @@ class RemoteTier:
         self.choose_run(folders)
 
     def choose_run(self, folders: Mapping[int, Run | None]) -> Run:
-        """Notes which run goes on, by `run_id.choose`."""
         self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders)
         if self.found.answers and self.found.run is None and any(folders.values()):
             logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
