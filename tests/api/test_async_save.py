@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import threading
@@ -92,19 +91,6 @@ def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> No
     with pytest.raises(CheckpointError):
         failing.result(BOUND)
     assert failing.progress() >= before > (0, 0)
-
-
-def test_await(checkpoint: Path) -> None:
-    async def main() -> None:
-        stats = await vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
-        assert stats.tensors == 5
-        faults.inject("rename", errno.EIO)
-        with pytest.raises(CheckpointError):
-            await vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
-
-    asyncio.run(main())
-    vescale_ckpt.save(checkpoint, state(3))  # the failure was seen
-    assert same(load(checkpoint, state(0)), state(3))
 
 
 def test_callbacks(checkpoint: Path, held: threading.Event) -> None:

@@ -10,7 +10,7 @@ from vescale_ckpt._state.describe import Describer
 
 
 def inventory_of(state: dict[str, Any]) -> bytes:
-    return Describer().describe(state)[0].inventory
+    return Describer().describe(state).inventory
 
 
 def items(inventory: bytes) -> list[Any]:

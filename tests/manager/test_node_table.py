@@ -88,31 +88,29 @@ MOVED = Run("1", "before", "where it was")
 
 
 @pytest.mark.parametrize(
-    ("durable", "folders", "related", "of"),
+    ("durable", "folders", "of"),
     [
-        (None, {}, False, "new"),
-        (OURS, {}, False, "1"),
-        (OURS, {0: OURS, 1: OURS}, False, "1"),
-        (OURS, {0: MOVED}, False, "1"),
-        (None, {0: OURS}, False, "1"),  # the durable place is lost, or away
-        (None, {0: MOVED}, False, "1"),
-        (None, {0: None}, False, "new"),  # older versions wrote none
-        (OURS, {0: None}, True, "1"),
-        (OURS, {0: None}, False, "a run without an id"),
-        (None, {0: OURS, 1: None}, True, "1"),
-        (None, {0: OURS, 1: None}, False, "a run without an id"),
-        (OURS, {0: THEIRS}, False, "run 2 (local='local' in front of 'other')"),
-        (None, {0: THEIRS}, False, "run 2 (local='local' in front of 'other')"),  # a new run behind an old folder
-        (None, {0: OURS, 1: THEIRS}, False, "run 2 (local='local' in front of 'other')"),
-        (None, {0: OURS, 1: OURS._replace(id="3")}, False, "run 3"),
+        (None, {}, "new"),
+        (OURS, {}, "1"),
+        (OURS, {0: OURS, 1: OURS}, "1"),
+        (OURS, {0: MOVED}, "1"),
+        (None, {0: OURS}, "1"),  # the durable place is lost, or away
+        (None, {0: MOVED}, "1"),
+        (None, {0: None}, "new"),
+        (OURS, {0: None}, "a run without an id"),
+        (None, {0: OURS, 1: None}, "a run without an id"),
+        (OURS, {0: THEIRS}, "run 2 (local='local' in front of 'other')"),
+        (None, {0: THEIRS}, "run 2 (local='local' in front of 'other')"),  # a new run behind an old folder
+        (None, {0: OURS, 1: THEIRS}, "run 2 (local='local' in front of 'other')"),
+        (None, {0: OURS, 1: OURS._replace(id="3")}, "run 3"),
     ],
 )
-def test_whose_run_it_is(durable: Run | None, folders: dict[int, Run | None], related: bool, of: str) -> None:
+def test_whose_run_it_is(durable: Run | None, folders: dict[int, Run | None], of: str) -> None:
     if len(of) < 4:
-        assert run_id.choose(HERE, durable, folders, lambda *_: related) == HERE._replace(id=of)
+        assert run_id.choose(HERE, durable, folders) == HERE._replace(id=of)
         return
     with pytest.raises(CheckpointError) as raised:
-        run_id.choose(HERE, durable, folders, lambda *_: related)
+        run_id.choose(HERE, durable, folders)
     assert of in str(raised.value) and "Move that folder away" in str(raised.value)
 
 

@@ -327,7 +327,7 @@ def test_a_local_folder_of_another_run_is_named(tmp_path: Path, caplog: pytest.L
     with pytest.raises(CheckpointError, match=r"has steps of run .*/one.*Move that folder away"):
         CheckpointManager(tmp_path / "other", local=local)
     shutil.copy(tmp_path / "one" / ".run", tmp_path / "other")  # as the error says
-    for is_known in (True, False):  # folders of older versions have no id
+    for is_known in (True, False):
         with CheckpointManager(tmp_path / "other", local=local) as manager:
             assert manager.restore(state(0)) == 1
         assert is_known != ("without an id of their run" in caplog.text)

@@ -47,7 +47,7 @@ def narrowed(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...
 
 def chunks_of(dtensor: DTensor) -> tuple[ShardChunk, ...]:
     """The chunks that this rank's local tensor consists of, as the description of a state has them."""
-    description, _ = Describer().describe({"x": dtensor})
+    description = Describer().describe({"x": dtensor})
     rows = enumerate(description.items)
     return tuple(ShardChunk(item[6], item[7], description.source(number)[1]) for number, item in rows)
 

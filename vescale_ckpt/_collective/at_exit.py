@@ -50,7 +50,6 @@ def add_save(notice: Notice, finish: Callable[[], None]) -> None:
 
 
 def discard_save(notice: Notice) -> None:
-    """Forgets a save that has succeeded."""
     _notices.discard(notice)
 
 

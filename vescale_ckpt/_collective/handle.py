@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
@@ -154,15 +153,6 @@ class SaveHandle:
             total = max(total, self._told_bytes[1])
             self._told_bytes = max(min(done, total), self._told_bytes[0]), total
             return self._told_bytes
-
-    def __await__(self) -> Generator[Any, None, SaveStats]:
-        def seen(future: asyncio.Future[SaveStats]) -> None:
-            self.notice.raised |= not future.cancelled() and future.exception() is not None
-
-        # Shielded: a cancelled task does not cancel a save that other ranks take part in.
-        waiting = asyncio.shield(asyncio.wrap_future(self._result))
-        waiting.add_done_callback(seen)
-        return waiting.__await__()
 
 
 def settled(value: Any = None, error: BaseException | None = None) -> Future[Any]:

@@ -118,7 +118,6 @@ class _Source:
 
     @cached_property
     def stored(self) -> list[str]:
-        """The keys without those of extra files."""
         return list(filterfalse(is_extra, self.checkpoint.keys()))
 
     @property
@@ -203,7 +202,6 @@ class CollectiveLoad:
         }
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
-        """Fills `state`."""
         return self._while_exported(lambda: self._into(state, rename, allow_cast))
 
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
@@ -469,7 +467,6 @@ class _TargetState:
         return planner, fit
 
     def _name(self, key: str, path: Path) -> str:
-        """Returns the checkpoint's key for a key below a path of the state."""
         return key[1:] if self._drops_prefix and path[0] == "" else self._checkpoint_key(key)
 
     def _planned(self, source: _Source, entries: StoredEntries, allow_cast: bool) -> tuple[FillPlanner, _Fit]:

@@ -77,13 +77,11 @@ class LoadPlanner(DefaultLoadPlanner):
         self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
         self._flattener, self._describer = Flattener(), Describer(loading=True)
-        self._kept_plan: _C.LoadPlan | None = None  # the last load's, and what it was for
-        self._kept_for: tuple[str, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        made_by_a_load = ("_reads", "_index", "_per_rank", "_kept_plan", "_kept_for", "metadata", "state_dict")
+        made_by_a_load = ("_reads", "_index", "_per_rank", "metadata", "state_dict")
         state = {name: value for name, value in self.__dict__.items() if name not in made_by_a_load}
-        return {**state, "_reads": None, "_kept_plan": None, "_kept_for": None}
+        return {**state, "_reads": None}
 
     @gc_paused()
     def set_up_planner(
@@ -163,13 +161,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
         """The description of the state, and what of it the index has; None if a value cannot be described."""
-        description, same = self._describer.describe(self.state_dict)
-        wanted = index.save_id, self.allow_cast
-        if description.other or not same or self._kept_for != wanted:
-            self._kept_plan, self._kept_for = None, wanted
-        if self._kept_plan is None and not description.other:
-            self._kept_plan = index.plan_load(description.inventory, self.allow_cast)
-        return description, self._kept_plan
+        description = self._describer.describe(self.state_dict)
+        return description, None if description.other else index.plan_load(description.inventory, self.allow_cast)
 
     def _packs(self) -> bool:
         names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)

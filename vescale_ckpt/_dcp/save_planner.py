@@ -241,8 +241,7 @@ class SavePlanner(DefaultSavePlanner):
         return description
 
     def _described(self) -> Description:
-        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
-        return description
+        return self._describer.describe(self.state_dict, node_of_this_process())
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
@@ -333,7 +332,7 @@ class SavePlanner(DefaultSavePlanner):
         if self.reuse_plans and plan.plan_id != NOT_KEPT:
             self._cache.keep_local_plan(kept)
         self._cache.end()
-        items = PackedItems(self, description, kept.local_plan, kept.exports)
+        items = PackedItems(self, description, kept.local_plan)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
         return items
 

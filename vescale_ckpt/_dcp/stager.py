@@ -163,7 +163,6 @@ class Stager(AsyncStager):
 
 
 def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, torch.Tensor | ShardedTensor]]:
-    """The tensors in a state, each with its path."""
     if isinstance(value, (torch.Tensor, ShardedTensor)):
         yield path, value
         return
@@ -177,7 +176,6 @@ def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, torch.Tensor
 
 
 def _text(path: _Path) -> str:
-    """The dotted key."""
     return ".".join(map(str, path))
 
 

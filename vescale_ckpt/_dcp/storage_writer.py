@@ -206,7 +206,6 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     @contextmanager
     def _in_phase(self, name: str) -> Iterator[None]:
-        """A context for a part of the save in one of DCP's calls."""
         if self._timeline is None:
             yield
             return

@@ -66,7 +66,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def describe_values(state: dict[str, torch.Tensor]) -> Description | None:
-    return Describer(loading=True).describe(state)[0] if state else None
+    return Describer(loading=True).describe(state) if state else None
 
 
 def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:

@@ -171,7 +171,7 @@ class ItemLoad:
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
         if not all(is_plain_tensor(tensor) for _, _, tensor in placed):  # the state's own tensors are not known here
             return None
-        description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
+        description = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
         if description.other or len(description.names) != len(placed):
             return None
         table = int_table()

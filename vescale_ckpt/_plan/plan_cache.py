@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from .._engine import _C
-from .save_plan import ExportParts, GlobalSavePlan
+from .._engine.rows import OBJECT
+from .save_plan import GlobalSavePlan
 
 MOST_PLANS = 4  # one planner may save so many forms of state in turn
 
@@ -26,7 +26,6 @@ class KeptLocalPlan:
     coordinates: bool  #: whether this rank coordinated
     ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
     holders: bytes = b""  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
-    exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 
 Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
@@ -46,7 +45,6 @@ class PlanCache:
         self._is_planning = False
 
     def begin(self) -> None:
-        """Notes that planning begins on this rank."""
         if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
             self.forget_local_plans()
         self._is_planning = True
@@ -96,66 +94,22 @@ def _put(plans: dict[bytes, Plan], plan: Plan) -> None:
         del plans[next(iter(plans))]
 
 
-# --- Differences between two inventories, as text for the log
-
-_KINDS = ("an object", "a tensor", "a shard")
-
-
-class _Key(NamedTuple):
-    """All items of one key."""
-
-    kind: str
-    dtype: str
-    requires_grad: bool
-    shape: tuple[int, ...]
-    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and size
-
-
 def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:
-    """Returns the first `most` differences between two inventories as text: keys, dtypes, shapes, shards. Does not
-    compare sizes of objects."""
+    """Returns the first `most` keys that differ between two inventories, and how. Does not compare sizes of objects."""
     before, after = _keys(old), _keys(new)
-    differences = list(_differences(before, after))
-    if not differences:
+    if before == after:
         return "the order of the keys" if list(before) != list(after) else "nothing that planning depends on"
-    shown = "; ".join(islice(differences, most))
-    return shown if len(differences) <= most else f"{shown}; and {len(differences) - most} more"
+    differ = [name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name)]
+    shown = [f"{name!r}: {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}" for name in differ[:most]]
+    return "; ".join(shown) + (f"; and {len(differ) - most} more" if len(differ) > most else "")
 
 
-def _differences(before: dict[str, _Key], after: dict[str, _Key]) -> Iterator[str]:
-    for name, was in before.items():
-        now = after.get(name)
-        if now is None:
-            yield f"{name!r} is gone"
-        elif was != now:
-            yield f"{name!r}: {_difference(was, now)}"
-    for name in after:
-        if name not in before:
-            yield f"{name!r} is new"
-
-
-def _difference(was: _Key, now: _Key) -> str:
-    for name in ("kind", "dtype", "shape"):
-        if getattr(was, name) != getattr(now, name):
-            return f"{name} {_shown(getattr(was, name))}, now {_shown(getattr(now, name))}"
-    if was.chunks != now.chunks:
-        return f"this rank held {_chunks(was)}, now {_chunks(now)}"
-    return f"requires_grad {was.requires_grad}, now {now.requires_grad}"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
-def _chunks(key: _Key) -> str:
-    shown = ", ".join(f"{size} at {offset}" for offset, size in key.chunks[:2])
-    return shown if len(key.chunks) <= 2 else f"{shown} and {len(key.chunks) - 2} chunks more"
-
-
-def _keys(inventory: bytes) -> dict[str, _Key]:
+def _keys(inventory: bytes) -> dict[str, str]:
+    """{key: its items as text}"""
     dtypes = [name for name, _, _ in _C.dtypes()]
-    keys: dict[str, _Key] = {}
+    keys: dict[str, str] = {}
     for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
-        key = keys.setdefault(name, _Key(_KINDS[kind], dtypes[code], requires_grad, shape, []))
-        key.chunks.append((offset, size))
+        item = "an object" if kind == OBJECT else f"{dtypes[code]} {size} at {offset} of {shape}"
+        item += " with gradient" * requires_grad
+        keys[name] = f"{keys[name]} and {item}" if name in keys else item
     return keys

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -30,20 +30,6 @@ from ..errors import CheckpointError
 from ..settings import Placement
 from .lazy_list import LazyList
 
-
-class ExportPart(NamedTuple):
-    """What a rank keeps of an export with its local plan."""
-
-    token: str  #: names the export that the layout was made for
-    tied: dict[str, str]  #: for each tensor that is not stored, the name of the stored tensor that it is tied to
-    boxes: bytes  #: what this rank holds, and where in the files: `_C.export_boxes`
-    own_boxes: bytes  #: without what ranks bring to each other
-    routes: bytes  #: packed rounds in which they do; empty: they do not
-
-
-ExportParts = dict[Any, ExportPart]  #: {options of an export: part}
-MOST_EXPORTS = 4  # a plan keeps the files of exports with so many different options
-_Kept = TypeVar("_Kept")
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
 
@@ -101,7 +87,6 @@ class GlobalSavePlan:
         # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalog: _C.Catalog | None = None
-        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: {options of an export: its token, layout}
 
     def files(
         self,
@@ -131,25 +116,13 @@ class SavePlans(list[SavePlan]):
         self.planned = planned
 
 
-def keep_export(exports: dict[Any, _Kept], options: Any, kept: _Kept) -> None:
-    """Keeps what exports with these options need, and drops the oldest beyond `MOST_EXPORTS`: texts in the headers may
-    differ at each export."""
-    exports.pop(options, None)
-    exports[options] = kept
-    while len(exports) > MOST_EXPORTS:
-        del exports[next(iter(exports))]
-
-
 class PackedItems(LazyList):
     """A rank's local plan: items of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
 
-    def __init__(
-        self, planner: object, description: Description, local_plan: bytes, exports: ExportParts | None = None
-    ) -> None:
+    def __init__(self, planner: object, description: Description, local_plan: bytes) -> None:
         self._planner = weakref.ref(planner)  # the planner holds this plan: a cycle would keep the model in memory
         self.description = description
         self.local_plan = local_plan
-        self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the local plan
         self._tensors: int | None = None
         self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
 
@@ -165,7 +138,6 @@ class PackedItems(LazyList):
         return [names[item] for item in words(self.local_plan)[self.count_tensors() * PLAN_ROW :: PLAN_ROW]]
 
     def key(self, row: int) -> str:
-        """The key of a row of the plan."""
         return self.description.names[words(self.local_plan)[row * PLAN_ROW]]
 
     def count_tensors(self) -> int:

@@ -81,7 +81,6 @@ def subtree(rank: int, size: int) -> list[int]:
 
 
 def children_of(rank: int, size: int) -> range:
-    """Returns the children of a rank in the tree of ranks."""
     return range(rank * FANOUT + 1, min((rank + 1) * FANOUT + 1, size))
 
 
@@ -154,7 +153,6 @@ class Connections:
 
     @property
     def _neighbours(self) -> list[int]:
-        """The ranks beside this one in the tree."""
         return [*self.children] if self.parent is None else [self.parent, *self.children]
 
     def _connect(self, peers: Iterable[int]) -> None:

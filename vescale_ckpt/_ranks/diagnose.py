@@ -36,7 +36,6 @@ class Failure(NamedTuple):
     error: BaseException
 
     def diagnose(self, notes: Notes) -> FailureReport:
-        """Makes the report from the notes of all ranks."""
         error = self.error
         if isinstance(error, ElsewhereError):
             return self._elsewhere(error.peer, error.step)

@@ -98,7 +98,6 @@ class CudaDevice:
 
 
 def _raise_error_of(swap: Any) -> None:
-    """Raises if NCCL reports that a swap fails."""
     # `is_completed` asks NCCL. `Work.exception` has the text, but torch 2.11 cannot return it to Python.
     if swap.is_completed() and (result := swap.get_future_result()).done() and result.value() != _SUCCESS:
         raise CheckpointError("NCCL reports that a connection among the devices failed; torch has logged its error")

@@ -381,7 +381,6 @@ class _Transfer:
             checked.result()
 
     def end(self) -> dict[str, FileError]:
-        """Makes the names durable, and returns the errors."""
         errors = {message.name: file.error for message, file in self._incoming.items() if file.error is not None}
         if len(errors) < len(self._incoming):
             try:

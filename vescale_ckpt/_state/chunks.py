@@ -180,7 +180,6 @@ def _chunks_of_fields(value: Any) -> Chunks:
 
 
 def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
-    """Returns the chunks as DCP's items."""
     size = torch.Size(chunks.shape)
     kinds = {kind: of_dcp for of_dcp, kind in _KINDS.items()}
     return [
@@ -198,7 +197,6 @@ def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
 
 
 def read_items(key: str, chunks: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
-    """Returns DCP's items that read the chunks from a checkpoint."""
     targets = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in chunks.chunks]
     return create_read_items_for_chunk_list(key, stored, targets)
 

@@ -120,7 +120,6 @@ class Containers:
             yield from self._open(value, at)
 
     def _decide(self, path: tuple[Any, ...], value: Any, selected: Collection[str], replaces: bool) -> None:
-        """Decides about one container."""
         key = name = ".".join(map(str, path))
         with suppress(Exception):  # of a function that knows keys of values only
             name = self._of(key, path)
@@ -185,7 +184,6 @@ class Containers:
         return base, paths, found
 
     def _below(self, name: str) -> list[str]:
-        """Returns the selected keys of the checkpoint under a name."""
         return self._selection.of(self._stored.below(f"{name}." if name else ""))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -111,25 +111,15 @@ class Describer:
         return {"_loading": self._loading, "_last": None}
 
     @gc_paused()
-    def describe(
-        self, flat: Mapping[str, Any], object_bytes: Mapping[str, int] | None = None, node: int = 0
-    ) -> tuple[Description, bool]:
-        """Returns a description of `flat`, and whether its inventory is that of the previous call (the same object).
-
-        `object_bytes`: the sizes of objects in the last save, which planning uses as weights. If only they change, the
-        inventory stays the same.
-        Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold.
-        """
+    def describe(self, flat: Mapping[str, Any], node: int = 0) -> Description:
+        """Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
         values = list(flat.values())
         last_state, last_items = self._last or (None, None)
         state, reads, versions = look(list(flat), values, node, last_state, self._loading)
         if last_state is not None and last_items is not None and state.like(last_state):
             items = last_items
         else:
-            items = make_items(state, object_bytes or {})
-            if last_items is not None and items.identity == last_items.identity:
-                items = replace(items, inventory=last_items.inventory)
-        same = last_items is not None and items.inventory is last_items.inventory
+            items = make_items(state)
         description = Description(
             items.inventory,
             items.names,
@@ -147,4 +137,4 @@ class Describer:
         )
         state.tensors, state.wrappers = [], {}  # otherwise the describer would keep a model in memory
         self._last = state, items
-        return description, same
+        return description

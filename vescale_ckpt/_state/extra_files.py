@@ -22,7 +22,6 @@ def is_extra(key: str) -> bool:
 
 
 def names_in(keys: Iterable[str]) -> list[str]:
-    """Returns the names of the files whose keys are among `keys`."""
     return [key[len(EXTRA_FILES) :] for key in keys if key.startswith(EXTRA_FILES)]
 
 

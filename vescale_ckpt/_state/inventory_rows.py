@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import le
 from typing import Any
@@ -28,7 +27,6 @@ class Items:
     """All items of a state, without its values."""
 
     inventory: bytes
-    identity: bytes  #: the inventory without the sizes of objects, which are only weights
     names: list[str]  #: the key of each item
     sources: bytes
     objects: list[int]  #: indices in the state of values that are no tensors
@@ -36,30 +34,26 @@ class Items:
     offered: bytes  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
 
 
-def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
+def make_items(state: LocalState) -> Items:
     """Makes the items. Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
-    return _of_tensors(state, object_bytes) or _Making(state, object_bytes).made()
+    return _of_tensors(state) or _Making(state).made()
 
 
-def _of_tensors(state: LocalState, object_bytes: Mapping[str, int]) -> Items | None:
+def _of_tensors(state: LocalState) -> Items | None:
     """Makes the same for a state of plain tensors and objects, without Python code for each. None for other states."""
     objects, keys = state.groups.objects, state.keys
     if len(state.groups.plain) + len(objects) != len(keys):
         return None
-    weights = [object_bytes.get(keys[position], 0) for position in objects]
-    tensors = keys, state.table, state.requires_grad, objects
-    packed = _C.inventory_of_tensors(*tensors, [0] * len(objects), state.node)
+    packed = _C.inventory_of_tensors(keys, state.table, state.requires_grad, objects, [0] * len(objects), state.node)
     if packed is None:
         return None
     inventory, sources = packed
-    weighted = _C.inventory_of_tensors(*tensors, weights, state.node) if any(weights) else None
-    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [], b"")
+    return Items(inventory, keys, sources, objects, [], b"")
 
 
 class _Making:
-    def __init__(self, state: LocalState, object_bytes: Mapping[str, int]) -> None:
+    def __init__(self, state: LocalState) -> None:
         self.state = state
-        self.object_bytes = object_bytes
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # {traits: rows}, because layers repeat
@@ -79,12 +73,8 @@ class _Making:
         names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
         rows = [row for of_key in items for row, _ in of_key]
         sources = b"".join([source for of_key in items for _, source in of_key])
-        inventory = identity = _C.pack_inventory(names, rows, self.state.node)
-        if any(self.object_bytes.values()):
-            inventory = _C.pack_inventory(names, list(map(self._weighted, names, rows)), self.state.node)
         return Items(
-            inventory,
-            identity,
+            _C.pack_inventory(names, rows, self.state.node),
             names,
             sources,
             self.state.groups.objects,
@@ -93,9 +83,6 @@ class _Making:
             if 1 in self.alone
             else b"",
         )
-
-    def _weighted(self, name: str, row: bytes) -> bytes:
-        return struct.pack("2q", OBJECT, self.object_bytes.get(name, 0)) if row[0] == OBJECT else row
 
     def _add_plain(self) -> None:
         state = self.state

@@ -47,7 +47,6 @@ class Selection:
         return key in self._exact or self._pattern.fullmatch(key) is not None
 
     def of(self, keys: Iterable[str]) -> list[str]:
-        """Returns the selected ones of `keys`."""
         if self.names is None and self._left_out is None:
             return list(keys)
         return [key for key in keys if key in self]

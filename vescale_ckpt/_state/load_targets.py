@@ -45,7 +45,6 @@ def allocate_targets(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _without_plain_memory(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns all values except plain tensors with memory."""
     plain = [value for value in values.values() if type(value) in PLAIN_TYPES]
     ready = read_tensors(plain).ready
     if NOT_READY not in ready and len(plain) == len(values):

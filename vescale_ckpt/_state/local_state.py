@@ -186,7 +186,6 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_shards(value: ShardedTensor) -> Chunks:
-    """Returns a ShardedTensor's local shards as chunks."""
     shards, metadata = value.local_shards(), value.metadata()
     requires_grad = bool(metadata.tensor_properties.requires_grad)
     chunks = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]

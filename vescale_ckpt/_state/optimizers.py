@@ -194,13 +194,11 @@ class OptimizerState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _names(self, module: nn.Module) -> list[str]:
-        """The names of all parameters, by number."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [names[parameter] for parameter in self._parameters()]
 
 
 def _renamed(form: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a form with other names of parameters."""
     return {
         "state": {of(name): values for name, values in form["state"].items()},
         "param_groups": [{**group, "params": [*map(of, group["params"])]} for group in form["param_groups"]],

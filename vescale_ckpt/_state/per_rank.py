@@ -130,7 +130,6 @@ class Restoring:
         return state
 
     def take(self, name: str, value: Any) -> bool:
-        """Takes `value` if `name` is a key of a `PerRank`. Returns whether it is."""
         if name not in self._waiting:
             return False
         collected, number = self._waiting.pop(name)

@@ -65,7 +65,6 @@ def empty_duplicates(description: Description) -> set[str]:
 
 
 def _traits(description: Description, item: int) -> tuple[Any, ...]:
-    """Returns all traits of an item except its name."""
     _, _, dtype, _, _, shape, offset, size = description.items[item]
     tensor, local_offset = description.source(item)
     memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -99,7 +98,6 @@ def _range_bytes(tensor: torch.Tensor) -> int:
 
 
 def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
-    """The error for groups of names whose tensors share memory."""
     return RuntimeError(
         f"tensors that share memory would be stored separately, and would share no memory after a load: "
         f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "

@@ -47,7 +47,6 @@ class Part:
 
     @property
     def named(self) -> bool:
-        """Whether its keys have the names of parameters."""
         return False
 
     def is_of_other_shape(self, key: str, shapes: Mapping[str, torch.Size], stored: StoredEntries) -> bool:

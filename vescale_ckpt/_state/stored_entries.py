@@ -76,7 +76,6 @@ class StoredEntries:
         return stored.size if isinstance(stored, TensorStorageMetadata) else None
 
     def is_empty(self, key: str) -> bool:
-        """Whether an empty mapping was saved under the checkpoint's `key`."""
         return key in self._empty
 
     @cached_property

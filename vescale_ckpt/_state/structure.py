@@ -41,7 +41,6 @@ class Structure:
     lost: list[Path] = field(default_factory=list)  #: keys that will be loaded as text; not stored
 
     def see(self, mapping: Mapping[Any, Any], path: Path) -> None:
-        """Records the keys of the mapping at `path`."""
         if not mapping:
             if path:
                 self.empty.add(path)
@@ -95,7 +94,6 @@ class Structure:
 
     @staticmethod
     def merged(packed: Iterable[str]) -> str:
-        """Merges the records of all ranks into one text."""
         distinct = [text for text in dict.fromkeys(packed) if text]
         if len(distinct) < 2:
             return "".join(distinct)
@@ -114,7 +112,6 @@ def structure_of(metadata: Metadata) -> Structure | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is `str` of a whole number."""
     return _NUMBER.fullmatch(text) is not None
 
 

@@ -112,7 +112,6 @@ def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Returns the flag of `TensorReads.ready` of one tensor."""
     return read_tensors([tensor]).ready[0]
 
 

@@ -111,7 +111,6 @@ class RankSave:
             pass
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
-        """Makes all files durable. Returns the statistics of this rank, with the given numbers of values."""
         written = self.layout.finish()
         assert self._started is not None
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")

@@ -1,7 +1,6 @@
 """`SafetensorsLayout` is Hugging Face's: all ranks write into the files of one model, each its part of the plan.
 
-The coordinator lays out the files after planning, and makes them with their final lengths. The layout is kept with the
-plan.
+The coordinator lays out the files after planning, and makes them with their final lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .._engine.options import engine_options, threads_of
 from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._observe.timeline import phase
-from .._plan.save_plan import ExportPart, GlobalSavePlan, PackedItems, SavePlans, keep_export, pack_items
+from .._plan.save_plan import GlobalSavePlan, PackedItems, SavePlans, pack_items
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
@@ -88,9 +87,6 @@ class Safetensors:
         return tuple(checked_metadata({"format": "pt"} if self.metadata is None else dict(self.metadata)))
 
 
-_NO_PART = ExportPart("0", {}, b"", b"", b"")
-
-
 class SafetensorsLayout(Layout):
     """The files of one model in a folder of a file system."""
 
@@ -102,18 +98,14 @@ class SafetensorsLayout(Layout):
         self._layout: _C.ExportLayout | None = None
         self._folder: ExportFolder | None = None
         self._paths: list[str] = []
-        self._part = _NO_PART  # what is kept with the plan
         self._boxes = b""  # what this rank writes from its own memory
+        self._own_boxes = b""  # the same without what ranks bring to each other
+        self._routes = b""  # packed rounds in which they do; empty: they do not
         self._files: _C.BoxWriter | None = None
         self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
         self._written_bytes = 0
         self._cancelled = False
         self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
-
-    @property
-    def _kept_by(self) -> tuple[Any, ...]:
-        """What the places in the files depend on, except the plan."""
-        return self._wanted.most_file_bytes, self._wanted.texts, self._wanted.file_numbers
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
@@ -140,51 +132,31 @@ class SafetensorsLayout(Layout):
         return self._tied.keys() | empty_duplicates(description)
 
     def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
-        """Finds where in the files each rank writes. A kept layout is used if all ranks have it."""
+        """Finds where in the files each rank writes."""
         exchange = steps.exchange
-        part = items.exports.get(self._kept_by, _NO_PART)
-        have = int(part.token, 16) if part.tied == self._tied else 0
-        if planned is not None and planned.exports.get(self._kept_by, ("",))[0] != part.token:
-            have = 0  # the coordinator laid out the files again, and then failed to tell the other ranks
-        least, not_most = exchange.agree([have, ~have], steps.phase("agree on files"))
-        all_have = least == ~not_most and least != 0
-        of_all: list[list[bytes]] = []
-        if not all_have:
-            texts = [text.encode() for names in self._tied.items() for text in names]
-            message = pack(memory_domain().encode(), *texts)
-            of_all = [unpack(message) for message in exchange.gather(message, steps.phase("gather names")) or []]
+        texts = [text.encode() for names in self._tied.items() for text in names]
+        message = pack(memory_domain().encode(), *texts)
+        of_all = exchange.gather(message, steps.phase("gather names"))
         answers = None
-        if planned is not None:
-            answers = steps.take(self._make_all, planned, exchange.size, of_all) or [b""] * exchange.size
+        if planned is not None and of_all is not None:
+            answers = steps.take(self._make_all, planned, [*map(unpack, of_all)]) or [b""] * exchange.size
         answer = exchange.scatter(answers, steps.phase("scatter files"))
         if not answer:  # the coordinator could not make them: all ranks learn why
             steps.raise_together("make files")
-        count, token, *made = unpack(answer)
-        if made:
-            locations, routes = made
-            boxes, own = (
-                _C.export_boxes(items.description.inventory, items.local_plan, locations, with_brought)
-                for with_brought in (True, False)
-            )
-            part = ExportPart(token.decode(), self._tied, boxes, own, routes)
-            keep_export(items.exports, self._kept_by, part)
-        self._part = part
-        self._write_to(int(count), token.decode(), part.boxes)
+        count, token, locations, self._routes = unpack(answer)
+        boxes, self._own_boxes = (
+            _C.export_boxes(items.description.inventory, items.local_plan, locations, with_brought)
+            for with_brought in (True, False)
+        )
+        self._write_to(int(count), token.decode(), boxes)
 
-    def _make_all(self, planned: GlobalSavePlan, size: int, of_all: list[list[bytes]]) -> list[bytes]:
-        """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: empty if all ranks have kept
-        the layout of one export; after a failed save some may have a newer one than others. Otherwise of each rank its
+    def _make_all(self, planned: GlobalSavePlan, of_all: list[list[bytes]]) -> list[bytes]:
+        """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: of each rank its
         `memory_domain`, and pairs of names of tied tensors."""
-        if not of_all:
-            _, made = planned.exports[self._kept_by]
-            token = self._make_files(made)
-            return [pack(str(len(made.file_bytes)).encode(), token.encode())] * size
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
         routes = self._plan_routes(made, planned.catalog(), [domains.index(domain) for domain in domains])
-        token = self._make_files(made)
-        keep_export(planned.exports, self._kept_by, (token, made))
-        begin = str(len(made.file_bytes)).encode(), token.encode()
+        begin = str(len(made.file_bytes)).encode(), self._make_files(made).encode()
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
     def _layout_of(
@@ -201,7 +173,6 @@ class SafetensorsLayout(Layout):
             raise CheckpointError(str(error)) from None
 
     def _make_files(self, made: _C.ExportLayout) -> str:
-        """Makes the files. Returns the end of their temporary names."""
         self._layout = made
         self._folder = ExportFolder(self.options.path, made.file_bytes)
         return self._folder.token
@@ -224,8 +195,8 @@ class SafetensorsLayout(Layout):
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
         """Shares memory with the ranks of the node, to bring them short runs."""
-        part, doing = self._part, steps.phase("write together")
-        if not part.routes or not (routes := routes_from(part.routes)).rounds:
+        doing = steps.phase("write together")
+        if not self._routes or not (routes := routes_from(self._routes)).rounds:
             return
         with phase("write", "share memory"):
             ready = steps.error is None and in_one_table
@@ -233,7 +204,7 @@ class SafetensorsLayout(Layout):
         if error is not None:
             logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
         if self._rounds is not None:
-            self._boxes = part.own_boxes + routes.own
+            self._boxes = self._own_boxes + routes.own
 
     def message(self) -> bytes:
         return pack(self._blocks)

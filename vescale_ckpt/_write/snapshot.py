@@ -132,7 +132,6 @@ class StagedPlan:
             return self._save.finish(self._tensors, len(keys))
 
     def cancel(self) -> None:
-        """Makes a `write` that runs in another thread fail soon."""
         if self._guarded is not None:
             with contextlib.suppress(_C.EngineError):  # it is written, and released
                 self._guarded.cancel()

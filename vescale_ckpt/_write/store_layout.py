@@ -21,7 +21,6 @@ from .._engine.rows import int_table
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan
 from .._ranks.message import pack, unpack
-from .._ranks.node import memory_domain
 from .._ranks.steps import Steps
 from .._routes.routed_write import RoutedWrite, plan_writes, routes_from, writers_of
 from .._storage.open_storage import storage_at
@@ -48,10 +47,6 @@ class StoreLayout(SafetensorsLayout):
         self._objects: _C.OrderedWriter | None = None
         self._sent_bytes = 0
         self._in_background = self._may_be_committed = False
-
-    @property
-    def _kept_by(self) -> tuple[Any, ...]:
-        return *super()._kept_by, "in order", memory_domain()
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
@@ -87,7 +82,7 @@ class StoreLayout(SafetensorsLayout):
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
         """Raises on all ranks if one has an error, or cannot share memory."""
-        routes, doing = routes_from(self._part.routes), steps.phase("write together")
+        routes, doing = routes_from(self._routes), steps.phase("write together")
         if routes.rounds:
             with phase("write", "share memory"):
                 self._rounds, error = RoutedWrite.begin(steps.exchange, doing, routes, steps.error is None)

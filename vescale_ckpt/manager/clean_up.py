@@ -163,7 +163,6 @@ def _candidates(root: str, retention: Retention) -> list[Candidate]:
 
 
 def data_bytes(path: str) -> int:
-    """The bytes of the data files in a checkpoint's directory."""
     storage = storage_at(path)
     return sum(size_in(path, name) or 0 for name in storage.names() if is_data_file(name))
 

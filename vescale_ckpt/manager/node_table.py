@@ -41,7 +41,6 @@ class Part(NamedTuple):
 
 
 def branch_of(pair: Any) -> Branch:
-    """From JSON."""
     number, line = pair
     return Branch(number, tuple((of, last) for of, last in line))
 
@@ -98,11 +97,6 @@ class NodeTable:
                 newest = max((of_step[rank] for rank in groups[0]), key=lambda part: part.branch.number)
                 is_uneven = any(not part.fingerprint for part in of_step.values())
                 self.rows[step] = Row(newest.branch, newest.metric, -1, is_uneven)
-
-    def fingerprints(self, rank: int) -> set[tuple[int, str]]:
-        """The steps whose metadata a rank's node has."""
-        of_rank = ((step, parts[rank]) for step, parts in self.parts.items() if rank in parts)
-        return {(step, part.fingerprint) for step, part in of_rank if part.fingerprint}
 
     @property
     def branches(self) -> dict[int, Branch]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -103,15 +104,8 @@ class NodeTier:
         runs = self.look(exchange, phase)
 
         def choose() -> Run:
-            of_rank = {rank: self.table.fingerprints(rank) for rank in {*self.leaders}}
-            folders = {rank: runs[rank] for rank, found in of_rank.items() if found}
-
-            def is_related(rank: int, others: list[int]) -> bool:
-                if any(of_rank[rank] & of_rank[other] for other in others):
-                    return True
-                return any(step in self.table.durable and self._durable.has(step, of) for step, of in of_rank[rank])
-
-            return self._durable.choose_run(folders, is_related)
+            with_steps = {rank for groups in map(self.table.groups, self.table.parts) for rank in chain(*groups)}
+            return self._durable.choose_run({rank: runs[rank] for rank in sorted(with_steps)})
 
         self.run = Run(*exchange.from_coordinator(choose, phase))
 

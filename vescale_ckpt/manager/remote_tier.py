@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from .._checkpoint.native.metadata_file import metadata_fingerprint
-from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps, path_of
+from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps
 from .._engine import _C
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
@@ -67,18 +66,15 @@ class RemoteTier:
     def begin_run(self) -> None:
         """Notes which run goes on in a local folder that all ranks share. Raises `CheckpointError` if another one has
         left its steps there."""
-        here, steps, mine = self.look().branches, list[int](), None
+        self.look()
+        folders: dict[int, Run | None] = {}
         with suppress(OSError, CheckpointError):  # what reads or saves there raises
-            steps, mine = complete_steps(self.local), run_id.read(self.local)
+            if complete_steps(self.local):
+                folders[0] = run_id.read(self.local)
+        self.choose_run(folders)
 
-        def is_related(*_: Any) -> bool:
-            return any(self.has(step, metadata_fingerprint(path_of(self.local, step))) for step in here.keys() & steps)
-
-        self.choose_run({0: mine} if steps else {}, is_related)
-
-    def choose_run(self, folders: Mapping[int, Run | None], is_related: Callable[[int, list[int]], bool]) -> Run:
-        """Notes which run goes on, by `run_id.choose`."""
-        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders, is_related)
+    def choose_run(self, folders: Mapping[int, Run | None]) -> Run:
+        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders)
         if self.found.answers and self.found.run is None and any(folders.values()):
             logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
         return self.run
@@ -97,10 +93,6 @@ class RemoteTier:
                     run_id.write(self.url, run)
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the id of the run is not kept: %s", error)
-
-    def has(self, step: int, fingerprint: str) -> bool:
-        """Whether the durable place has the step with this metadata, as far as it answers."""
-        return self.ask(lambda: metadata_fingerprint(path_of(self.url, step)) == fingerprint, False)
 
     def ask(self, request: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Returns the result of `request`. If the store cannot be read now or could not a minute ago, and there are

@@ -1,7 +1,7 @@
 """The id of a training run, in its local folder and its durable place: no run resumes from the folder of another.
 
-The first save writes a small file `.run` into both. It holds the id, and the paths of both at that time. Folders of
-older versions of this package have none.
+The first save writes a small file `.run` into both. It holds the id, and the paths of both at that time. A folder whose
+manager had no durable place has none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -60,15 +60,12 @@ def write(root: str, run: Run) -> None:
         storage_at(root).write(RUN_NAME, json.dumps({**record, "crc32": checksum_of(record)}).encode())
 
 
-def choose(
-    new: Run, durable: Run | None, folders: Mapping[int, Run | None], is_related: Callable[[int, list[int]], bool]
-) -> Run:
+def choose(new: Run, durable: Run | None, folders: Mapping[int, Run | None]) -> Run:
     """Returns the run that a manager continues, or `new`. Raises `CheckpointError` if a folder is of another run.
 
     Args:
         durable: the run in the durable place. None: none, or it cannot be read.
         folders: {rank: the run in its folder}, of folders with steps.
-        is_related: whether the folder of a rank and one of these ranks, or the durable place, have a step in common.
     """
     named = {rank: run for rank, run in folders.items() if run is not None}
     if durable is None:
@@ -86,14 +83,11 @@ def choose(
     if of is None:
         if unnamed:
             logger.warning(
-                "%s of ranks %s has steps without an id of their run, as older versions wrote them: they count as this "
-                "run's",
-                new.local,
-                unnamed,
+                "%s of ranks %s has steps without an id of their run: they count as this run's", new.local, unnamed
             )
         return new
-    if strange := [rank for rank in unnamed if not is_related(rank, [*named])]:
-        raise _mixed(new, strange, "a run without an id", str(durable or next(iter(named.values()))))
+    if unnamed:
+        raise _mixed(new, unnamed, "a run without an id", str(durable or next(iter(named.values()))))
     if moved := next((run for run in named.values() if run.durable != new.durable), None):
         logger.warning(
             "%s counts as that of %s, which was moved. If it was copied, for another job, give that job another local=",

@@ -55,7 +55,6 @@ class RunningSave:
         step_order.write(self.path, branch)
 
     def cancel(self) -> bool:
-        """That of the handle."""
         self._cancelled_here = True
         return self.handle is not None and self.handle.cancel()
 

@@ -34,7 +34,6 @@ class Schedule:
         self._last_save = time.monotonic()
 
     def began(self, at: float) -> None:
-        """Notes that a save began at the time `at` of `time.monotonic`."""
         self._last_save = at
 
     def decides_alone(self, flag: SignalFlag | None) -> bool:

@@ -101,8 +101,8 @@ def _read(directory: str, path: str) -> dict[str, Any]:
     content = storage_at(directory).read(FILE_NAME)
     try:
         record: dict[str, Any] = json.loads(content)
-        if record.pop("crc32", None) not in (None, checksum_of(record)):  # older files have none
+        if record.pop("crc32") != checksum_of(record):
             raise ValueError("its checksum does not match")
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
     return record
