@@ -99,7 +99,7 @@ def diff(options: Namespace) -> int:
             for value in found.values
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
-        output.print_table(columns, rows, right=columns[1:], lead=1)
+        output.print_table(columns, rows, right=columns[1:])
     what = "bits" if options.bits else "values" if options.values else "checksums"
     compared = f"; {what} of {found.compared:,} tensors compared, {size(found.compared_bytes)}"
     if found.not_compared:
