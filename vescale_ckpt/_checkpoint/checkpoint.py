@@ -147,11 +147,6 @@ class Checkpoint:
         """Yields the error of each record that loads refuse, whatever it holds."""
         yield from ()
 
-    def check_whole(self) -> None:
-        """Raises the first of `faults`."""
-        for fault in self.faults():
-            raise fault
-
     def faults(self) -> Iterator[CheckpointError]:
         """Yields errors of malformed keys, and of tensors that are not stored whole unless one rank saved for
         itself."""

@@ -18,8 +18,7 @@ from .native.file_names import (
 )
 from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
-from .safetensors.headers import INDEX_SUFFIX, SUFFIX
-from .safetensors.model_names import is_temporary_index, token_of, token_of_object
+from .safetensors.model_names import INDEX_SUFFIX, SUFFIX, is_temporary_index, token_of, token_of_object
 
 
 class CopiedFiles:
@@ -88,7 +87,8 @@ def files_of_checkpoint(path: str) -> set[str]:
     named: set[str] = set()
     for part in open_parts(path):
         with closing(part):
-            part.check_whole()
+            for fault in part.faults():
+                raise fault
             named |= set(map(os.path.normpath, part.file_names()))
     return named
 

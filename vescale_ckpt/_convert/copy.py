@@ -22,7 +22,7 @@ from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, 
 from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
-from .._checkpoint.native.named_files import named_files
+from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
@@ -249,7 +249,7 @@ class FolderCopy:
                 "first",
                 path=self._path,
             )
-        return named_files(self._path) - files.of_checkpoint
+        return set(Replaced.read(self._path).files - files.of_checkpoint)
 
     def _check_destination(self, files: CopiedFiles) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but

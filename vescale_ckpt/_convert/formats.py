@@ -19,7 +19,7 @@ from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
 from .plan import Plan
 from .safetensors_files import safetensors_files
-from .streamed_file import Files, OutputFile, read_whole
+from .streamed_file import Files, OutputFile, read_whole, streamed
 
 _OF_SAFETENSORS = re.compile(r".*\.safetensors|.*\.safetensors\.index\.json")
 
@@ -113,4 +113,4 @@ def torch_file(plan: Plan, values: Mapping[str, Any]) -> Files:
         except Exception as error:
             raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
 
-    return Files.streamed(outputs, save)
+    return Files.one(outputs, streamed(outputs, save))

@@ -24,9 +24,6 @@ Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 #: Writes the content of a file into a folder or store, and syncs it.
 Write = Callable[[str, Create, Checkpoint, Buffers], None]
 
-#: Writes the content of a file to a stream.
-Save = Callable[[IO[bytes], Checkpoint], None]
-
 _LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
 
 
@@ -45,11 +42,6 @@ class Files:
 
     files: list[OutputFile]
     finish: Callable[[str], None] | None = None  #: called with the folder; None if there is nothing more to do
-
-    @classmethod
-    def streamed(cls, outputs: Sequence[Output], save: Save) -> Files:
-        """The destination is one file, which `save` writes to a stream."""
-        return cls.one(outputs, streamed(outputs, save))
 
     @classmethod
     def one(cls, outputs: Sequence[Output], write: Write) -> Files:
@@ -74,7 +66,7 @@ def write_file(file: OutputFile, path: str, source: Checkpoint, buffers: Buffers
 # --- Files that a library writes
 
 
-def streamed(outputs: Sequence[Output], save: Save) -> Write:
+def streamed(outputs: Sequence[Output], save: Callable[[IO[bytes], Checkpoint], None]) -> Write:
     """The content is what `save` writes to a stream."""
     estimate = _LIBRARY_BYTES + sum(output.bytes + _LIBRARY_BYTES for output in outputs)
 

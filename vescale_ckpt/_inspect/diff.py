@@ -9,20 +9,22 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo
+from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._storage.open_storage import checkpoint_path
 from ..errors import UntrustedCheckpointError
-from .boxes import as_numbers, values
+
+_GROUP_BYTES = 64 << 20  # of values that are read from each checkpoint at a time
 
 
 @dataclass
@@ -168,7 +170,7 @@ def _diff(
         return result
     tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
     found = {key: ValueDifference(key) for key in tensors}
-    for key, (one, other) in values([a, b], tensors, progress):
+    for key, one, other in _values(a, b, tensors, progress):
         compare(found[key], one, other, bits)
     result.values = [difference for difference in found.values() if not difference.equal]
     objects = [key for key in common if key not in a.tensors and key not in b.tensors]
@@ -176,6 +178,38 @@ def _diff(
     result.objects = [key for key in objects if not same(ours[key], theirs[key], bits)]
     result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
     return result
+
+
+def _values(
+    a: Checkpoint, b: Checkpoint, keys: Iterable[str], progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yields the values of tensors that have the same shape in both, as flat pieces that follow each other."""
+    done, total = 0, sum(a.tensors[key].bytes for key in keys)
+    for group in _groups(a, b, keys):
+        a.read([one for one, _ in group])
+        b.read([other for _, other in group])
+        for one, other in group:
+            yield one.key, one.target.reshape(-1), other.target.reshape(-1)
+            done += one.target.nbytes
+            if progress is not None:
+                progress(done, total)
+
+
+def _groups(a: Checkpoint, b: Checkpoint, keys: Iterable[str]) -> Iterator[list[tuple[Read, Read]]]:
+    group, held = list[tuple[Read, Read]](), 0
+    for key in keys:
+        dtypes = a.tensors[key].dtype, b.tensors[key].dtype
+        itemsize = max(dtype.itemsize for dtype in dtypes)
+        for offsets, sizes in cut(a.tensors[key].shape, max(1, _GROUP_BYTES // itemsize)):
+            count = prod(sizes) * itemsize
+            if group and held + count > _GROUP_BYTES:
+                yield group
+                group, held = [], 0
+            one, other = (Read(key, offsets, torch.empty(sizes, dtype=dtype, device="cpu")) for dtype in dtypes)
+            group.append((one, other))
+            held += count
+    if group:
+        yield group
 
 
 def _compare_checksums(a: Checkpoint, b: Checkpoint, keys: Iterable[str], result: Diff) -> None:
@@ -230,7 +264,7 @@ def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor, bits: boo
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and not a.dtype.is_floating_point:
         return
     try:
-        one, other = as_numbers(a), as_numbers(b)
+        one, other = _as_numbers(a), _as_numbers(b)
     except TypeError:
         result.unknown = True
         result.different += int(_other_bits(a, b).sum())
@@ -251,6 +285,19 @@ def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor, bits: boo
         result.max_rel = max(result.max_rel, float((apart / torch.maximum(one.abs(), other.abs())).max()))
 
 
+def _as_numbers(piece: torch.Tensor) -> torch.Tensor:
+    """The values as float64, or complex128. Raises TypeError for packed dtypes, whose values torch cannot tell."""
+    if piece.is_complex():
+        return piece.to(torch.complex128)
+    try:
+        return piece.to(torch.float64)
+    except (RuntimeError, NotImplementedError):  # float8 of some kinds goes through float32 only
+        try:
+            return piece.to(torch.float32).to(torch.float64)
+        except (RuntimeError, NotImplementedError) as error:
+            raise TypeError(f"torch has no values of {piece.dtype}") from error
+
+
 def _other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements differ in a bit."""
     if a.itemsize != b.itemsize:
@@ -259,7 +306,7 @@ def _other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _same_numbers(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements of `a` and `b` are the same numbers. `one`, `other`: `as_numbers` of them."""
+    """Which elements of `a` and `b` are the same numbers. `one`, `other`: `_as_numbers` of them."""
     if one.is_complex() or other.is_complex():
         parts = [torch.view_as_real(values.to(torch.complex128)) for values in (one, other)]
         return ((parts[0] == parts[1]) | (parts[0].isnan() & parts[1].isnan())).all(-1)

@@ -38,12 +38,6 @@ class FileSystem(Storage):
     by_requests = can_be_away = rereads = pins_data_files = False
     has_locks = renames = shares_files = True
 
-    def check_mounted(self, what: str, instead: str) -> None:
-        """Does nothing: every file system is mounted."""
-
-    def limit_wait(self, seconds: int) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # a call of the system cannot be given up
-
     # --- What is there
 
     def names(self) -> list[str]:
@@ -65,9 +59,6 @@ class FileSystem(Storage):
 
     def stat(self, name: str = "") -> Stat:
         return Stat.of(self._asked(lambda: os.stat(self._at(name) if name else self.path)))
-
-    def sizes(self) -> dict[str, int]:
-        return {}
 
     def age(self, modified_ns: int, enough: float) -> float:
         return locks.seconds_since(modified_ns / 1e9, self.path, enough)
@@ -100,9 +91,6 @@ class FileSystem(Storage):
             found = _checked(os.fstat(file.fileno()), path)
             at = begin if begin >= 0 else max(0, found.size + begin)
             return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
-
-    def drop_read_ahead(self) -> None:
-        """Does nothing: the page cache holds what was read ahead."""
 
     def drop_caches(self) -> None:
         _ask_server(self.path)
@@ -334,10 +322,7 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
-    _note_durable(directory, os.stat(directory))
-
-
-def _note_durable(path: str, status: os.stat_result) -> None:
+    status = os.stat(directory)
     if len(_durable_names) >= _MOST_NAMES:
         _durable_names.clear()
-    _durable_names.add((path, status.st_dev, status.st_ino))
+    _durable_names.add((directory, status.st_dev, status.st_ino))

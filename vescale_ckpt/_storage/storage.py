@@ -67,14 +67,14 @@ class Storage(ABC):
     def __init__(self, path: str) -> None:
         self.path = path  #: messages and the engine use it
 
-    @abstractmethod
     def check_mounted(self, what: str, instead: str) -> None:
         """Raises `CheckpointError` with the advice `instead` if other programs cannot open the files by their paths, so
         that `what` cannot be in this storage."""
+        return
 
-    @abstractmethod
     def limit_wait(self, seconds: int) -> AbstractContextManager[None]:
         """A context in which requests of this thread time out after so many seconds, where there are requests."""
+        return nullcontext()
 
     def look(self, *, lists: bool = False, fresh: bool = False) -> AbstractContextManager[None]:
         """A context in which this thread's questions about files in the folder and in those below it may be answered
@@ -106,9 +106,9 @@ class Storage(ABC):
         for."""
         return self.stat(name).size
 
-    @abstractmethod
     def sizes(self) -> dict[str, int]:
         """Returns {file name: length}, as far as one request tells. A file may be missing in it."""
+        return {}
 
     @abstractmethod
     def age(self, modified_ns: int, enough: float) -> float:
@@ -134,10 +134,10 @@ class Storage(ABC):
         """Returns the `Stat` of the file, and `length` bytes of it from `begin` on; fewer if the file is shorter. A
         negative `begin` counts from the end."""
 
-    @abstractmethod
     def drop_read_ahead(self) -> None:
         """Forgets bytes of data files that were read before they were asked for. A load does so when it begins and when
         it ends: it reads nothing that has been removed before it began."""
+        return
 
     @abstractmethod
     def drop_caches(self) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from .._observe.bar import Bar
+from .._storage.open_storage import checkpoint_path, is_folder
 
 #: Exit statuses: all well; damage or a difference; usage, or nothing that can be read; nothing that can be verified.
 FINE, FOUND, UNUSABLE, UNVERIFIED = 0, 1, 2, 3
 
 
 _MOST_LINES = 40  #: of one list
+
+
+def directory(path: str) -> str:
+    """The path of a directory that a command was given. Raises FileNotFoundError if there is none."""
+    root = checkpoint_path(path)
+    if not is_folder(root):
+        raise FileNotFoundError(f"{root} is no directory")
+    return root
 
 
 def figure(value: float | None) -> str:
@@ -44,32 +51,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), lead: int = 0
-) -> None:
-    """A table. `right`: the columns that are aligned to the right. The first `lead` columns get a line of their own in
-    each row, where a terminal is too narrow for all."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    """A table. `right`: the columns that are aligned to the right."""
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
-    if lead and sys.stdout.isatty() and sum(widths) + 3 * len(widths) > shutil.get_terminal_size().columns:
-        _print_stacked(columns[lead:], widths[lead:], cells, right, lead)
-        return
     for row in (list(columns), *cells):
-        print(_aligned(row, columns, widths, right))
-
-
-def _print_stacked(
-    columns: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], right: Sequence[str], lead: int
-) -> None:
-    print(f"  {_aligned(columns, columns, widths, right)}")
-    for row in rows:
-        print("  ".join(row[:lead]))
-        print(f"  {_aligned(row[lead:], columns, widths, right)}")
-
-
-def _aligned(row: Sequence[str], columns: Sequence[str], widths: Sequence[int], right: Sequence[str]) -> str:
-    cells = zip(row, widths, columns, strict=True)
-    return "  ".join(cell.rjust(width) if name in right else cell.ljust(width) for cell, width, name in cells).rstrip()
+        aligned = zip(row, widths, columns, strict=True)
+        line = (cell.rjust(width) if name in right else cell.ljust(width) for cell, width, name in aligned)
+        print("  ".join(line).rstrip())
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

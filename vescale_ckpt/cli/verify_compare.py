@@ -99,7 +99,7 @@ def diff(options: Namespace) -> int:
             for value in found.values
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
-        output.print_table(columns, rows, right=columns[1:], lead=1)
+        output.print_table(columns, rows, right=columns[1:])
     what = "bits" if options.bits else "values" if options.values else "checksums"
     compared = f"; {what} of {found.compared:,} tensors compared, {size(found.compared_bytes)}"
     if found.not_compared:
@@ -109,12 +109,9 @@ def diff(options: Namespace) -> int:
 
 
 def latest(options: Namespace) -> int:
-    from .._storage.open_storage import checkpoint_path, is_folder
     from .prune_repair import retention_of
 
-    root = checkpoint_path(options.directory)
-    if not is_folder(root):
-        raise FileNotFoundError(f"{root} is no directory")
+    root = output.directory(options.directory)
     retention = retention_of(options)
     from ..manager.listing import newest_or_best  # it imports torch
 

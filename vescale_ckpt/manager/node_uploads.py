@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
-from .._checkpoint.native.named_files import named_files
+from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, path_of
 from .._convert.transfer import CopyReport, Transfer
@@ -201,7 +201,7 @@ class PartCopy:
 
     def _commit(self, contents: dict[str, bytes]) -> None:
         storage = storage_at(self._url)
-        superseded = named_files(self._url)
+        superseded = Replaced.read(self._url).files
         if INDEX_NAME in contents:
             storage.write(INDEX_NAME, contents[INDEX_NAME])
         for name in (ORDER_NAME, METRICS_NAME):

@@ -47,29 +47,15 @@ class Replaced:
             return []  # loads cannot read it, either
 
 
-def named_files(directory: str) -> set[str]:
-    """Data files that the metadata of the directory names; none if that is missing or cannot be read."""
-    if not has_metadata(directory, None):
-        return set()
-    try:
-        return _named(directory, None)
-    except CheckpointError:
-        return set()
-
-
 def _opened(directory: str, rank: int | None) -> NativeCheckpoint:
     from .native_checkpoint import NativeCheckpoint  # it imports torch
 
     return NativeCheckpoint.by_index(directory, rank)
 
 
-def _named(directory: str, rank: int | None) -> set[str]:
-    return _opened(directory, rank).named_files()
-
-
 def named_by_any(directory: str) -> set[str]:
     """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
     for name in filter(file_names.is_metadata_file, storage_at(directory).names()):
-        named |= _named(directory, file_names.rank_of_metadata(name))
+        named |= _opened(directory, file_names.rank_of_metadata(name)).named_files()
     return named

@@ -32,16 +32,12 @@ from ..._state.chunk_rows import ShardChunk, overlapping_chunk, packed_row
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from ..quantized_names import config_of, scales_of
+from ..quantized_tensors import config_of, scales_of
 from . import header_texts, model_names
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = model_names.SUFFIX
-INDEX_SUFFIX = model_names.INDEX_SUFFIX
-SUFFIXES = model_names.SUFFIXES
 _CONFIG = "config.json"
-_USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
 ATTEMPTS = 5  #: a directory is read so often if exports into it commit meanwhile
@@ -104,7 +100,7 @@ class HeaderTables:
                 path=path,
             )
         files = model_names.without_index(names)
-        left_out = [name for name in names if name.endswith(SUFFIX) and name not in files]
+        left_out = [name for name in names if name.endswith(model_names.SUFFIX) and name not in files]
         left_out = [name for name in left_out if model_names.token_of_object(name) is None]
         if index is None and (others := sorted(name for name in left_out if not model_names.is_model_file(name))):
             logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
@@ -361,11 +357,11 @@ def _stamp(directory: str) -> list[tuple[int, ...] | None]:
 
 
 def _index_name(directory: str, found: Iterable[str]) -> str | None:
-    names = [name for name in found if name.endswith(INDEX_SUFFIX)]
-    if len(names) <= 1 or _USUAL_INDEX in names:
-        return None if not names else _USUAL_INDEX if _USUAL_INDEX in names else names[0]
+    names = [name for name in found if name.endswith(model_names.INDEX_SUFFIX)]
+    if len(names) <= 1 or model_names.INDEX_NAME in names:
+        return None if not names else model_names.INDEX_NAME if model_names.INDEX_NAME in names else names[0]
     raise CheckpointError(
-        f"{directory} has several indexes and no {_USUAL_INDEX}: {', '.join(sorted(names))}", path=directory
+        f"{directory} has several indexes and no {model_names.INDEX_NAME}: {', '.join(sorted(names))}", path=directory
     )
 
 

@@ -28,7 +28,8 @@ from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, fill_parts
 from ..quantized_tensors import Quantized, fill, find, of_values
 from ..record_reader import ReadOptions, RecordReader
-from .headers import INDEX_SUFFIX, SUFFIXES, HeaderTables
+from .headers import HeaderTables
+from .model_names import INDEX_SUFFIX, SUFFIXES
 from .stack_rows import stack_rows
 
 
