@@ -22,14 +22,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import settings
-from ._checkpoint.safetensors.header_texts import (
-    DTYPES,
-    MISSING_DTYPES,
-    OUR_TEXTS,
-    STORABLE,
-    checked_metadata,
-    with_ties,
-)
+from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
+from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
 from ._engine.device_streams import copies_from_cuda
 from ._engine.dtype_codes import DTYPE_CODES

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.harness.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
+from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
 from vescale_ckpt._storage import locks
 
 

@@ -18,23 +18,16 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
 from .._engine import _C
 from .._engine.overlap import overlap
-from .._engine.rows import CODES, ITEM_BYTES
 from .._state.stacking import Composite, Stack, check_names, joined, restacked
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, some
 from .checkpoint import Read, TensorInfo, cut
-
-_BLOCKS, _SCALES = "_blocks", "_scales"  # ends of the names of MXFP4's tensors
-
-# Names of the tensors with scales, behind that of the weight: DeepSeek and transformers; compressed-tensors, modelopt
-# and llm-compressor; bitsandbytes.
-_OF_WEIGHT = ("_scale_inv", "_scale", "_scales", "_scale_2", ".SCB", ".absmax")
+from .quantized_names import BLOCKS, SCALES, scales_of
 
 FLOAT8 = torch.float8_e4m3fn
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #: dtypes of values that can be asked for
@@ -42,34 +35,6 @@ _ENGINE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LARGE_SCALE = 253  # the least exponent, 2^126, with which a number of 4 bits may not be a float32
 _GROUP = 32  # numbers with one exponent, in 16 bytes
 _PIECE_ELEMENTS = 16 << 20  # of a piece; the numbers of two groups of pieces are in memory at a time
-
-
-def scales_of(key: str, dtype: str, present: Container[str]) -> str | None:
-    """Returns the key of the scales of a stored tensor; None if it has none. Numbers of more than a byte have none.
-    `dtype`: its name in torch."""
-    code = CODES.get(dtype)
-    if code is None or ITEM_BYTES[code] > 1 or dtype in ("bool", "float8_e8m0fnu"):
-        return None
-    names = [key + suffix for suffix in _OF_WEIGHT]
-    if key.endswith(_BLOCKS):
-        names.append(key.removesuffix(_BLOCKS) + _SCALES)
-    if (stem := key.removesuffix("weight")) != key:
-        names += [stem + "SCB", stem + "scale"]
-    return next((name for name in names if name in present), None)
-
-
-def config_of(text: Any) -> str:
-    """Returns `quantization_config` of a parsed `config.json` as JSON; empty if it has none."""
-    for holder in holders_of_config(text):
-        if (found := holder.get("quantization_config")) is not None:
-            return json.dumps(found, sort_keys=True)
-    return ""
-
-
-def holders_of_config(text: Any) -> list[dict[str, Any]]:
-    """Returns the parts of a parsed `config.json` that may have one."""
-    parts = [text, text.get("text_config")] if isinstance(text, dict) else []
-    return [part for part in parts if isinstance(part, dict)]
 
 
 @dataclass(frozen=True)
@@ -152,8 +117,8 @@ def _of_float8(tensors: Mapping[str, TensorInfo], suffix: str, block: tuple[int,
 def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
     found = {}
     for key, info in tensors.items():
-        stem = key.removesuffix(_BLOCKS)
-        scales = tensors.get(stem + _SCALES)
+        stem = key.removesuffix(BLOCKS)
+        scales = tensors.get(stem + SCALES)
         if stem == key or scales is None or {info.dtype, scales.dtype} != {torch.uint8}:
             continue
         if len(info.shape) < 3 or info.shape[-1] != _GROUP // 2 or info.shape[:-1] != scales.shape:
@@ -165,7 +130,7 @@ def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
         ):
             if name == key or name not in tensors:
                 found[name] = Quantized(
-                    shape, key, stem + _SCALES, info.dtype, scales.dtype, (1, _GROUP), is_exchanged=name != key
+                    shape, key, stem + SCALES, info.dtype, scales.dtype, (1, _GROUP), is_exchanged=name != key
                 )
     return found
 

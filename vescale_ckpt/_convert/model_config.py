@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from .._checkpoint.quantized_tensors import holders_of_config, scales_of
+from .._checkpoint.quantized_names import holders_of_config, scales_of
 from .plan import Plan
 
 

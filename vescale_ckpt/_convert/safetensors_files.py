@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.safetensors.header_texts import STORABLE, with_ties
+from .._checkpoint.safetensors.header_dtypes import STORABLE
+from .._checkpoint.safetensors.header_texts import with_ties
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
 from .._engine.dtype_codes import DTYPE_CODES

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .._checkpoint.quantized_tensors import scales_of
+from .._checkpoint.quantized_names import scales_of
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
 from .._load.check_fit import check_all_there, mismatch, mismatches_on_index

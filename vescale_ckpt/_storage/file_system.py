@@ -322,7 +322,10 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
-    status = os.stat(directory)
+    _note_durable(directory, os.stat(directory))
+
+
+def _note_durable(path: str, status: os.stat_result) -> None:
     if len(_durable_names) >= _MOST_NAMES:
         _durable_names.clear()
-    _durable_names.add((directory, status.st_dev, status.st_ino))
+    _durable_names.add((path, status.st_dev, status.st_ino))

@@ -5,16 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from ..._engine import _C
-
-#: dtypes that both the format and this torch have, by their names in torch
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
-}
-MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - DTYPES.keys()  #: this torch does not have them
-STORABLE = frozenset(DTYPES.values())
 
 # torch's HuggingFaceStorageWriter writes this text: `{name: {SHARDING_OFFSETS: [...]}}` as JSON. It gives the offset of
 # each tensor in the file that is a chunk of a larger tensor.

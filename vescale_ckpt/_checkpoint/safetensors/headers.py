@@ -32,7 +32,7 @@ from ..._state.chunk_rows import ShardChunk, overlapping_chunk, packed_row
 from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from ..quantized_tensors import config_of, scales_of
+from ..quantized_names import config_of, scales_of
 from . import header_texts, model_names
 
 logger = logging.getLogger(__name__)
