@@ -163,7 +163,7 @@ class RunsCode:
         return Path.touch, (self.path,)
 
 
-def test_inspect_shows_plain_values_and_runs_no_code(tmp_path: Path, capsys: Any) -> None:
+def test_inspect_shows_plain_values_and_runs_no_code(tmp_path: Path) -> None:
     plain = {"step": 7, "lr": 0.5, "name": "run\n", "none": None, "betas": (0.5, 0.75)}
     hidden = {"dtype": torch.float32, "long": list(range(17)), "text": "x" * 9000}
     state = {"w": torch.zeros(2), "plain": plain, "hidden": hidden}
@@ -174,7 +174,7 @@ def test_inspect_shows_plain_values_and_runs_no_code(tmp_path: Path, capsys: Any
         assert all(found.get(f"plain.{key}") == value for key, value in plain.items() if key != "betas")
         assert found["hidden.dtype"] is found["hidden.long"] is found["hidden.text"] is None
     assert vescale_ckpt.inspect(tmp_path / "ours").objects["plain.betas"].value == (0.5, 0.75)
-    _, out, _ = run(capsys, "inspect", tmp_path / "ours")
+    out = run_without("torch", "inspect", tmp_path / "ours")
     assert "lr  object = 0.5  " in out and "name  object = 'run\\n'" in out and "dtype  object  " in out
     dcp.save({"bad": RunsCode(tmp_path / "touched")}, checkpoint_id=tmp_path / "bad")
     assert vescale_ckpt.inspect(tmp_path / "bad").objects["bad"].value is None
@@ -210,7 +210,12 @@ def test_an_id_without_facts_is_an_id(facts: str) -> None:
     assert unstamped(f"0123{facts}") == (f"0123{facts}", None)
 
 
-def test_inspect_finds_damage_of_metadata(tmp_path: Path) -> None:
+def test_the_index_lists_what_the_metadata_lists(tmp_path: Path) -> None:
+    shapes = ((), (0, 3), (2, 3), (5,))
+    vescale_ckpt.save(tmp_path / "c", {"objects": [1, "a"], **{str(shape): torch.zeros(shape) for shape in shapes}})
+    by_index = vescale_ckpt.inspect(tmp_path / "c")
+    (tmp_path / "c" / ".metadata.index").write_bytes(b"damaged")
+    assert vescale_ckpt.inspect(tmp_path / "c") == by_index
     vescale_ckpt.save(tmp_path / "c", {"a": torch.zeros(3)})
     metadata = tmp_path / "c" / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b"vescale_ckpt", b"vescale_ckpx"))  # the index still matches
@@ -218,12 +223,14 @@ def test_inspect_finds_damage_of_metadata(tmp_path: Path) -> None:
         vescale_ckpt.inspect(tmp_path / "c")
 
 
-def test_headers_of_safetensors_are_listed(tmp_path: Path) -> None:
+def test_headers_of_safetensors_are_listed_without_torch(tmp_path: Path, capsys: Any) -> None:
     shared = torch.ones(3, 2)
     weights = {"a": shared, "tied": shared, "b": torch.zeros(5, dtype=torch.float8_e4m3fn), "scalar": torch.tensor(1.0)}
     vescale_ckpt.save(tmp_path / "model", weights, format=vescale_ckpt.Safetensors(max_shard_size="20B"))
     dcp.save({"w": torch.zeros(3)}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "stock")))
     for path in (tmp_path / "model", tmp_path / "stock", next((tmp_path / "model").glob("*.safetensors"))):
+        out = run_without("torch", "inspect", path, "--json")
+        assert json.loads(out)["tensors"] and out == run(capsys, "inspect", path, "--json")[1]
         with closing(open_checkpoint(str(path))) as opened:
             info = vescale_ckpt.inspect(path)
             assert (info.save_id, info.aliases, list(info.files)) == (

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.open_checkpoint import open_parts
+from .._checkpoint.native.index_checkpoint import IndexCheckpoint
+from .._checkpoint.plain_values import MOST_REQUESTED, MOST_VALUES, plain_value
+from .._checkpoint.recognize import recognize
 from .._state.key_selection import Selection
-from .._storage.open_storage import checkpoint_path, stat_of
-from ..errors import CheckpointError
+from .._storage.open_storage import checkpoint_path, stat_of, storage_at
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
-
-_MOST_VALUES = 200  # so many objects are read for their values
-_MOST_BYTES = 8 << 10  # longer records are no short values
-_MOST_ELEMENTS = 16
-_SCALARS = (bool, int, float, str, type(None))
 
 
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
     """What a checkpoint holds: one of DCP, of safetensors, or a file of torch.save.
 
-    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects, for the values of numbers,
-    texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle, which is loaded with
-    `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of all ranks are put
-    together.
+    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects (20 in an object store), for
+    the values of numbers, texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle,
+    which is loaded with `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of
+    all ranks are put together.
 
     Args:
         keys: only these: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
@@ -40,7 +35,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     settings.check()
     where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
-    first, *others = open_parts(where)
+    first, *others = _parts(where)
     with closing(first):
         info = CheckpointInfo(
             where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part,
@@ -59,6 +54,17 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     return info
 
 
+def _parts(path: str) -> Sequence[Checkpoint]:
+    kind = recognize(path)
+    if kind == "safetensors":
+        return [IndexCheckpoint.of_headers(path)]
+    if kind == "dcp" and (listed := IndexCheckpoint.open(path)) is not None:
+        return [listed]
+    from .._checkpoint.open_checkpoint import open_parts  # it imports torch, which takes seconds
+
+    return open_parts(path)
+
+
 def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
     part.check_malformed()
     for key, tensor in part.tensors.items():
@@ -70,31 +76,13 @@ def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
             for chunk in tensor.chunks
             if chunk.offsets not in known
         )
-    asked = [key for key in part.objects if key in selection][: max(0, _MOST_VALUES - len(info.objects))]
-    values = _values(part, [key for key in asked if 0 < part.objects[key].bytes <= _MOST_BYTES])
+    most = MOST_REQUESTED if storage_at(part.root).by_requests else MOST_VALUES
     for key, chunk in part.objects.items():
-        value = values.get(key)
-        plain = value if _is_plain(value) else None
-        info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, plain)
+        has_value = part.format == "dcp" and key in selection and len(info.objects) < most
+        value = plain_value(part, key) if has_value else None
+        info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, value)
     for name in part.file_names():
         info.files.setdefault(name, _length(os.path.join(part.root, name)))
-
-
-def _values(part: Checkpoint, keys: list[str]) -> dict[str, Any]:
-    """The values of objects, without those that are damaged or take code to load."""
-    try:
-        return part.load_objects(keys)
-    except CheckpointError:  # of one of them
-        each = [_values(part, [key]) for key in keys] if len(keys) > 1 else []
-        return {key: value for found in each for key, value in found.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return len(value) <= _MOST_ELEMENTS and all(type(item) in _SCALARS for item in value)
-    if type(value) is dict:
-        return _is_plain(list(value.values())) and all(type(key) is str for key in value)
-    return type(value) in _SCALARS
 
 
 def _length(path: str) -> int:

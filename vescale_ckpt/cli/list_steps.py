@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
+    from .._storage.open_storage import checkpoint_path, is_folder
     from ..manager.listing import listed_steps
 
-    roots = [output.directory(directory) for directory in options.directories]
+    roots = [checkpoint_path(directory) for directory in options.directories]
+    for root in roots:
+        if not is_folder(root):  # of an object store
+            raise FileNotFoundError(f"{root} is no directory")
     found = sorted((one for root in roots for one in listed_steps(root)), key=lambda one: one.step)
     if options.json:
         output.print_json("list/1", {"steps": [*map(asdict, found)]})

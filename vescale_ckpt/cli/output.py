@@ -9,21 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from .._observe.bar import Bar
-from .._storage.open_storage import checkpoint_path, is_folder
 
 #: Exit statuses: all well; damage or a difference; usage, or nothing that can be read; nothing that can be verified.
 FINE, FOUND, UNUSABLE, UNVERIFIED = 0, 1, 2, 3
 
 
 _MOST_LINES = 40  #: of one list
-
-
-def directory(path: str) -> str:
-    """The path of a directory that a command was given. Raises FileNotFoundError if there is none."""
-    root = checkpoint_path(path)
-    if not is_folder(root):
-        raise FileNotFoundError(f"{root} is no directory")
-    return root
 
 
 def figure(value: float | None) -> str:

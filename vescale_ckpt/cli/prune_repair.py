@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from .._checkpoint.native.step_order import path_of
+from .._storage.open_storage import checkpoint_path, is_folder
 from ..manager.retention import Retention
 from . import output
 from .output import FINE
@@ -17,7 +18,7 @@ _OPTION = re.compile(r"^\w+|\bbest(?==)")  # the arguments that an error of `Ret
 
 def prune(options: Namespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
-    root = output.directory(options.directory)
+    root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
     retention = retention_of(options)
@@ -51,7 +52,9 @@ def repair(options: Namespace) -> int:
     Writes copies of extra files that are missing."""
     from ..manager.repair import repair as repair_directory  # it imports torch
 
-    root = output.directory(options.directory)
+    root = checkpoint_path(options.directory)
+    if not is_folder(root):
+        raise FileNotFoundError(f"{root} is no directory")
     dry_run = options.dry_run
     found = repair_directory(root, dry_run=dry_run)
     if options.json:

@@ -109,9 +109,12 @@ def diff(options: Namespace) -> int:
 
 
 def latest(options: Namespace) -> int:
+    from .._storage.open_storage import checkpoint_path, is_folder
     from .prune_repair import retention_of
 
-    root = output.directory(options.directory)
+    root = checkpoint_path(options.directory)
+    if not is_folder(root):
+        raise FileNotFoundError(f"{root} is no directory")
     retention = retention_of(options)
     from ..manager.listing import newest_or_best  # it imports torch
 
