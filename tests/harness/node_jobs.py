@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from harness import faults, steps
+from harness.children import wait_for
 from harness.logs import logged
 from harness.machines import Machines, Ranks, make_read_only, mount_small, unmount
-from harness.states import sharded
+from harness.states import same, sharded
 from harness.stores import silent_store
 from vescale_ckpt import CheckpointManager, CheckpointTimeoutError
 
@@ -45,6 +45,14 @@ class Answer:
     error: str = ""
     committed: bool | None = True  #: False: the error says that nothing was committed
     trace: str = ""
+
+
+def values(step: int, attempt: int = 0, at: torch.Tensor | None = None) -> dict[str, Any]:
+    """What is saved. `at`: where each element is; None: all of them."""
+    first = step + 1000 * attempt
+    at = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) if at is None else at
+    w = ((at + first) % 8191).float()
+    return {"w": w, "b": torch.arange(5.0) + first, "step": step, "attempt": attempt}
 
 
 # --- On the ranks
@@ -73,9 +81,11 @@ class Worker:
         self._managers[name] = CheckpointManager(durable, local=own, **{"timeout": 5, **options})
 
     def _state(self, step: int, attempt: int) -> dict[str, Any]:
-        first = step + 1000 * attempt
-        w = ((self._at[self._kind] + first) % 8191).float()
-        return {"w": w, "b": torch.arange(5.0) + first, "step": step, "attempt": attempt}
+        return values(step, attempt, self._at[self._kind])
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function of the test with the manager, and with what makes the state of a step."""
+        return function(self._managers[""], lambda step: self._state(step, self._attempt), *args)
 
     def save(self, step: int, name: str = "", **options: Any) -> bool:
         """Waits until the save is durable on the machines. Returns whether one was made."""
@@ -161,10 +171,7 @@ class Worker:
 
         def hold(*_: Any, **__: Any) -> None:
             Path(sign).touch()
-            deadline = time.monotonic() + BOUND
-            while not Path(until).exists():
-                assert time.monotonic() < deadline, "nobody let it go on"
-                time.sleep(0.01)
+            wait_for(Path(until))
 
         self._act(step, where, hold)
 
@@ -329,10 +336,7 @@ class NodeJob:
 
     def wait_until_halted(self) -> None:
         """Also by `hold`."""
-        deadline = time.monotonic() + BOUND
-        while not self._sign.exists():
-            assert time.monotonic() < deadline, "no rank has come to the step"
-            time.sleep(0.01)
+        wait_for(self._sign)
 
     @property
     def _sign(self) -> Path:
@@ -418,9 +422,6 @@ def check_durable(durable: Path, step: int, attempt: int) -> None:
     """Stock DCP reads the durable step, and it has the values of that attempt."""
     path = durable / f"step-{step}"
     assert vescale_ckpt.verify(path).ok, vescale_ckpt.verify(path).reason
-    wanted: dict[str, Any] = {"w": torch.zeros(ROWS, COLUMNS), "b": torch.zeros(5), "step": 0, "attempt": 0}
+    wanted = values(0)
     dcp.load(wanted, checkpoint_id=str(path), no_dist=True)
-    first = step + 1000 * attempt
-    full = ((torch.arange(ROWS * COLUMNS) + first) % 8191).float().view(ROWS, COLUMNS)
-    assert torch.equal(wanted["w"], full) and torch.equal(wanted["b"], torch.arange(5.0) + first)
-    assert (wanted["step"], wanted["attempt"]) == (step, attempt)
+    assert same(wanted, values(step, attempt))
