@@ -4,7 +4,6 @@ in tests/cpp/device and by saves and loads, and on a GPU in test_gpu.py."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,26 +27,20 @@ from vescale_ckpt._engine import _C, device_streams
 BOUND = 60.0
 
 
-def test_says_which_devices_there_are_or_why_there_are_none() -> None:
-    info = device_info()
-    assert len(info["devices"]) == torch.cuda.device_count()
-    assert bool(info["reason"]) == (not info["runtime"])
-    assert torch.cuda.is_available() or "CUDA" in info["reason"]
-    assert info["kernel"] <= info["kernel_built"]
-    assert not info["kernel"] or info["devices"]
+def test_says_whether_cuda_can_be_used_or_why_it_cannot() -> None:
+    reason = device_info()["reason"]
+    assert "CUDA" in reason if not torch.cuda.is_available() else not reason
 
 
-def _info() -> tuple[dict[str, Any], int]:
+def _contexts() -> int:
     with fake_cuda() as fake:
-        return device_info(), fake.count("cuDevicePrimaryCtxRetain")
+        assert not device_info()["reason"]
+        return fake.count("cuDevicePrimaryCtxRetain")
 
 
 @needs_fake_cuda
-def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
-    info, contexts = in_fork(_info)
-    assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
-    assert info["runtime"] == "CUDA runtime 13.0, driver 13.0"
-    assert contexts == 1, "each takes hundreds of MiB"
+def test_saying_so_takes_memory_on_no_device() -> None:
+    assert in_fork(_contexts) == 0
 
 
 def _second_runtime() -> tuple[bool, int]:

@@ -97,7 +97,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read a round": (_C, "staging_table"),
     "pack a round": (_C, "pack_table"),
     "send a round": (Pipeline, "_swap"),
-    "place a round": (_C, "place_table"),
+    "place a round": (_C.State, "place_table"),
     "read the metadata": (StorageReader, "unpack_metadata"),
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
