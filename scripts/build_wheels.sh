@@ -36,7 +36,7 @@ path = zipfile.ZipFile(sys.argv[1]).extract("vescale_ckpt/_engine/_C" + sysconfi
 spec = importlib.util.spec_from_file_location("vescale_ckpt._engine._C", path)
 engine = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(engine)
-print(os.uname().machine, engine.capabilities(), engine.device_info())
+print(os.uname().machine, engine.device_info())
 if not engine.device_info()["kernel_built"] and not os.environ.get("VESCALE_CKPT_NO_NVCC"):
     sys.exit("the wheel is without the CUDA kernel: expected nvcc in PATH or CUDA_HOME, or VESCALE_CKPT_NO_NVCC=1")
 PROGRAM

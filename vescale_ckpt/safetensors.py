@@ -97,7 +97,7 @@ def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: Watched
     with PendingFile(path) as file, named_errors(str, file.directory, layout.file_bytes):
         check_space(file.directory, layout.file_bytes)
         options = engine_options(None, direct_io_setting("auto"))
-        writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
+        writer = file.create(lambda name: _C.FileWriter(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
         watch.check_unchanged()
         file.commit()

@@ -6,7 +6,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
-#include <arm_acle.h>
 #include <arm_neon.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -165,7 +164,7 @@ VESCALE_CKPT_FOLDS uint32_t finish_fold(Lane accumulator, const unsigned char* d
 template <bool kCopy>
 VESCALE_CKPT_FOLDS uint32_t with_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
   constexpr size_t kLanes = 8, kStep = 16 * kLanes;
-  if (size < kStep) return kCopy ? detail::copy_crc32_table(crc, data, size, to) : detail::crc32_table(crc, data, size);
+  if (size < kStep) return detail::crc32_table(crc, data, size, to);
   Lane lanes[kLanes];
   const Lane by_1024 = fold_factor(fold_low(1024), fold_high(1024));
   for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -241,88 +240,27 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) uint32_t with_avx512
 }
 #endif
 
-#if defined(__aarch64__)
-// For processors with instructions for this CRC and none for carry-less multiplication. One instruction begins each
-// cycle and takes two or three, so three streams are checksummed side by side.
-constexpr size_t kStream = 1024;  // bytes
+using Function = uint32_t (*)(uint32_t, const unsigned char*, size_t, unsigned char*);
 
-// multiply(state, x^(8 * kStream)), by the state's bytes
-constexpr auto kPastStream = [] {
-  std::array<std::array<uint32_t, 256>, 4> tables{};
-  for (size_t at = 0; at < 4; ++at) {
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-      tables[at][byte] = multiply(byte << (8 * at), power_of_x(kStream, 3));
-    }
-  }
-  return tables;
-}();
-
-uint32_t past_stream(uint32_t state) {
-  return kPastStream[0][state & 0xff] ^ kPastStream[1][(state >> 8) & 0xff] ^ kPastStream[2][(state >> 16) & 0xff] ^
-         kPastStream[3][state >> 24];
-}
-
-template <bool kCopy>
-__attribute__((target("+crc"))) inline uint32_t add_word(uint32_t state, const unsigned char* data, unsigned char* to) {
-  uint64_t word;
-  std::memcpy(&word, data, 8);
-  if (kCopy) std::memcpy(to, &word, 8);
-  return __crc32d(state, word);
-}
-
-template <bool kCopy>
-__attribute__((target("+crc"))) uint32_t with_instructions(uint32_t crc, const unsigned char* data, size_t size,
-                                                           unsigned char* to) {
-  uint32_t state = ~crc;
-  for (; size >= 3 * kStream; data += 3 * kStream, to += kCopy ? 3 * kStream : 0, size -= 3 * kStream) {
-    uint32_t second = 0, third = 0;
-    for (size_t at = 0; at < kStream; at += 8) {
-      state = add_word<kCopy>(state, data + at, to + at);
-      second = add_word<kCopy>(second, data + kStream + at, to + kStream + at);
-      third = add_word<kCopy>(third, data + 2 * kStream + at, to + 2 * kStream + at);
-    }
-    state = past_stream(past_stream(state) ^ second) ^ third;
-  }
-  for (; size >= 8; data += 8, to += kCopy ? 8 : 0, size -= 8) state = add_word<kCopy>(state, data, to);
-  if (kCopy && size != 0) std::memcpy(to, data, size);
-  for (const unsigned char* rest = kCopy ? to : data; size != 0; ++rest, --size) state = __crc32b(state, *rest);
-  return ~state;
-}
-#endif
-
-using CopyFunction = uint32_t (*)(uint32_t, const unsigned char*, size_t, unsigned char*);
-using Function = uint32_t (*)(uint32_t, const unsigned char*, size_t);
-
-struct Implementation {
-  const char* name;
-  Function function;
-  CopyFunction copy;
-};
-
-Implementation choose() {
+Function choose() {
 #if defined(__x86_64__)
-  if (detail::have_avx512()) return {"avx512", detail::crc32_avx512, detail::copy_crc32_avx512};
-  if (detail::have_folding()) return {"pclmul", detail::crc32_folding, detail::copy_crc32_folding};
-#elif defined(__aarch64__)
-  if (detail::have_folding()) return {"pmull", detail::crc32_folding, detail::copy_crc32_folding};
-  if (detail::have_instructions()) return {"armv8", detail::crc32_instructions, detail::copy_crc32_instructions};
+  if (detail::have_avx512()) return detail::crc32_avx512;
 #endif
-  return {"table", detail::crc32_table, detail::copy_crc32_table};
+#if defined(__x86_64__) || defined(__aarch64__)
+  if (detail::have_folding()) return detail::crc32_folding;
+#endif
+  return detail::crc32_table;
 }
 
-const Implementation kChosen = choose();
+const Function kChosen = choose();
 
 }  // namespace
 
 namespace detail {
 
-uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size) {
+uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  if (to != nullptr && size != 0) data = static_cast<unsigned char*>(std::memcpy(to, data, size));
   return ~update_table(~crc, data, size);
-}
-
-uint32_t copy_crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
-  if (size != 0) std::memcpy(to, data, size);
-  return crc32_table(crc, to, size);
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -334,12 +272,8 @@ bool have_folding() {
 #endif
 }
 
-uint32_t crc32_folding(uint32_t crc, const unsigned char* data, size_t size) {
-  return with_folding<false>(crc, data, size, nullptr);
-}
-
-uint32_t copy_crc32_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
-  return with_folding<true>(crc, data, size, to);
+uint32_t crc32_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  return to == nullptr ? with_folding<false>(crc, data, size, to) : with_folding<true>(crc, data, size, to);
 }
 #endif
 
@@ -348,46 +282,24 @@ bool have_avx512() {
   return have_folding() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
 }
 
-uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size) {
-  return with_avx512<false>(crc, data, size, nullptr);
-}
-
-uint32_t copy_crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
-  return with_avx512<true>(crc, data, size, to);
-}
-#endif
-
-#if defined(__aarch64__)
-bool have_instructions() {
-  return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
-}
-
-uint32_t crc32_instructions(uint32_t crc, const unsigned char* data, size_t size) {
-  return with_instructions<false>(crc, data, size, nullptr);
-}
-
-uint32_t copy_crc32_instructions(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
-  return with_instructions<true>(crc, data, size, to);
+uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  return to == nullptr ? with_avx512<false>(crc, data, size, to) : with_avx512<true>(crc, data, size, to);
 }
 #endif
 
 }  // namespace detail
 
 uint32_t crc32(uint32_t crc, const void* data, size_t size) {
-  return kChosen.function(crc, static_cast<const unsigned char*>(data), size);
+  return kChosen(crc, static_cast<const unsigned char*>(data), size, nullptr);
 }
 
 uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc) {
-  return kChosen.copy(crc, static_cast<const unsigned char*>(source), size, static_cast<unsigned char*>(target));
+  return kChosen(crc, static_cast<const unsigned char*>(source), size, static_cast<unsigned char*>(target));
 }
 
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b) {
   if (crc_a == 0) return crc_b;  // saves the power: B is all there is, or A counts for nothing
   return multiply(power_of_x(size_b, 3), crc_a) ^ crc_b;
-}
-
-const char* crc32_implementation() {
-  return kChosen.name;
 }
 
 }  // namespace vescale_ckpt

@@ -17,26 +17,15 @@ uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc)
 // The checksum of A followed by B from those of A and B; `size_b` is B's length in bytes.
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b);
 
-// "avx512", "pclmul", "pmull", "armv8" or "table": what this processor runs.
-const char* crc32_implementation();
-
-namespace detail {  // each implementation alone, for tests
-uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size);
-uint32_t copy_crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
+namespace detail {  // each implementation alone, for tests; with `to` it copies there and checksums the copy
+uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
 #if defined(__x86_64__) || defined(__aarch64__)
 bool have_folding();  // by carry-less multiplication
-uint32_t crc32_folding(uint32_t crc, const unsigned char* data, size_t size);
-uint32_t copy_crc32_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
+uint32_t crc32_folding(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
 #endif
 #if defined(__x86_64__)
 bool have_avx512();
-uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size);
-uint32_t copy_crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
-#endif
-#if defined(__aarch64__)
-bool have_instructions();  // for this CRC
-uint32_t crc32_instructions(uint32_t crc, const unsigned char* data, size_t size);
-uint32_t copy_crc32_instructions(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
+uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
 #endif
 }  // namespace detail
 

@@ -52,6 +52,9 @@ class Error : public std::runtime_error {
     return Error(Kind::invalid, reason, {}, 0, 0, item);
   }
 
+  // The same, of a row of the caller's table.
+  Error of_item(int64_t row) const { return Error(kind, what(), path, offset, code, row); }
+
   Kind kind;
   std::string path;
   uint64_t offset;  // bytes from the start of the file

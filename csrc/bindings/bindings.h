@@ -99,6 +99,10 @@ inline py::tuple numbers(std::span<const int64_t> values) {
 // An inventory: bytes, or the tuple of its parts. Valid while the Python objects live.
 state::InventoryParts inventory_view(const py::handle& inventory);
 
+// Names as pickle has them, with lone surrogates. `named` throws Error (corrupt) for what is no text.
+std::string utf8(const py::handle& text);
+py::str named(std::string_view bytes);
+
 // Paths and names are bytes to the system; to Python they are text, whatever they hold.
 inline py::str text(const std::string& bytes) {
   PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");

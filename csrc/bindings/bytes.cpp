@@ -14,31 +14,48 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-// Rows: file, offset, length, address.
-std::vector<read::ReadItem> parse_byte_table(std::span<const int64_t> table) {
-  std::vector<read::ReadItem> items;
-  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const auto file = static_cast<uint32_t>(cursor.size());
-    const uint64_t offset = cursor.size(), length = cursor.size();
-    const int64_t start = 0, stride = 1;
-    const auto size = static_cast<int64_t>(length);
-    items.push_back({.file = file,
-                     .record_offset = offset,
-                     .record_length = length,
-                     .dtype = 0,
-                     .chunk_sizes = {},
-                     .box = io::Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
-                     .memory = cursor.address(),
-                     .bare = true});
-  }
-  return items;
+read::ReadItem byte_item(uint32_t file, uint64_t offset, uint64_t length, std::byte* memory) {
+  const int64_t start = 0, stride = 1;
+  const auto size = static_cast<int64_t>(length);
+  return {.file = file,
+          .record_offset = offset,
+          .record_length = length,
+          .dtype = 0,
+          .chunk_sizes = {},
+          .box = io::Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
+          .memory = memory,
+          .bare = true};
 }
 
+// Rows: file, offset, length, address.
 py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const io::EngineOptions& options) {
   const Table table(buffer);
-  const auto report =
-      without_gil([&] { return read::read_tensors(paths, parse_byte_table(table.values()), false, options); });
+  std::vector<read::ReadItem> items;
+  for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
+    const auto file = static_cast<uint32_t>(cursor.size());
+    const uint64_t offset = cursor.size(), length = cursor.size();
+    items.push_back(byte_item(file, offset, length, cursor.address()));
+  }
+  const auto report = without_gil([&] { return read::read_tensors(paths, items, false, options); });
   return stats_dict(report->stats);
+}
+
+// Rows: file, offset, length.
+std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
+                                    const io::EngineOptions& options) {
+  const Table table(buffer);
+  std::vector<py::bytes> objects;
+  std::vector<read::ReadItem> items;
+  for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
+    const auto file = static_cast<uint32_t>(cursor.size());
+    const uint64_t offset = cursor.size(), length = cursor.size();
+    auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
+    if (raw == nullptr) throw py::error_already_set();
+    objects.push_back(py::reinterpret_steal<py::bytes>(raw));
+    items.push_back(byte_item(file, offset, length, reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw))));
+  }
+  without_gil([&] { return read::read_tensors(paths, items, false, options); });
+  return objects;
 }
 
 // Of rows of address, length, offset in a file: a checksum and a length for each cell that a row touches.
@@ -58,7 +75,7 @@ py::bytes crc32_of_cells(const py::buffer& buffer) {
       }
     }
   }
-  return py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(int64_t));
+  return bytes_of(found);
 }
 
 }  // namespace
@@ -73,6 +90,7 @@ void bind_bytes(py::module_& module) {
   module.def("crc32_combine", &crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
   module.def("read_bytes", &read_bytes, py::arg("paths"), py::arg("table"), py::arg("options"),
              "ranges of files, as they are");
+  module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -16,15 +16,14 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/make_device_load.h"
-#include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/commit.h"
 #include "io/transfer.h"
 #include "read/archive_file.h"
+#include "read/read_plan.h"
 #include "read/read_table.h"
 #include "read/reader.h"
-#include "write/samples.h"
 #include "write/write_table.h"
 #include "write/writer.h"
 
@@ -100,7 +99,7 @@ py::bytes places(const write::FileWriter& writer, const std::vector<write::Place
     table.push_back(static_cast<int64_t>(record.length));
     table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
   }
-  return py::bytes(reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t));
+  return bytes_of(table);
 }
 
 py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
@@ -150,44 +149,13 @@ py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t le
 
 // Record offset and CRC-32 of the body by row, or None if the file ends in no sound table; where that begins.
 py::tuple checksum_table(const std::string& path) {
-  std::optional<format::ChecksumTable> table;
   uint64_t offset = 0;
-  {
-    const py::gil_scoped_release release;
-    const auto file = io::File::open(path, io::Access::buffered);
-    std::vector<std::byte> bytes(format::ChecksumTable::kFooterBytes);
-    if (file->size() >= bytes.size()) {
-      offset = file->size() - bytes.size();
-      io::read_exactly(*file, offset, bytes);
-      if (const auto footer = format::ChecksumTable::parse_footer(bytes, file->size())) {
-        offset = footer->table_offset;
-        bytes.resize(footer->table_bytes);
-        io::read_exactly(*file, offset, bytes);
-        table = format::ChecksumTable::parse(bytes, *footer);
-      }
-    }
-  }
+  const auto table =
+      without_gil([&] { return read::load_checksum_table(*io::File::open(path, io::Access::buffered), offset); });
   if (!table) return py::make_tuple(py::none(), offset);
   py::list rows;
   for (const format::ChecksumTable::Row& row : table->rows()) rows.append(py::make_tuple(row.record_offset, row.crc));
   return py::make_tuple(std::move(rows), offset);
-}
-
-std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
-                                    const io::EngineOptions& options) {
-  const Table table(buffer);
-  const std::vector<read::ByteRange> ranges = read::parse_range_table(table.values());
-  std::vector<py::bytes> objects;
-  std::vector<std::byte*> targets;
-  for (const read::ByteRange& range : ranges) {
-    auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(range.length));
-    if (raw == nullptr) throw py::error_already_set();
-    objects.push_back(py::reinterpret_steal<py::bytes>(raw));
-    targets.push_back(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw)));
-  }
-  const py::gil_scoped_release release;
-  read::read_ranges(paths, ranges, targets, options);
-  return objects;
 }
 
 std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
@@ -213,20 +181,11 @@ void bind_engine(py::module_& module) {
 
   py::class_<write::FileWriter, Writer>(module, "FileWriter")
       .def(py::init(
-               [](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options, bool checksums) {
-                 const Table table(bodies);
-                 const py::gil_scoped_release release;
-                 return Writer(
-                     new write::FileWriter(path, write::FileWriter::space_for(table.values()), options, checksums));
+               [](const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums) {
+                 return Writer(new write::FileWriter(path, expected_bytes, options, checksums));
                }),
-           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
-      .def_static(
-          "exactly",
-          [](const std::string& path, uint64_t bytes, const io::EngineOptions& options, bool checksums) {
-            return Writer(new write::FileWriter(path, bytes, options, checksums));
-          },
-          py::arg("path"), py::arg("bytes"), py::arg("options"), py::arg("checksums") = true,
-          py::call_guard<py::gil_scoped_release>(), "for a file whose length is known")
+           py::arg("path"), py::arg("expected_bytes"), py::arg("options"), py::arg("checksums") = true,
+           py::call_guard<py::gil_scoped_release>())
       .def("write_tensors", &write_tensors)
       .def("write_objects", &write_objects)
       .def(
@@ -260,7 +219,6 @@ void bind_engine(py::module_& module) {
       "upper bound of the length of a file that holds records of such sizes");
   module.def("read_tensors", &read_from_files, py::arg("paths"), py::arg("table"), py::arg("verify"),
              py::arg("options"), py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
-  module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
   module.def("check_archive_at", &check_archive_at, py::arg("path"), py::arg("offset"), py::arg("length"),
@@ -337,11 +295,6 @@ void bind_engine(py::module_& module) {
         return crc32(0, first.data(), first.size());
       },
       py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
-  module.def("capabilities", [] {
-    py::dict result;
-    result["crc32"] = crc32_implementation();
-    return result;
-  });
 
   // For tests: let system calls fail.
   module.def("bytes_read", &io::bytes_read);

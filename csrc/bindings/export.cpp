@@ -12,7 +12,6 @@
 #include "hf/export_layout.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
-#include "state/shared_memory.h"
 #include "write/box_writer.h"
 #include "write/ordered_writer.h"
 
@@ -142,15 +141,6 @@ void bind_export(py::module_& module) {
                                               Table(record_locations).values(), with_brought));
       },
       py::arg("inventory"), py::arg("local_plan"), py::arg("record_locations"), py::arg("with_brought"));
-  module.def(
-      "items_that_share_memory",
-      [](const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready) {
-        const state::Inventory items(view(inventory));
-        const Table source_table(sources), tensor_table(tensors);
-        return state::items_that_share_memory(
-            state::StateTables(items, source_table.values(), tensor_table.values(), view(ready)));
-      },
-      py::arg("inventory"), py::arg("sources"), py::arg("tensors"), py::arg("ready"));
   module.def("reserve_file", &io::reserve_file, py::arg("path"), py::arg("bytes"),
              py::call_guard<py::gil_scoped_release>());
   module.def(

@@ -24,30 +24,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-// Names as pickle has them: what is not text in Python's sense still has bytes.
-py::bytes encoded(const py::handle& text) {
-  PyObject* bytes = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");
-  if (bytes == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(bytes);
-}
-
-py::str decoded(std::string_view name) {
-  PyObject* text = PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "surrogatepass");
-  if (text == nullptr) {
-    PyErr_Clear();
-    throw Error::corrupt("the index holds a name that is no text", {}, 0);
-  }
-  return py::reinterpret_steal<py::str>(text);
-}
-
-std::span<const int64_t> words(const py::bytes& bytes) {
-  const auto raw = view(bytes);
-  if (raw.size() % sizeof(int64_t) != 0 || reinterpret_cast<uintptr_t>(raw.data()) % alignof(int64_t) != 0) {
-    throw Error::invalid("a table is whole, aligned words");
-  }
-  return {reinterpret_cast<const int64_t*>(raw.data()), raw.size() / sizeof(int64_t)};
-}
-
 // Bytes that are filled in later.
 py::bytes room(uint64_t bytes) {
   PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));
@@ -70,10 +46,10 @@ py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tu
   if (names.size() != paths.size()) throw py::value_error("expected as many paths as names");
   metadata::KeyPathsBuilder builder;
   for (size_t i = 0; i < names.size(); ++i) {
-    builder.name(std::string_view(encoded(names[i])), static_cast<uint32_t>(paths[i].size()));
+    builder.name(utf8(names[i]), static_cast<uint32_t>(paths[i].size()));
     for (const py::handle element : paths[i]) {
       if (py::isinstance<py::str>(element)) {
-        builder.text(std::string_view(encoded(element)));
+        builder.text(utf8(element));
       } else {
         builder.number(element.cast<int64_t>());
       }
@@ -88,13 +64,13 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
                                                  const py::str& save_id, const std::optional<py::str>& structure,
                                                  io::PendingFile* target) {
+  const std::vector<Table> held(record_locations.begin(), record_locations.end());
   std::vector<std::span<const int64_t>> tables;
-  for (const py::bytes& table : record_locations) tables.push_back(words(table));
+  for (const Table& table : held) tables.push_back(table.values());
   std::vector<std::span<const std::byte>> blocks;
   for (const py::bytes& block : paths) blocks.push_back(view(block));
-  const py::bytes checkpoint_text = encoded(checkpoint_id), save_text = encoded(save_id);
-  const py::bytes structure_text = structure ? encoded(*structure) : py::bytes();
-  const std::string_view checkpoint = checkpoint_text, save = save_text;
+  const std::string checkpoint = utf8(checkpoint_id), save = utf8(save_id);
+  const std::string structure_text = structure ? utf8(*structure) : std::string();
 
   const auto of_ranks = without_gil([&] {
     metadata::RecordLocations locations(std::move(tables), files);
@@ -102,7 +78,7 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
     return std::make_pair(std::move(locations), metadata::KeyPaths(blocks));
   });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
-  if (structure) content.structure = std::string_view(structure_text);
+  if (structure) content.structure = structure_text;
   py::bytes metadata =
       room(target != nullptr ? metadata::MetadataTrailer::kBytes : metadata::most_metadata_bytes(content));
   const auto [pickle, image] = without_gil([&, out = data(metadata)] {
@@ -126,21 +102,22 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
 std::unique_ptr<metadata::Index> from_rows(const py::bytes& inventory, const py::bytes& record_locations,
                                            const std::vector<std::string>& files, const std::string& save_id) {
   const auto rows = view(inventory);
-  const auto table = words(record_locations);
+  const Table table(record_locations);
   const py::gil_scoped_release release;
-  return std::make_unique<metadata::Index>(metadata::index_of_rows(state::Inventory(rows), table, files, save_id));
+  return std::make_unique<metadata::Index>(
+      metadata::index_of_rows(state::Inventory(rows), table.values(), files, save_id));
 }
 
 std::vector<py::str> keys(const metadata::Index& index) {
   std::vector<py::str> names;
   names.reserve(index.size());
-  for (uint64_t i = 0; i < index.size(); ++i) names.push_back(decoded(index.key(i).name));
+  for (uint64_t i = 0; i < index.size(); ++i) names.push_back(named(index.key(i).name));
   return names;
 }
 
 std::vector<py::str> all_files(const metadata::Index& index) {
   std::vector<py::str> names;
-  for (uint32_t i = 0; i < index.files(); ++i) names.push_back(decoded(index.file(i)));
+  for (uint32_t i = 0; i < index.files(); ++i) names.push_back(named(index.file(i)));
   return names;
 }
 
@@ -163,7 +140,7 @@ py::tuple row(const metadata::Index& index, uint64_t number) {
   if (const auto found = index.find(key.name); !found || found->number != number) {
     throw Error::corrupt("the index does not find a name that it holds", {}, 0);
   }
-  return py::make_tuple(decoded(key.name), decoded(key.dtype), numbers(key.shape), chunks(index, key));
+  return py::make_tuple(named(key.name), named(key.dtype), numbers(key.shape), chunks(index, key));
 }
 
 // What a tensor or an object of the index is as a whole, for loads into new tensors: (names, dtype codes or -1, shapes,
@@ -179,7 +156,7 @@ py::tuple whole_items(const metadata::Index& index, const std::vector<uint64_t>&
   for (size_t row = 0; row < selected.size(); ++row) {
     if (selected[row] >= index.size()) throw py::index_error("the index has no such key");
     const metadata::Index::Key key = index.key(selected[row]);
-    names[row] = decoded(key.name);
+    names[row] = named(key.name);
     shapes[row] = numbers(key.shape);
     if (key.kind == state::ItemKind::object) {
       state::Item object;
@@ -222,7 +199,7 @@ std::vector<std::tuple<int64_t, std::string, py::str>> mismatched(const metadata
 
 std::vector<py::str> files(const metadata::LoadPlan& plan) {
   std::vector<py::str> names;
-  for (const std::string& file : plan.files) names.push_back(decoded(file));
+  for (const std::string& file : plan.files) names.push_back(named(file));
   return names;
 }
 
@@ -247,9 +224,6 @@ void bind_index(py::module_& module) {
 
   py::class_<metadata::Index>(module, "Index")
       .def_static(
-          "open", [](const std::string& path) { return std::make_unique<metadata::Index>(path); }, py::arg("path"),
-          py::call_guard<py::gil_scoped_release>())
-      .def_static(
           "from_bytes",
           [](const py::bytes& image, const std::string& path) {
             const auto raw = view(image);
@@ -259,15 +233,13 @@ void bind_index(py::module_& module) {
           py::arg("image"), py::arg("path") = "", "of bytes that nobody has looked at; `path` is for messages")
       .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("record_locations"), py::arg("files"),
                   py::arg("save_id") = "")
-      .def_property_readonly("save_id", [](const metadata::Index& index) { return decoded(index.save_id()); })
+      .def_property_readonly("save_id", [](const metadata::Index& index) { return named(index.save_id()); })
       .def(
           "matches",
           [](const metadata::Index& index, const py::bytes& trailer, uint64_t metadata_length) {
             return index.matches(view(trailer), metadata_length);
           },
           py::arg("trailer"), py::arg("metadata_length"))
-      .def("check", &metadata::Index::check, py::call_guard<py::gil_scoped_release>(),
-           "reads all of it; raises if it is damaged")
       .def("__len__", &metadata::Index::size)
       .def("keys", &keys)
       .def("row", &row, py::arg("number"), "(name, dtype or empty for an object, shape, chunks) of a key")

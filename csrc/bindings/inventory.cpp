@@ -4,24 +4,19 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
-py::str name_of(const state::Item& item) {
-  PyObject* name = PyUnicode_DecodeUTF8(item.name.data(), static_cast<Py_ssize_t>(item.name.size()), "surrogatepass");
-  if (name == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(name);
-}
-
 py::list items(const py::object& packed) {
   const state::Inventory inventory(inventory_view(packed));
   py::list result(inventory.size());
   for (size_t i = 0; i < inventory.size(); ++i) {
     const state::Item item = inventory[i];
-    result[i] = py::make_tuple(name_of(item), static_cast<int>(item.kind), static_cast<int>(item.dtype),
+    result[i] = py::make_tuple(named(item.name), static_cast<int>(item.kind), static_cast<int>(item.dtype),
                                (item.flags & state::kRequiresGrad) != 0, item.bytes, numbers(item.shape),
                                numbers(item.offset), numbers(item.size));
   }
@@ -32,7 +27,7 @@ py::list objects(const py::object& packed) {
   const state::Inventory inventory(inventory_view(packed));
   py::list result;
   for (size_t i = 0; i < inventory.size(); ++i) {
-    if (const state::Item item = inventory[i]; item.kind == state::ItemKind::object) result.append(name_of(item));
+    if (const state::Item item = inventory[i]; item.kind == state::ItemKind::object) result.append(named(item.name));
   }
   return result;
 }
@@ -57,8 +52,7 @@ py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
     }
     builder.add(item);
   }
-  const std::vector<std::byte> packed = builder.pack(inventory.node());
-  return py::bytes(reinterpret_cast<const char*>(packed.data()), packed.size());
+  return bytes_of(builder.pack(inventory.node()));
 }
 
 // What ranks have in common travels once: see state::InventoryParts. The header has the node.
@@ -72,6 +66,25 @@ py::tuple parts(const py::bytes& bytes) {
 }
 
 }  // namespace
+
+std::string utf8(const py::handle& text) {
+  Py_ssize_t size = 0;
+  if (const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size); data != nullptr) {
+    return {data, static_cast<size_t>(size)};
+  }
+  if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) throw py::error_already_set();
+  PyErr_Clear();  // lone surrogates, which Python's pickle keeps too
+  PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");
+  if (encoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(encoded);
+}
+
+py::str named(std::string_view bytes) {
+  PyObject* text = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
+  if (text != nullptr) return py::reinterpret_steal<py::str>(text);
+  PyErr_Clear();
+  throw Error::corrupt("a name is no text", {}, 0);
+}
 
 state::InventoryParts inventory_view(const py::handle& inventory) {
   if (py::isinstance<py::bytes>(inventory)) return {view(py::reinterpret_borrow<py::bytes>(inventory))};

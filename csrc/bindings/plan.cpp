@@ -51,21 +51,15 @@ py::list differences(const plan::GlobalPlan& plan) {
   return found;
 }
 
-py::tuple tuple_of(std::span<const int64_t> values) {
-  py::tuple tuple(values.size());
-  for (size_t i = 0; i < values.size(); ++i) tuple[i] = values[i];
-  return tuple;
-}
-
 py::list catalog_rows(const metadata::Catalog& catalog) {
   py::list rows;
   for (const metadata::Catalog::Key& key : catalog.keys) {
     const py::str name = text(std::string(catalog.name(key)));
-    const py::tuple shape = tuple_of(catalog.shape(key));
+    const py::tuple shape = numbers(catalog.shape(key));
     for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
       const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
-      rows.append(py::make_tuple(name, static_cast<int>(key.kind), shape, tuple_of(catalog.offset(key, chunk)),
-                                 tuple_of(catalog.size(key, chunk)), chunk.writer, chunk.row));
+      rows.append(py::make_tuple(name, static_cast<int>(key.kind), shape, numbers(catalog.offset(key, chunk)),
+                                 numbers(catalog.size(key, chunk)), chunk.writer, chunk.row));
     }
   }
   return rows;

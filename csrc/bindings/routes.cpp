@@ -15,7 +15,6 @@
 #include "share/route_tables.h"
 #include "share/routes.h"
 #include "share/split_reads.h"
-#include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -59,16 +58,6 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
     for (size_t i = 0; i < ranks.size(); ++i) ranks[i].files = names.at(files[i].ptr());
     return share::plan_routes(ranks, options, bytes, relays);
   });
-}
-
-std::tuple<py::bytes, py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
-                                                                   const py::buffer& sources, const py::buffer& tensors,
-                                                                   const py::bytes& ready, const py::buffer& memories) {
-  const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
-  const state::Inventory items(view(inventory));
-  state::FillTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
-                                                   row_words.values(), memory_words.values());
-  return {bytes_of(table.copies.rows), bytes_of(table.copies.devices), std::move(table.rest)};
 }
 
 std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const std::vector<uint32_t>& groups,
@@ -199,9 +188,6 @@ void bind_routes(py::module_& module) {
         return bytes_of(share::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
-  module.def("place_table", &place_table, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
-             py::arg("tensors"), py::arg("ready"), py::arg("memories"),
-             "the table of copies, their devices, and the numbers of rows that are not in it");
   module.def("plan_writes", &plan_writes, py::arg("held"), py::arg("groups"), py::arg("nodes"), py::arg("writers"),
              py::arg("bytes"), py::arg("piece_bytes"), py::arg("budget_bytes"), "each rank's routes, packed");
   py::class_<HeldTables>(module, "HeldRows")

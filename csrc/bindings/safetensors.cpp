@@ -107,28 +107,26 @@ py::object header_rows(const std::vector<std::shared_ptr<hf::SafetensorsFile>>& 
     }
     for (const hf::SafetensorsHeader::Tensor* const tensor : wanted) {
       if (tensor == nullptr || !seen.add(tensor->name).second) return py::none();
-      const std::string_view torch_name = header.dtype(*tensor).torch;
-      const auto dtype = std::ranges::find(format::dtypes(), torch_name, &format::DType::name);
-      if (dtype == format::dtypes().end()) return py::none();
+      const auto code = format::dtype_named(header.dtype(*tensor).torch);
+      if (!code) return py::none();
       std::vector<int64_t> shape;
       try {
         shape = header.torch_shape(*tensor);
       } catch (const Error&) {
         return py::none();
       }
-      uint64_t least = dtype->item_bytes;  // as if no dimension were empty
+      uint64_t least = format::dtypes()[*code].item_bytes;  // as if no dimension were empty
       for (const int64_t size : shape) {
         const auto length = static_cast<uint64_t>(std::max<int64_t>(size, 1));
         if (__builtin_mul_overflow(least, length, &least) || least >= metadata::kFarthest) return py::none();
       }
-      const auto code = static_cast<uint8_t>(dtype - format::dtypes().begin());
       const uint64_t bytes = tensor->end - tensor->begin;
       zeros.assign(shape.size(), 0);
-      inventory.add({tensor->name, state::ItemKind::tensor, code, 0, bytes, shape, zeros, shape});
+      inventory.add({tensor->name, state::ItemKind::tensor, *code, 0, bytes, shape, zeros, shape});
       locations.insert(locations.end(), {static_cast<int64_t>(number), static_cast<int64_t>(tensor->begin),
                                          static_cast<int64_t>(bytes), int64_t{files[number]->head_crc}});
       names.append(py::str(tensor->name));
-      codes.push_back(static_cast<char>(code));
+      codes.push_back(static_cast<char>(*code));
     }
   }
   for (const auto& file : files) {
@@ -154,8 +152,7 @@ struct LentTensor {
   std::vector<int64_t> shape, strides;
 
   explicit LentTensor(const hf::SafetensorsLoad::Tensor& loaded)
-      : data(loaded.data), shape(loaded.shape), strides(loaded.shape.size(), 1) {
-    for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
+      : data(loaded.data), shape(loaded.shape), strides(format::contiguous_strides(shape)) {
     managed.tensor = {data.get(),   dlpack::kCpu,   0, static_cast<int32_t>(shape.size()), data_type(loaded.dtype),
                       shape.data(), strides.data(), 0};
     managed.context = this;

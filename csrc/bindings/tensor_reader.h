@@ -53,10 +53,7 @@ class TensorReader {
   TensorReader(const py::tuple& plain_types, const py::dict& dtype_codes, py::function row_in_python)
       : dtype_codes_(dtype_codes), row_in_python_(std::move(row_in_python)) {
     for (const DTypeName& known : kDTypeNames) {
-      for (size_t code = 0; code < format::dtypes().size(); ++code) {
-        if (format::dtypes()[code].name == known.name)
-          codes_.emplace_back(key_of(known.type), static_cast<int64_t>(code));
-      }
+      if (const auto code = format::dtype_named(known.name)) codes_.emplace_back(key_of(known.type), *code);
     }
     for (const py::handle type : plain_types) {
       const py::object capsule = py::getattr(type, dlpack::kApiAttribute, py::none());
@@ -87,11 +84,8 @@ class TensorReader {
       words_.insert(words_.end(), seen.strides, seen.strides + dims);
       return;
     }
-    words_.resize(words_.size() + dims);
-    int64_t stride = 1;
-    for (size_t dim = dims; dim-- > 0; stride *= std::max<int64_t>(seen.shape[dim], 1)) {
-      words_[words_.size() - dims + dim] = stride;
-    }
+    const std::vector<int64_t> strides = format::contiguous_strides({seen.shape, dims});
+    words_.insert(words_.end(), strides.begin(), strides.end());
   }
 
   const std::vector<int64_t>& words() const { return words_; }

@@ -31,18 +31,6 @@ py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, co
 
 // --- Items
 
-std::string utf8(const py::handle& name) {
-  Py_ssize_t size = 0;
-  if (const char* data = PyUnicode_AsUTF8AndSize(name.ptr(), &size); data != nullptr) {
-    return {data, static_cast<size_t>(size)};
-  }
-  if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) throw py::error_already_set();
-  PyErr_Clear();  // lone surrogates, which Python's pickle keeps too
-  PyObject* encoded = PyUnicode_AsEncodedString(name.ptr(), "utf-8", "surrogatepass");
-  if (encoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(encoded);
-}
-
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
   if (names.size() != rows.size()) throw Error::invalid("expected as many rows of items as names");
   state::InventoryBuilder builder;
@@ -136,47 +124,56 @@ py::object inventory_of_tensors(const py::list& names, const py::bytes& table, c
   return py::make_tuple(bytes_of(builder.pack(node)), bytes_of(sources));
 }
 
-// --- Where the items are
+// --- A state in tables
 
-py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
-                     const py::bytes& tensors, const py::bytes& ready) {
-  const Table row_words(rows), source_words(sources), tensor_words(tensors);
-  const state::Inventory items(view(inventory));
-  const state::CopyTable table =
-      state::make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+class HeldState {
+ public:
+  HeldState(const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready)
+      : inventory_(inventory),
+        ready_(ready),
+        sources_(sources),
+        tensors_(tensors),
+        items_(view(inventory_)),
+        tables_(items_, sources_.values(), tensors_.values(), view(ready_)) {}
+  HeldState(const HeldState&) = delete;
+  HeldState& operator=(const HeldState&) = delete;
+
+  const state::StateTables& tables() const { return tables_; }
+
+ private:
+  const py::bytes inventory_, ready_;
+  const Table sources_, tensors_;
+  const state::Inventory items_;
+  const state::StateTables tables_;
+};
+
+template <auto make>
+py::bytes made_table(const HeldState& state, const py::buffer& rows) {
+  return bytes_of(make(state.tables(), Table(rows).values()));
+}
+
+py::tuple copy_table(const HeldState& state, const py::buffer& rows) {
+  const state::CopyTable table = state::make_copy_table(state.tables(), Table(rows).values());
   return py::make_tuple(bytes_of(table.rows), bytes_of(table.devices));
 }
 
-py::tuple read_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
-                     const py::bytes& tensors, const py::bytes& ready) {
-  const Table row_words(rows), source_words(sources), tensor_words(tensors);
-  const state::Inventory items(view(inventory));
-  const state::FillTable table =
-      state::make_read_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+py::tuple fill_tuple(const state::FillTable& table) {
   return py::make_tuple(bytes_of(table.copies.rows), bytes_of(table.copies.devices), table.rest);
 }
 
-// --- Replicas
-
 using SampleArgument = std::tuple<uint32_t, uint32_t, uint64_t>;
 
-// What a rank tells of some of its items.
-struct HashedItems {
-  HashedItems(const state::StateTables& state, std::span<const uint32_t> items, const SampleArgument& sample,
-              const py::bytes& factors) {
-    const Table words(factors);
-    const std::vector<uint64_t> of_elements(words.values().begin(), words.values().end());
-    const auto& [of_small, of_large, large_bytes] = sample;
-    hashes = state::replica_hashes(state, items, {of_small, of_large, large_bytes}, of_elements);
-  }
-  std::vector<uint64_t> hashes;
-};
+std::vector<uint64_t> hashes_of(const HeldState& state, std::span<const uint32_t> items, const SampleArgument& sample,
+                                const py::bytes& factors) {
+  const Table words(factors);
+  const std::vector<uint64_t> of_elements(words.values().begin(), words.values().end());
+  const auto& [of_small, of_large, large_bytes] = sample;
+  return state::replica_hashes(state.tables(), items, {of_small, of_large, large_bytes}, of_elements);
+}
 
-py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
-                         const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
+py::tuple offered_hashes(const HeldState& state, const SampleArgument& sample, const py::bytes& factors,
                          const py::bytes& offered) {
-  const Table source_words(sources), tensor_words(tensors);
-  const state::Inventory all(view(inventory));
+  const state::Inventory& all = state.tables().inventory;
   const std::span<const std::byte> flags = view(offered);
   if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("expected a flag for each item");
   std::vector<uint32_t> items;
@@ -185,40 +182,29 @@ py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, c
     if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
     if (flags.empty() || flags[i] != std::byte{0} || item.bytes >= std::get<2>(sample)) items.push_back(i);
   }
-  const HashedItems found({all, source_words.values(), tensor_words.values(), view(ready)}, items, sample, factors);
+  const std::vector<uint64_t> found = hashes_of(state, items, sample, factors);
   std::vector<uint64_t> hashes(all.size());
   std::vector<uint32_t> rest;
   for (size_t i = 0; i < items.size(); ++i) {
-    hashes[items[i]] = found.hashes[i];
-    if (found.hashes[i] == state::kNotHashed) rest.push_back(items[i]);
+    hashes[items[i]] = found[i];
+    if (found[i] == state::kNotHashed) rest.push_back(items[i]);
   }
   return py::make_tuple(bytes_of(hashes), rest);
 }
 
-py::tuple replica_sum(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
-                      const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
+py::tuple replica_sum(const HeldState& state, const SampleArgument& sample, const py::bytes& factors,
                       const py::bytes& holders) {
-  const Table source_words(sources), tensor_words(tensors);
-  const state::Inventory all(view(inventory));
-  const std::vector<plan::Summand> summands = plan::replica_summands(all, view(holders));
+  const std::vector<plan::Summand> summands = plan::replica_summands(state.tables().inventory, view(holders));
   std::vector<uint32_t> items;
   for (const plan::Summand& summand : summands) items.push_back(summand.item);
-  const HashedItems found({all, source_words.values(), tensor_words.values(), view(ready)}, items, sample, factors);
+  const std::vector<uint64_t> found = hashes_of(state, items, sample, factors);
   uint64_t sum = 0;
   std::vector<std::pair<uint32_t, uint64_t>> rest;
   for (size_t i = 0; i < items.size(); ++i) {
-    sum += summands[i].factor * found.hashes[i];
-    if (found.hashes[i] == state::kNotHashed) rest.emplace_back(items[i], summands[i].factor);
+    sum += summands[i].factor * found[i];
+    if (found[i] == state::kNotHashed) rest.emplace_back(items[i], summands[i].factor);
   }
   return py::make_tuple(sum, rest);
-}
-
-template <auto make>
-py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
-                       const py::bytes& tensors, const py::bytes& ready) {
-  const Table row_words(rows), source_words(sources), tensor_words(tensors);
-  const state::Inventory items(view(inventory));
-  return bytes_of(make({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values()));
 }
 
 }  // namespace
@@ -247,21 +233,33 @@ void bind_tensors(py::module_& module) {
       "are_dense_and_apart",
       [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Table(table).values())); },
       py::arg("table"), "whether each tensor is contiguous, in memory of its own");
-  module.def("offered_hashes", &offered_hashes, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("offered"),
-             "a hash of each item, 0 for none; and the items that are to be hashed in Python");
-  module.def("replica_sum", &replica_sum, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("holders"),
-             "the sum of this rank's summands; item and factor of those that are to be added in Python");
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
-  module.def("write_table", &engine_table<&state::make_write_table>, py::arg("inventory"), py::arg("local_plan"),
-             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
-  module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("local_plan"), py::arg("sources"),
-             py::arg("tensors"), py::arg("ready"), "a write table of rows wherever they are, and their devices");
-  module.def("ready_rows", &engine_table<&state::ready_rows>, py::arg("inventory"), py::arg("local_plan"),
-             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
-  module.def("read_table", &read_table, py::arg("inventory"), py::arg("reads"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), "a read table, the device of each row, and the numbers of rows that are not in it");
+  py::class_<HeldState>(module, "State")
+      .def(py::init<const py::bytes&, const py::buffer&, const py::buffer&, const py::bytes&>(), py::arg("inventory"),
+           py::arg("sources"), py::arg("tensors"), py::arg("ready"))
+      .def("write_table", &made_table<&state::make_write_table>, py::arg("local_plan"))
+      .def("ready_rows", &made_table<&state::ready_rows>, py::arg("local_plan"))
+      .def("copy_table", &copy_table, py::arg("local_plan"),
+           "a write table of rows wherever they are, and their devices")
+      .def(
+          "read_table",
+          [](const HeldState& state, const py::buffer& reads) {
+            return fill_tuple(state::make_read_table(state.tables(), Table(reads).values()));
+          },
+          py::arg("reads"), "a read table, the device of each row, and the numbers of rows that are not in it")
+      .def(
+          "place_table",
+          [](const HeldState& state, const py::buffer& placements, const py::buffer& memories) {
+            return fill_tuple(
+                state::make_place_table(state.tables(), Table(placements).values(), Table(memories).values()));
+          },
+          py::arg("placements"), py::arg("memories"), "the same of copies out of memories")
+      .def("items_that_share_memory",
+           [](const HeldState& state) { return state::items_that_share_memory(state.tables()); })
+      .def("offered_hashes", &offered_hashes, py::arg("sample"), py::arg("factors"), py::arg("offered"),
+           "a hash of each item, 0 for none; and the items that are to be hashed in Python")
+      .def("replica_sum", &replica_sum, py::arg("sample"), py::arg("factors"), py::arg("holders"),
+           "the sum of this rank's summands; item and factor of those that are to be added in Python");
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -7,7 +7,6 @@
 #include "device/cuda_device.h"
 #include "device/cuda_stream.h"
 #include "device/notes.h"
-#include "device/pack_image.h"
 
 namespace vescale_ckpt::device {
 namespace {
@@ -40,11 +39,6 @@ class CudaAccelerator final : public Accelerator {
     check(device_.api, device_.api.pci_address(address.data(), static_cast<int>(address.size()), device_.index),
           [&] { return "ask for the PCI address of " + device_.name; });
     return address.data();
-  }
-
-  bool has_kernel() override {
-    const Current current(device_);
-    return load_kernel();
   }
 
   std::unique_ptr<CopyStream> make_stream(Priority priority) override {
@@ -135,16 +129,6 @@ CudaRuntime::CudaRuntime(const Api& api, const unsigned char* kernels) : api_(ap
 
 CudaRuntime::~CudaRuntime() = default;
 
-std::string CudaRuntime::version() const {
-  const auto text = [](int version) {  // 12.8: 12080
-    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  };
-  int runtime = 0, driver = 0;
-  check(api_, api_.runtime_version(&runtime), [] { return "ask for the version of the runtime"; });
-  check(api_, api_.driver_version(&driver), [] { return "ask for the version of the driver"; });
-  return "CUDA runtime " + text(runtime) + ", driver " + text(driver);
-}
-
 Accelerator& CudaRuntime::accelerator(int device) {
   if (device < 0 || device >= device_count_) {
     throw Error::invalid("device " + std::to_string(device) + " of " + std::to_string(device_count_));
@@ -155,23 +139,20 @@ Accelerator& CudaRuntime::accelerator(int device) {
   return *accelerator;
 }
 
-std::string CudaRuntime::device_name(int device) const {
-  int handle = 0;
-  std::array<char, 256> name{};
-  int code = api_.device_get(&handle, device);
-  if (code == kSuccess) code = api_.device_name(name.data(), static_cast<int>(name.size()), handle);
-  check(api_, code, [&] { return "ask for the name of device " + std::to_string(device); });
-  return name.data();
-}
-
-int CudaRuntime::current_device() const {
-  int device = 0;
-  return api_.current_device != nullptr && api_.current_device(&device) == kSuccess ? device : 0;
-}
-
 void CudaRuntime::enable_batches(bool enabled) {
   batches_.enabled = enabled;
   if (!enabled) note("copies from and to devices are made one by one (VESCALE_CKPT_COPY_BATCHES=0)");
+}
+
+const unsigned char* pack_image() {
+#ifdef VESCALE_CKPT_HAVE_PACK_IMAGE
+  alignas(16) static constexpr unsigned char kImage[] = {
+#include "pack_image.inc"  // written by setup.py
+  };
+  return kImage;
+#else
+  return nullptr;
+#endif
 }
 
 bool cuda_was_started() {

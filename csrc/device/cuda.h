@@ -20,10 +20,6 @@ class CudaRuntime final : public DeviceRuntime {
   CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
   ~CudaRuntime() override;
 
-  std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
-  int device_count() override { return device_count_; }
-  std::string device_name(int device) const;  // makes no context on it
-  int current_device() const;                 // the one of this thread
   // Sets whether copies may be given in batches, on all devices and from now on. A driver or device may refuse batches.
   void enable_batches(bool enabled);
   Accelerator& accelerator(int device) override;
@@ -39,6 +35,9 @@ class CudaRuntime final : public DeviceRuntime {
 
 // Returns this process's runtime, made at the first call; nullptr, with the reason, if there is none.
 CudaRuntime* cuda_runtime(std::string& reason);
+
+// Returns the compiled pack kernel, an image for CUDA's driver; nullptr if the build had no compiler for it.
+const unsigned char* pack_image();
 
 // Whether cuda_runtime was called, with success or not. Saves of states on the host never call it.
 bool cuda_was_started();

@@ -69,7 +69,6 @@ struct Api {
   int (*host_unregister)(void* memory);
 
   // nullptr if the runtime lacks it.
-  int (*current_device)(int* device);
   int (*clear)(void* memory, int value, size_t bytes, Stream stream);
 
   // One of these or neither is there: the first since CUDA 12.8, the second, without `failed`, since 13.0.
@@ -82,7 +81,6 @@ struct Api {
   // hundreds of MiB on its device, even if it only restores the current device. The driver launches kernels, so that
   // the image of one version of CUDA loads beside every later version.
   int (*device_get)(int* device, int ordinal);
-  int (*device_name)(char* name, int length, int device);
   int (*context_retain)(Context* context, int device);
   int (*context_release)(int device);
   int (*context_push)(Context context);

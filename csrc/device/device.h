@@ -68,7 +68,6 @@ class Accelerator {
  public:
   virtual ~Accelerator() = default;
   virtual std::string pci_address() const = 0;  // "0000:3b:00.0"
-  virtual bool has_kernel() = 0;                // whether small ranges can be packed
   virtual std::unique_ptr<CopyStream> make_stream(Priority priority) = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
   // Returns nullptr if there is no kernel for packing, or no free device memory.
@@ -83,7 +82,6 @@ class Accelerator {
 class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
-  virtual int device_count() = 0;
   virtual Accelerator& accelerator(int device) = 0;  // it lives as long as the runtime
 };
 

@@ -19,7 +19,6 @@
 
 #include "device/copy_plan.h"
 #include "device/device.h"
-#include "device/row.h"
 
 namespace vescale_ckpt::device {
 

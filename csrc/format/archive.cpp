@@ -28,13 +28,6 @@ uint32_t clamp(uint64_t value) {
   return value >= kClamped ? kClamped : static_cast<uint32_t>(value);
 }
 
-template <typename Integer>
-Integer load(std::span<const std::byte> bytes, size_t offset) {
-  Integer value;
-  std::memcpy(&value, bytes.data() + offset, sizeof value);
-  return value;
-}
-
 bool starts_with(std::span<const std::byte> bytes, const char (&signature)[5]) {
   return bytes.size() >= 4 && std::memcmp(bytes.data(), signature, 4) == 0;
 }
@@ -172,8 +165,8 @@ std::optional<Directory> find_directory(std::span<const std::byte> tail, uint64_
   if (tail.size() < kEndBytes || tail.size() > archive_size) return std::nullopt;
   // torch writes no comment, so the end record comes last.
   const auto end = tail.last(kEndBytes);
-  if (!starts_with(end, "PK\5\6") || load<uint16_t>(end, 20) != 0) return std::nullopt;
-  Directory directory{load<uint32_t>(end, 16), load<uint32_t>(end, 12), load<uint16_t>(end, 10)};
+  if (!starts_with(end, "PK\5\6") || number_at<uint16_t>(end, 20) != 0) return std::nullopt;
+  Directory directory{number_at<uint32_t>(end, 16), number_at<uint32_t>(end, 12), number_at<uint16_t>(end, 10)};
   uint64_t limit = archive_size - kEndBytes;
   if (tail.size() >= kEndBytes + kLocatorBytes + kEnd64Bytes) {
     const auto locator = tail.last(kEndBytes + kLocatorBytes).first(kLocatorBytes);
@@ -181,8 +174,8 @@ std::optional<Directory> find_directory(std::span<const std::byte> tail, uint64_
     if (starts_with(locator, "PK\6\7")) {
       if (!starts_with(end64, "PK\6\6")) return std::nullopt;
       limit -= kLocatorBytes + kEnd64Bytes;
-      if (load<uint64_t>(locator, 8) != limit) return std::nullopt;
-      directory = {load<uint64_t>(end64, 48), load<uint64_t>(end64, 40), load<uint64_t>(end64, 32)};
+      if (number_at<uint64_t>(locator, 8) != limit) return std::nullopt;
+      directory = {number_at<uint64_t>(end64, 48), number_at<uint64_t>(end64, 40), number_at<uint64_t>(end64, 32)};
     }
   }
   if (directory.size > limit || directory.offset != limit - directory.size) return std::nullopt;
@@ -195,27 +188,28 @@ std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::by
   entries.reserve(directory.entries);
   for (uint64_t index = 0; index < directory.entries; ++index) {
     if (bytes.size() < kCentralBytes || !starts_with(bytes, "PK\1\2")) return std::nullopt;
-    const auto flags = load<uint16_t>(bytes, 8), method = load<uint16_t>(bytes, 10);
-    const size_t name = load<uint16_t>(bytes, 28), extra = load<uint16_t>(bytes, 30),
-                 comment = load<uint16_t>(bytes, 32);
+    const auto flags = number_at<uint16_t>(bytes, 8), method = number_at<uint16_t>(bytes, 10);
+    const size_t name = number_at<uint16_t>(bytes, 28), extra = number_at<uint16_t>(bytes, 30),
+                 comment = number_at<uint16_t>(bytes, 32);
     if (bytes.size() < kCentralBytes + name + extra + comment) return std::nullopt;
     if (method != 0 || (flags & 1) != 0) return std::nullopt;
     // torch's reader takes such an entry for a folder, reads nothing, and leaves the tensor's memory uninitialized.
-    if ((load<uint32_t>(bytes, 38) & kFolderAttribute) != 0) return std::nullopt;
+    if ((number_at<uint32_t>(bytes, 38) & kFolderAttribute) != 0) return std::nullopt;
     ArchiveEntry entry;
     entry.name.assign(reinterpret_cast<const char*>(bytes.data()) + kCentralBytes, name);
-    entry.crc = load<uint32_t>(bytes, 16);
-    entry.size = load<uint32_t>(bytes, 24);
-    entry.header_offset = load<uint32_t>(bytes, 42);
-    if (load<uint32_t>(bytes, 20) != load<uint32_t>(bytes, 24)) return std::nullopt;  // a stored entry has equal sizes
+    entry.crc = number_at<uint32_t>(bytes, 16);
+    entry.size = number_at<uint32_t>(bytes, 24);
+    entry.header_offset = number_at<uint32_t>(bytes, 42);
+    if (number_at<uint32_t>(bytes, 20) != number_at<uint32_t>(bytes, 24))
+      return std::nullopt;  // a stored entry has equal sizes
     for (auto field = bytes.subspan(kCentralBytes + name, extra); field.size() >= 4;) {
-      const size_t length = load<uint16_t>(field, 2);
+      const size_t length = number_at<uint16_t>(field, 2);
       if (length > field.size() - 4) return std::nullopt;
-      if (load<uint16_t>(field, 0) == 1) {
+      if (number_at<uint16_t>(field, 0) == 1) {
         auto values = field.subspan(4, length);
         const auto next = [&values](uint64_t& value) {
           if (values.size() < 8) return false;
-          value = load<uint64_t>(values, 0);
+          value = number_at<uint64_t>(values, 0);
           values = values.subspan(8);
           return true;
         };
@@ -236,8 +230,8 @@ std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::by
 
 uint64_t body_offset(std::span<const std::byte> header, const ArchiveEntry& entry) {
   if (header.size() < kHeaderBytes || !starts_with(header, "PK\3\4")) return 0;
-  if (load<uint16_t>(header, 26) != entry.name.size()) return 0;
-  return entry.header_offset + kHeaderBytes + entry.name.size() + load<uint16_t>(header, 28);
+  if (number_at<uint16_t>(header, 26) != entry.name.size()) return 0;
+  return entry.header_offset + kHeaderBytes + entry.name.size() + number_at<uint16_t>(header, 28);
 }
 
 namespace {

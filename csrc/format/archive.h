@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,6 +45,14 @@ class ArchiveWriter {
   uint64_t position_ = 0;
   std::vector<ArchiveEntry> entries_;
 };
+
+// Returns a little-endian number of a record, which must have it.
+template <typename Integer>
+Integer number_at(std::span<const std::byte> bytes, size_t offset) {
+  Integer value;
+  std::memcpy(&value, bytes.data() + offset, sizeof value);
+  return value;
+}
 
 // The central directory of an archive. The functions below do not trust their input.
 struct Directory {

@@ -105,16 +105,6 @@ class Pickle {
   unsigned memos_ = 0;
 };
 
-std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride *= sizes[dim] == 0 ? 1 : sizes[dim];
-  }
-  return strides;
-}
-
 std::string tensor_pickle(const DType& dtype, std::span<const int64_t> sizes, uint64_t bytes) {
   const bool typed = !dtype.storage.empty();
   Pickle pickle;
@@ -148,6 +138,12 @@ std::span<const DType> dtypes() {
   return kDTypes;
 }
 
+std::optional<uint8_t> dtype_named(std::string_view name) {
+  const auto found = std::ranges::find(kDTypes, name, &DType::name);
+  if (found == kDTypes.end()) return std::nullopt;
+  return static_cast<uint8_t>(found - kDTypes.begin());
+}
+
 uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes) {
   uint64_t bytes = dtype.item_bytes;
   bool empty = false;
@@ -169,6 +165,13 @@ bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides
     if (sizes[dim] != 1 && strides[dim] != elements) return false;
   }
   return true;
+}
+
+std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; stride *= std::max<int64_t>(sizes[dim], 1)) strides[dim] = stride;
+  return strides;
 }
 
 TensorRecord::TensorRecord(const DType& dtype, std::span<const int64_t> sizes)

@@ -26,10 +26,15 @@ struct DType {
 // Returns all dtypes that torch.save can store. A table's "dtype" column is an index into this.
 std::span<const DType> dtypes();
 
+// Returns the index of torch.<name>; nullopt if there is no such dtype.
+std::optional<uint8_t> dtype_named(std::string_view name);
+
 // Returns the bytes of a contiguous tensor. Throws Error(invalid) on a negative size or overflow.
 uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes);
 // Whether elements lie without gaps in C's order. A dimension of one element may have any stride.
 bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides);
+// Returns the strides of a contiguous tensor as torch has them, in elements.
+std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes);
 
 // The framing of one tensor; immutable and shared by all tensors of equal dtype and shape.
 class TensorRecord {

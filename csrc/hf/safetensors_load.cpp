@@ -42,14 +42,6 @@ struct Group {
   }
 };
 
-// The number of the dtype among those of tables.
-uint32_t dtype_number(std::string_view torch_name) {
-  const auto all = format::dtypes();
-  const auto found = std::ranges::find(all, torch_name, &format::DType::name);
-  if (found == all.end()) throw Error::invalid("no table has dtype " + std::string(torch_name));
-  return static_cast<uint32_t>(found - all.begin());
-}
-
 }  // namespace
 
 SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, std::span<const size_t> numbers,
@@ -60,7 +52,7 @@ SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, st
     try {
       tensors_[position].shape = file_->header.torch_shape(tensor);
     } catch (const Error& error) {
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(position));
+      throw error.of_item(static_cast<int64_t>(position));
     }
     tensors_[position].dtype = file_->header.dtype(tensor).torch;
     tensors_[position].bytes = tensor.end - tensor.begin;
@@ -74,11 +66,10 @@ SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, st
         const std::vector<std::string> paths = {file_->file->path()};
         const read::OpenFile open = [&](uint32_t) { return file_->file; };
         try {
-          return read::read_tensors(paths, open, wanted, verify, options, sink, new_memory_ ? &*new_memory_ : nullptr);
+          return read::read_tensors(paths, wanted, verify, options, sink, open, new_memory_ ? &*new_memory_ : nullptr);
         } catch (const Error& error) {
           if (error.item == Error::kNoItem) throw;
-          throw Error(error.kind, error.what(), error.path, error.offset, error.code,
-                      rows[static_cast<size_t>(error.item)]);
+          throw error.of_item(rows[static_cast<size_t>(error.item)]);
         }
       });
 }
@@ -132,20 +123,19 @@ std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbe
                                                    int device) const {
   std::vector<uint32_t> dtypes;
   for (const SafetensorsDType& dtype : safetensors_dtypes()) {
-    dtypes.push_back(dtype.torch.empty() ? 0 : dtype_number(dtype.torch));
+    dtypes.push_back(format::dtype_named(dtype.torch).value_or(0));
   }
   std::vector<read::ReadItem> items;
   items.reserve(numbers.size());
-  std::vector<int64_t> zeros, strides;
+  std::vector<int64_t> zeros;
   for (size_t position = 0; position < numbers.size(); ++position) {
     const Tensor& target = tensors_[position];
     if (target.data == nullptr) continue;
     const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
     const uint32_t dtype = dtypes[tensor.dtype];
     zeros.assign(target.shape.size(), 0);
-    strides.assign(target.shape.size(), 1);
-    for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * target.shape[dim];
-    const io::Box whole(format::dtypes()[dtype].item_bytes, target.shape, zeros, target.shape, strides);
+    const io::Box whole(format::dtypes()[dtype].item_bytes, target.shape, zeros, target.shape,
+                        format::contiguous_strides(target.shape));
     items.push_back({.file = 0,
                      .record_offset = tensor.begin,
                      .record_length = target.bytes,

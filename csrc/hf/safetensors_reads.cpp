@@ -48,7 +48,7 @@ void for_each_row(std::vector<read::ReadItem>& items, const Work& work) {
     try {
       work(items[row]);
     } catch (const Error& error) {
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(row));
+      throw error.of_item(static_cast<int64_t>(row));
     }
   }
 }
@@ -106,14 +106,13 @@ std::unique_ptr<read::ReadReport> SafetensorsReads::read(std::span<const std::st
                                                          std::span<const int64_t> devices, read::DeviceSink* sink) {
   std::vector<read::ReadItem> items = read::parse_read_table(table, devices);
   const read::OpenFile open = prepare(paths, items);
-  return read::read_tensors(paths, open, items, verify_, options_, sink);
+  return read::read_tensors(paths, items, verify_, options_, sink, open);
 }
 
 std::unique_ptr<read::ReadReport> SafetensorsReads::check(std::span<const std::string> paths,
                                                           std::span<const int64_t> table) {
   std::vector<read::ReadItem> items = read::parse_check_table(table);
-  const read::OpenFile open = prepare(paths, items);
-  return read::check_tensors(paths, open, items, options_);
+  return read::check_tensors(paths, items, options_, prepare(paths, items));
 }
 
 }  // namespace vescale_ckpt::hf

@@ -15,8 +15,7 @@ int64_t end_of(int64_t offset, int64_t size) {
 }  // namespace
 
 struct BoxTree::Query {
-  std::span<const int64_t> offset, size;
-  const Fetch& fetch;
+  std::span<const int64_t> offset, size, nodes;
   const Found& found;
 
   bool meets(const int64_t* node) const {
@@ -59,16 +58,16 @@ void BoxTree::fill(std::span<int64_t> nodes) const {
   }
 }
 
-uint64_t BoxTree::overlaps(std::span<const int64_t> offset, std::span<const int64_t> size, const Fetch& fetch,
-                           const Found& found) const {
+uint64_t BoxTree::overlaps(std::span<const int64_t> offset, std::span<const int64_t> size,
+                           std::span<const int64_t> nodes, const Found& found) const {
   const size_t top = first_.size() - 2;
-  return descend({offset, size, fetch, found}, top, 0, first_[top + 1] - first_[top]);
+  return descend({offset, size, nodes, found}, top, 0, first_[top + 1] - first_[top]);
 }
 
 uint64_t BoxTree::descend(const Query& query, size_t level, uint64_t first, uint64_t count) const {
   if (count == 0) return 0;
   uint64_t visited = count;
-  const int64_t* nodes = query.fetch(first_[level] + first, count);
+  const int64_t* nodes = query.nodes.data() + (first_[level] + first) * 2 * ndim_;
   for (uint64_t i = 0; i < count; ++i) {
     const int64_t* node = nodes + i * 2 * ndim_;
     if (!query.meets(node)) continue;

@@ -26,13 +26,12 @@ class BoxTree {
   // Computes the levels above 0, which must be in `nodes` already.
   void fill(std::span<int64_t> nodes) const;
 
-  // Returns nodes first .. first + count. The pointer stays valid.
-  using Fetch = std::function<const int64_t*(uint64_t first, uint64_t count)>;
   using Found = std::function<void(uint64_t box, const int64_t* node)>;
 
-  // Calls `found` with each box that overlaps, in order. Empty boxes overlap nothing; without dimensions all boxes
-  // overlap. Nodes are untrusted: whatever they hold, each is visited once at most. Returns the number of visits.
-  uint64_t overlaps(std::span<const int64_t> offset, std::span<const int64_t> size, const Fetch& fetch,
+  // Calls `found` with each of the boxes in `nodes`, of words(), that overlaps, in order. Empty boxes overlap nothing;
+  // without dimensions all boxes overlap. Nodes are untrusted: whatever they hold, each is visited once at most.
+  // Returns the number of visits.
+  uint64_t overlaps(std::span<const int64_t> offset, std::span<const int64_t> size, std::span<const int64_t> nodes,
                     const Found& found) const;
 
  private:

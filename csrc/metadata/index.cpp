@@ -16,13 +16,6 @@ namespace {
 constexpr uint32_t kMostDtypes = 256;
 constexpr uint64_t kLeastPickled = 16;  // fewer bytes than a chunk takes in `.metadata`
 
-std::optional<uint8_t> code_of(std::string_view name) {
-  const auto known = format::dtypes();
-  const auto found = std::ranges::find(known, name, &format::DType::name);
-  if (found == known.end()) return std::nullopt;
-  return static_cast<uint8_t>(found - known.begin());
-}
-
 // Whether first .. first + count lie within the size.
 bool within(uint64_t first, uint64_t count, uint64_t all) {
   return first <= all && count <= all - first;
@@ -30,34 +23,42 @@ bool within(uint64_t first, uint64_t count, uint64_t all) {
 
 }  // namespace
 
-Index::Index(const std::string& path) : file_(path) {
-  load();
-}
-
-Index::Index(std::vector<std::byte> image, std::string path) : file_(std::move(image), std::move(path)) {
-  load();
-}
-
-void Index::corrupt(const char* what) const {
-  throw Error::corrupt((file_.path().empty() ? "the index" : file_.path()) + " is no sound index: " + what,
-                       file_.path(), 0);
+void Index::corrupt(const char* what, uint64_t offset) const {
+  throw Error::corrupt((path_.empty() ? "the index" : path_) + " is no sound index: " + what, path_, offset);
 }
 
 void Index::load_header() {
-  std::memcpy(&header_, file_.get(0, sizeof header_), sizeof header_);
+  expect(content_.size() >= IndexHeader::kPieceBytes, "it is cut short");
+  std::memcpy(&header_, content_.data(), sizeof header_);
   expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
   expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
          "the checksum of its header differs");
   expect(header_.version == IndexHeader::kVersion, "it is of another version");
 }
 
-void Index::load() {
+// The checksums end the file: one for each piece before them but the first.
+void Index::check_pieces() const {
+  constexpr uint64_t kPiece = IndexHeader::kPieceBytes;
+  const uint64_t table = header_.checksums, pieces = table / kPiece, bytes = content_.size() - table;
+  expect(table % kPiece == 0 && pieces != 0 && bytes == (pieces - 1) * sizeof(uint32_t), "its length differs");
+  const std::byte* const checksums = content_.data() + table;
+  if (crc32(0, checksums, bytes) != header_.checksums_crc) corrupt("the checksum of its checksums differs", table);
+  for (uint64_t piece = 1; piece < pieces; ++piece) {
+    uint32_t expected = 0;
+    std::memcpy(&expected, checksums + (piece - 1) * sizeof expected, sizeof expected);
+    if (crc32(0, content_.data() + piece * kPiece, kPiece) != expected) {
+      corrupt("the checksum of a piece differs", piece * kPiece);
+    }
+  }
+}
+
+Index::Index(std::vector<std::byte> image, std::string path) : content_(std::move(image)), path_(std::move(path)) {
   load_header();
-  expect(header_.piece_bytes == VerifiedFile::kPiece, "it is of another version");
-  expect(header_.file_bytes == file_.size() && header_.checksums <= file_.size(), "its length differs");
+  expect(header_.piece_bytes == IndexHeader::kPieceBytes, "it is of another version");
+  expect(header_.file_bytes == content_.size() && header_.checksums <= content_.size(), "its length differs");
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     const auto [at, count] = header_.tables[section];
-    expect(at % 8 == 0 && at >= VerifiedFile::kPiece && at <= header_.checksums, "a table lies outside of it");
+    expect(at % 8 == 0 && at >= IndexHeader::kPieceBytes && at <= header_.checksums, "a table lies outside of it");
     expect(count <= (header_.checksums - at) / kIndexElement[section], "a table lies outside of it");
   }
   expect(header_.tables[IndexHeader::kColumns].count / kIndexColumns >= size(), "it lacks columns");
@@ -65,29 +66,28 @@ void Index::load() {
   expect(header_.dtypes <= kMostDtypes && strings >= 1 + header_.dtypes, "it lacks names");
   expect(strings < kNoCrc && size() < UINT32_MAX, "it names too much");
   expect(std::has_single_bit(header_.tables[IndexHeader::kSlots].count), "its slots are no power of two");
-  file_.load_checksums(header_.checksums, header_.checksums_crc);
+  check_pieces();
 
   save_id_ = string(0);
   for (uint32_t i = 0; i < header_.dtypes; ++i) {
     dtypes_.push_back(string(1 + i));
-    dtype_codes_.push_back(code_of(dtypes_.back()));
+    dtype_codes_.push_back(format::dtype_named(dtypes_.back()));
   }
 }
 
 template <typename Element>
-const Element* Index::elements(IndexHeader::Section section, uint64_t first, uint64_t count) const {
-  const uint64_t at = header_.tables[section].at + first * sizeof(Element);
-  return reinterpret_cast<const Element*>(file_.get(at, count * sizeof(Element)));
+const Element* Index::elements(IndexHeader::Section section, uint64_t first) const {
+  return reinterpret_cast<const Element*>(content_.data() + header_.tables[section].at + first * sizeof(Element));
 }
 
 std::string_view Index::text(uint64_t begin, uint64_t bytes) const {
   expect(within(begin, bytes, header_.tables[IndexHeader::kText].count), "a name lies outside of its text");
-  return {elements<char>(IndexHeader::kText, begin, bytes), bytes};
+  return {elements<char>(IndexHeader::kText, begin), bytes};
 }
 
 std::string_view Index::string(uint64_t number) const {
-  const uint64_t begin = number == 0 ? 0 : *elements<uint64_t>(IndexHeader::kEnds, number - 1, 1);
-  const uint64_t end = *elements<uint64_t>(IndexHeader::kEnds, number, 1);
+  const uint64_t begin = number == 0 ? 0 : *elements<uint64_t>(IndexHeader::kEnds, number - 1);
+  const uint64_t end = *elements<uint64_t>(IndexHeader::kEnds, number);
   expect(begin <= end, "its names overlap");
   return text(begin, end - begin);
 }
@@ -103,7 +103,7 @@ bool Index::matches(std::span<const std::byte> trailer, uint64_t metadata_bytes)
 }
 
 Index::Key Index::key(uint64_t number) const {
-  const IndexKey& row = *elements<IndexKey>(IndexHeader::kKeys, number, 1);
+  const IndexKey& row = *elements<IndexKey>(IndexHeader::kKeys, number);
   const bool object = row.kind == static_cast<uint16_t>(state::ItemKind::object);
   expect(row.kind <= 2 && row.ndim <= state::kMostDims && (!object || (row.ndim == 0 && row.chunks == 1)),
          "a key is of no known kind");
@@ -126,7 +126,7 @@ Index::Key Index::key(uint64_t number) const {
   if (object) return key;
   key.dtype = dtypes_[row.dtype];
   key.dtype_code = dtype_codes_[row.dtype];
-  key.shape = {elements<int64_t>(IndexHeader::kDims, row.dims, row.ndim), row.ndim};
+  key.shape = {elements<int64_t>(IndexHeader::kDims, row.dims), row.ndim};
   for (const int64_t dim : key.shape) expect(dim >= 0 && static_cast<uint64_t>(dim) < kFarthest, "an absurd shape");
   return key;
 }
@@ -135,7 +135,7 @@ std::optional<Index::Key> Index::find(std::string_view name) const {
   const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
   const uint32_t crc = crc32(0, name.data(), name.size());
   for (uint64_t probe = 0; probe <= most; ++probe) {
-    const IndexSlot slot = *elements<IndexSlot>(IndexHeader::kSlots, (crc + probe) & most, 1);
+    const IndexSlot slot = *elements<IndexSlot>(IndexHeader::kSlots, (crc + probe) & most);
     if (slot.key == 0) return std::nullopt;
     if (slot.crc != crc) continue;
     expect(slot.key <= size(), "it lists a key that is not there");
@@ -154,7 +154,7 @@ void Index::check_inside(const Key& key, const int64_t* box) const {
 
 std::span<const int64_t> Index::box(const Key& key, uint64_t chunk) const {
   const uint64_t words = 2 * key.shape.size();
-  const int64_t* box = elements<int64_t>(IndexHeader::kDims, key.dims + key.shape.size() + chunk * words, words);
+  const int64_t* box = elements<int64_t>(IndexHeader::kDims, key.dims + key.shape.size() + chunk * words);
   check_inside(key, box);
   return {box, words};
 }
@@ -162,17 +162,12 @@ std::span<const int64_t> Index::box(const Key& key, uint64_t chunk) const {
 void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                      const std::function<void(uint64_t, const int64_t*)>& found) const {
   const size_t ndim = key.shape.size();
-  const uint64_t boxes = key.dims + ndim;
-  BoxTree(key.chunks, ndim)
-      .overlaps(
-          offset, size,
-          [&](uint64_t first, uint64_t count) {
-            return elements<int64_t>(IndexHeader::kDims, boxes + first * 2 * ndim, count * 2 * ndim);
-          },
-          [&](uint64_t chunk, const int64_t* box) {
-            check_inside(key, box);
-            found(chunk, box);
-          });
+  const BoxTree tree(key.chunks, ndim);
+  const std::span<const int64_t> nodes(elements<int64_t>(IndexHeader::kDims, key.dims + ndim), tree.words());
+  tree.overlaps(offset, size, nodes, [&](uint64_t chunk, const int64_t* box) {
+    check_inside(key, box);
+    found(chunk, box);
+  });
 }
 
 uint64_t Index::code(const IndexColumn& column, uint64_t chunk) const {
@@ -180,13 +175,13 @@ uint64_t Index::code(const IndexColumn& column, uint64_t chunk) const {
   const uint64_t bit = chunk * column.width, shift = bit % 64;  // chunks are no more than the file has bytes
   const uint64_t count = shift + column.width > 64 ? 2 : 1;
   expect(within(column.codes, bit / 64 + count, words), "the codes of a column lie outside of it");
-  const uint64_t* word = elements<uint64_t>(IndexHeader::kWords, column.codes + bit / 64, count);
+  const uint64_t* word = elements<uint64_t>(IndexHeader::kWords, column.codes + bit / 64);
   const uint64_t code = word[0] >> shift | (count > 1 ? word[1] << (64 - shift) : 0);
   return code & ((uint64_t{1} << column.width) - 1);
 }
 
 uint64_t Index::column(uint64_t number, uint64_t chunk) const {
-  const IndexColumn& column = *elements<IndexColumn>(IndexHeader::kColumns, number, 1);
+  const IndexColumn& column = *elements<IndexColumn>(IndexHeader::kColumns, number);
   uint64_t value = column.base + column.step * chunk;
   if (column.width == 0) return value;
   expect(column.width <= IndexColumn::kMostWidth, "a column has absurd codes");
@@ -195,7 +190,7 @@ uint64_t Index::column(uint64_t number, uint64_t chunk) const {
   expect(coded < column.value_count &&
              within(column.values, column.value_count, header_.tables[IndexHeader::kWords].count),
          "the values of a column lie outside of it");
-  return value + *elements<uint64_t>(IndexHeader::kWords, column.values + coded, 1);
+  return value + *elements<uint64_t>(IndexHeader::kWords, column.values + coded);
 }
 
 RecordLocation Index::location(const Key& key, uint64_t chunk) const {
@@ -205,7 +200,7 @@ RecordLocation Index::location(const Key& key, uint64_t chunk) const {
   RecordLocation found{static_cast<uint32_t>(file) & ~kNoCrc, column(first + 1, chunk), column(first + 2, chunk), -1};
   if ((file & kNoCrc) == 0) {
     expect(within(key.first_crc, chunk + 1, header_.tables[IndexHeader::kCrcs].count), "a chunk lacks its checksum");
-    found.crc = *elements<uint32_t>(IndexHeader::kCrcs, key.first_crc + chunk, 1);
+    found.crc = *elements<uint32_t>(IndexHeader::kCrcs, key.first_crc + chunk);
   }
   expect(found.file < files(), "a chunk lies in a file without a name");
   expect(found.offset < kFarthest && found.length < kFarthest, "a chunk lies nowhere");

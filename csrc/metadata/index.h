@@ -1,4 +1,4 @@
-// Looks up what a checkpoint holds, and where, by name and box, without reading the rest.
+// Looks up what a checkpoint holds, and where, by name and box.
 //
 // The content of an index is untrusted: every offset and number is checked against its bounds before it is used. A
 // failed check throws Error (corrupt). Thread-safe.
@@ -15,18 +15,17 @@
 
 #include "metadata/index_format.h"
 #include "metadata/record_locations.h"
-#include "metadata/verified_file.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::metadata {
 
 class Index {
  public:
-  // Opens a file beside `.metadata`. Throws Error: io (with the errno), corrupt.
-  explicit Index(const std::string& path);
-  // Takes the same bytes from memory (metadata/index_image.h), and checks all of them. `path` is for messages. Throws
-  // Error (corrupt).
+  // Takes the content of the file beside `.metadata` (metadata/index_image.h), and checks every checksum. `path` is for
+  // messages. Throws Error (corrupt).
   explicit Index(std::vector<std::byte> image, std::string path = {});
+  Index(const Index&) = delete;
+  Index& operator=(const Index&) = delete;
 
   struct Key {
     std::string_view name;
@@ -43,8 +42,6 @@ class Index {
   // Whether the index belongs to the `.metadata` of `metadata_bytes` bytes, trailer included, that ends in `trailer`.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
 
-  // Reads the whole file and checks every checksum. Throws Error (io, corrupt).
-  void check() const { file_.get(0, header_.checksums); }
   // Throws Error (corrupt) if it lists more chunks than the `.metadata` that it belongs to can: keys share what they
   // have, so a few bytes may claim any number. Call it before all are listed.
   void check_counts() const;
@@ -66,22 +63,23 @@ class Index {
   std::string_view file(uint32_t number) const { return string(1 + header_.dtypes + uint64_t{number}); }
 
  private:
-  void load();
-  [[noreturn]] void corrupt(const char* what) const;
+  [[noreturn]] void corrupt(const char* what, uint64_t offset = 0) const;
   void expect(bool true_of_sound_ones, const char* what) const {
     if (!true_of_sound_ones) corrupt(what);
   }
   uint64_t column(uint64_t number, uint64_t chunk) const;
   uint64_t code(const IndexColumn& column, uint64_t chunk) const;
   void load_header();
+  void check_pieces() const;
   void check_inside(const Key& key, const int64_t* box) const;
-  // Returns elements first .. first + count of a table, which must have them.
+  // Returns the elements from `first` on of a table, which must have them.
   template <typename Element>
-  const Element* elements(IndexHeader::Section section, uint64_t first, uint64_t count) const;
+  const Element* elements(IndexHeader::Section section, uint64_t first) const;
   std::string_view text(uint64_t begin, uint64_t bytes) const;
   std::string_view string(uint64_t number) const;
 
-  VerifiedFile file_;
+  const std::vector<std::byte> content_;
+  const std::string path_;
   IndexHeader header_;
   std::string_view save_id_;
   std::vector<std::string_view> dtypes_;

@@ -9,6 +9,7 @@ namespace vescale_ckpt::metadata {
 struct IndexHeader {
   static constexpr std::string_view kMagic = "VSCKIDX1";
   static constexpr uint32_t kVersion = 2;
+  static constexpr uint32_t kPieceBytes = 4096;  // a checksum is of so many bytes
   enum Section { kEnds, kText, kSlots, kKeys, kDims, kColumns, kWords, kCrcs, kSections };
 
   struct Table {

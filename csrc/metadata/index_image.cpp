@@ -12,12 +12,11 @@
 #include "base/numbered_strings.h"
 #include "format/torch_record.h"
 #include "metadata/box_tree.h"
-#include "metadata/verified_file.h"
 
 namespace vescale_ckpt::metadata {
 namespace {
 
-constexpr uint64_t kPiece = VerifiedFile::kPiece;
+constexpr uint64_t kPiece = IndexHeader::kPieceBytes;
 constexpr size_t kMostValues = size_t{1} << 12;  // a column with more distinct values has them as codes
 
 // Makes words of `width` bits of each code.

@@ -1,10 +1,10 @@
 #include "plan/classes.h"
 
+#include <array>
+#include <string_view>
 #include <unordered_map>
 
-#include "base/parallel.h"
 #include "format/torch_record.h"
-#include "plan/hash.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -127,31 +127,32 @@ void number_slots(Layout& layout) {
   }
 }
 
-}  // namespace
-
-std::vector<uint32_t> number_contents(std::span<const std::span<const std::byte>> parts, unsigned threads) {
+// Returns a number for each of `parts`; equal bytes get equal numbers, in the order of first appearance. Bytes at one
+// address are read once.
+std::vector<uint32_t> number_contents(std::span<const std::span<const std::byte>> parts) {
   Numbers places;
-  std::vector<uint32_t> place_of, result;
-  std::vector<std::span<const std::byte>> distinct;
+  std::unordered_map<std::string_view, uint32_t> numbers;
+  std::vector<uint32_t> of_place, result;
   for (const std::span<const std::byte> part : parts) {
-    place_of.push_back(number_of(places, {reinterpret_cast<uintptr_t>(part.data()), part.size()}));
-    if (place_of.back() == distinct.size()) distinct.push_back(part);
+    const uint32_t place = number_of(places, {reinterpret_cast<uintptr_t>(part.data()), part.size()});
+    if (place == of_place.size()) {
+      const std::string_view bytes(reinterpret_cast<const char*>(part.data()), part.size());
+      of_place.push_back(numbers.try_emplace(bytes, static_cast<uint32_t>(numbers.size())).first->second);
+    }
+    result.push_back(of_place[place]);
   }
-  std::vector<Hash128> hashes(distinct.size());
-  parallel_for(threads, distinct.size(), 1, [&] { return [&](size_t i) { hashes[i] = hash128(distinct[i]); }; });
-  Numbers numbers;
-  for (const uint32_t place : place_of) result.push_back(number_of(numbers, hashes[place]));
   return result;
 }
 
-void find_classes(std::span<const state::Inventory> ranks, Layout& layout, unsigned threads) {
+}  // namespace
+
+void find_classes(std::span<const state::Inventory> ranks, Layout& layout) {
   std::vector<std::span<const std::byte>> names, numbers;
   for (const state::Inventory& inventory : ranks) {
     names.push_back(inventory.parts().names);
     numbers.push_back(inventory.parts().numbers);
   }
-  const FirstItems first_items =
-      number_keys(ranks, number_contents(names, threads), number_contents(numbers, threads), layout);
+  const FirstItems first_items = number_keys(ranks, number_contents(names), number_contents(numbers), layout);
   part_keys(ranks, layout);
   describe_classes(ranks, first_items, layout);
   number_slots(layout);

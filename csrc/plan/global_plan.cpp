@@ -7,8 +7,6 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "plan/make_catalog.h"
-#include "plan/merge.h"
 
 namespace vescale_ckpt::plan {
 namespace {

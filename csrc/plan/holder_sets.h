@@ -20,7 +20,17 @@ class HolderSets {
   size_t members() const { return ranks_.size(); }           // sum over all sets
 
   // Returns the number of the set of these ranks. Sets are numbered in the order of first appearance.
-  uint32_t add(std::span<const Holder> holders);
+  uint32_t add(std::span<const Holder> holders) {
+    new_ranks_.clear();
+    for (const Holder& holder : holders) new_ranks_.push_back(holder.rank);
+    const auto [set, is_new] =
+        numbers_.add({reinterpret_cast<const char*>(new_ranks_.data()), new_ranks_.size() * sizeof(uint32_t)});
+    if (is_new) {
+      ranks_.insert(ranks_.end(), new_ranks_.begin(), new_ranks_.end());
+      begins_.push_back(ranks_.size());
+    }
+    return set;
+  }
 
  private:
   std::vector<uint32_t> ranks_;

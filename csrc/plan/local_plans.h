@@ -1,10 +1,11 @@
-// Computes the local plan of each rank: the pieces that it writes, in the order of writing.
+// Computes the local plan of each rank, the pieces that it writes in the order of writing, and the catalog of all.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "metadata/catalog.h"
 #include "plan/assign.h"
 #include "plan/layout.h"
 
@@ -58,5 +59,10 @@ void for_each_row(const Layout& layout, const Assignment& assignment, uint32_t r
     if (!others) return;
   }
 }
+
+// Makes the catalog of a planned save. Several nodes may write a chunk: the catalog names the copy of the lowest node
+// that has one.
+metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, const LocalPlans& plans,
+                               unsigned threads);
 
 }  // namespace vescale_ckpt::plan

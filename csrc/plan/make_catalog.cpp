@@ -1,10 +1,10 @@
-#include "plan/make_catalog.h"
-
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <tuple>
 
 #include "base/parallel.h"
+#include "plan/local_plans.h"
 
 namespace vescale_ckpt::plan {
 namespace {

@@ -1,5 +1,3 @@
-#include "plan/merge.h"
-
 #include <algorithm>
 #include <mutex>
 #include <string>
@@ -8,6 +6,7 @@
 #include "base/parallel.h"
 #include "plan/classes.h"
 #include "plan/group.h"
+#include "plan/layout.h"
 #include "plan/row_check.h"
 
 namespace vescale_ckpt::plan {
@@ -43,7 +42,7 @@ class Faults {
 class Merge {
  public:
   Merge(std::span<const state::Inventory> ranks, unsigned threads) : ranks_(ranks), threads_(threads) {
-    find_classes(ranks_, layout, threads_);
+    find_classes(ranks_, layout);
     make_room();
     gather();
     group();

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "base/crc32.h"
 #include "base/error.h"
-#include "plan/hash.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -19,11 +19,6 @@ uint64_t random_at(uint64_t chunk, uint32_t position, uint32_t holders) {
   mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9;
   mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB;
   return mixed ^ mixed >> 31;
-}
-
-// Returns the bytes of an index of so many places.
-size_t place_bytes(uint64_t places) {
-  return places <= UINT8_MAX + 1 ? 1 : 2;
 }
 
 template <typename Value>
@@ -136,9 +131,7 @@ std::vector<std::byte> Replicas::holders(const Layout& layout, uint32_t rank) co
   if (places.size() == 1) return packed;
   append(packed, static_cast<uint32_t>(places.size()));
   for (const HolderPlace& place : places) append(packed, place);
-  for (const uint16_t place : of_items) {
-    place_bytes(places.size()) == 1 ? append(packed, static_cast<uint8_t>(place)) : append(packed, place);
-  }
+  for (const uint16_t place : of_items) append(packed, place);
   return packed;
 }
 
@@ -146,14 +139,13 @@ std::vector<Summand> replica_summands(const state::Inventory& inventory, std::sp
   std::vector<Summand> summands;
   if (holders.empty()) return summands;
   const uint64_t places = holders.size() < 4 ? 0 : value_at<uint32_t>(holders, 0);
-  const uint64_t head = 4 + places * sizeof(HolderPlace), width = place_bytes(places);
-  if (holders.size() != head + inventory.size() * width) {
+  const uint64_t head = 4 + places * sizeof(HolderPlace);
+  if (holders.size() != head + inventory.size() * sizeof(uint16_t)) {
     throw Error::invalid("the holders are of another inventory");
   }
   std::vector<std::byte> chunk;
   for (uint32_t number = 0; number < inventory.size(); ++number) {
-    const uint64_t from = head + number * width;
-    const uint64_t at = width == 1 ? value_at<uint8_t>(holders, from) : value_at<uint16_t>(holders, from);
+    const uint64_t at = value_at<uint16_t>(holders, head + number * sizeof(uint16_t));
     if (at == 0) continue;
     if (at >= places) throw Error::invalid("the holders are of another inventory");
     const auto place = value_at<HolderPlace>(holders, 4 + at * sizeof(HolderPlace));
@@ -165,7 +157,7 @@ std::vector<Summand> replica_summands(const state::Inventory& inventory, std::sp
       const std::span<const std::byte> words = std::as_bytes(dims);
       chunk.insert(chunk.end(), words.begin(), words.end());
     }
-    const uint64_t hash = hash128(chunk)[0];
+    const uint64_t hash = crc32(0, chunk.data(), chunk.size());
     summands.push_back(
         {number, random_at(hash, place.position + 1, place.holders) - random_at(hash, place.position, place.holders)});
   }

@@ -37,8 +37,8 @@ class Replicas {
   const std::vector<Difference>& differences() const { return differences_; }
 
   // Returns the table for `replica_summands`: uint32 count of places, places, and the index of the place of each item
-  // of the rank, as uint8, or uint16 if a byte is too small. An item has place 0 if it has one holder, or if its key
-  // differs, because differences are reported once. Empty if all items have place 0, and if nothing is compared.
+  // of the rank, as uint16. An item has place 0 if it has one holder, or if its key differs, because differences are
+  // reported once. Empty if all items have place 0, and if nothing is compared.
   std::vector<std::byte> holders(const Layout& layout, uint32_t rank) const;
 
  private:

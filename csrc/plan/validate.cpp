@@ -1,5 +1,10 @@
 #include "plan/validate.h"
 
+#include <algorithm>
+#include <numeric>
+
+#include "base/overlap.h"
+
 namespace vescale_ckpt::plan {
 namespace {
 
@@ -56,6 +61,38 @@ uint64_t product(const int64_t* values, size_t count) {
 }
 
 }  // namespace
+
+std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t begin, size_t end) {
+  std::vector<size_t> order(end - begin);
+  std::iota(order.begin(), order.end(), begin);
+  const auto sort = [&](uint32_t dim) {
+    std::ranges::stable_sort(order, {}, [&](size_t box) { return boxes.offset(box)[dim]; });
+  };
+  // Along the dimension with the most different offsets, a box has the fewest others beside it.
+  uint32_t along = 0;
+  ptrdiff_t most = -1;
+  for (uint32_t dim = 0; dim < boxes.ndim; ++dim) {
+    sort(dim);
+    const auto differ = [&](size_t a, size_t b) { return boxes.offset(a)[dim] != boxes.offset(b)[dim]; };
+    ptrdiff_t steps = 0;
+    for (size_t i = 1; i < order.size(); ++i) steps += differ(order[i - 1], order[i]);
+    if (steps <= most) continue;
+    most = steps;
+    along = dim;
+  }
+  sort(along);
+  const auto meet = [&](size_t a, size_t b, uint32_t dim) {
+    return !overlap(boxes.offset(a)[dim], boxes.size(a)[dim], boxes.offset(b)[dim], boxes.size(b)[dim]).empty();
+  };
+  for (size_t i = 0; i < order.size(); ++i) {
+    for (size_t j = i + 1; j < order.size() && meet(order[i], order[j], along); ++j) {
+      bool in_all = true;
+      for (uint32_t dim = 0; dim < boxes.ndim && in_all; ++dim) in_all = meet(order[i], order[j], dim);
+      if (in_all) return std::minmax(order[i], order[j]);
+    }
+  }
+  return std::nullopt;
+}
 
 Tiling check_tiling(std::span<const int64_t> shape, const Boxes& boxes, size_t count) {
   Check check(shape, boxes);

@@ -8,9 +8,21 @@
 #include <utility>
 #include <vector>
 
-#include "plan/find_overlap.h"
-
 namespace vescale_ckpt::plan {
+
+// Boxes of one tensor: offset[ndim], size[ndim] of each box.
+struct Boxes {
+  const int64_t* words;
+  uint32_t ndim;
+
+  const int64_t* offset(size_t box) const { return words + box * 2 * ndim; }
+  const int64_t* size(size_t box) const { return offset(box) + ndim; }
+};
+
+// Returns two of the boxes begin .. end that overlap, if any do; the same two on every run. No box may be empty, or
+// without dimensions. A box is compared with those that lie beside it along one dimension, that with the most different
+// offsets.
+std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t begin, size_t end);
 
 struct Tiling {
   std::optional<std::pair<size_t, size_t>> overlap;  // two boxes that share elements

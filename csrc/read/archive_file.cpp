@@ -22,13 +22,6 @@ constexpr uint64_t kLocalHeader = 30;  // length without the name
 constexpr uint64_t kDescriptor = 24;   // length with sizes of 64 bits
 constexpr uint16_t kHasDescriptor = 0x0008;
 
-template <typename Integer>
-Integer load(std::span<const std::byte> bytes, size_t offset) {
-  Integer value;
-  std::memcpy(&value, bytes.data() + offset, sizeof value);
-  return value;
-}
-
 uint32_t crc_of(io::File& file, uint64_t offset, uint64_t length) {
   std::vector<std::byte> piece(std::min(kPiece, length));
   uint32_t crc = 0;
@@ -133,14 +126,17 @@ class Checker {
   void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
     std::array<std::byte, kLocalHeader> header;
     io::read_exactly(file_, offset_ + entry.header_offset, header);
-    if ((load<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
+    if ((format::number_at<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
     const uint64_t end = body + entry.size;
     std::vector<std::byte> found(std::min(kDescriptor, directory.offset - end));
     io::read_exactly(file_, offset_ + end, found);
     found.resize(kDescriptor);
-    const bool begins = std::memcmp(found.data(), "PK\7\10", 4) == 0 && load<uint32_t>(found, 4) == entry.crc;
-    const bool narrow = load<uint32_t>(found, 8) == entry.size && load<uint32_t>(found, 12) == entry.size;
-    const bool wide = load<uint64_t>(found, 8) == entry.size && load<uint64_t>(found, 16) == entry.size;
+    const bool begins =
+        std::memcmp(found.data(), "PK\7\10", 4) == 0 && format::number_at<uint32_t>(found, 4) == entry.crc;
+    const bool narrow =
+        format::number_at<uint32_t>(found, 8) == entry.size && format::number_at<uint32_t>(found, 12) == entry.size;
+    const bool wide =
+        format::number_at<uint64_t>(found, 8) == entry.size && format::number_at<uint64_t>(found, 16) == entry.size;
     if (!begins || !(narrow || wide)) {
       found_.harmless = "the data descriptor of " + entry.name + " is not that of its directory";
     }

@@ -22,23 +22,26 @@ static_assert(kCachedPiece >= 2 * format::kChecksumBlock);  // a piece with any 
 const format::ChecksumTable::Row* DataFile::row_of(const Record& record) {
   if (!table_looked_for_) {
     table_looked_for_ = true;
-    load_table();
+    uint64_t at = 0;
+    table_ = load_checksum_table(*file, at);
   }
   const format::ChecksumTable::Row* row = table_ ? table_->find(record.offset) : nullptr;
   const bool fits = row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.body_bytes;
   return fits ? row : nullptr;
 }
 
-void DataFile::load_table() {
-  constexpr uint64_t kFooter = format::ChecksumTable::kFooterBytes;
-  if (file->size() < kFooter) return;
-  std::byte last[kFooter];
-  io::read_exactly(*file, file->size() - kFooter, last);
-  const auto footer = format::ChecksumTable::parse_footer(last, file->size());
-  if (!footer) return;
-  std::vector<std::byte> bytes(footer->table_bytes);
-  io::read_exactly(*file, footer->table_offset, bytes);
-  table_ = format::ChecksumTable::parse(bytes, *footer);
+std::optional<format::ChecksumTable> load_checksum_table(io::File& file, uint64_t& at) {
+  std::vector<std::byte> bytes(format::ChecksumTable::kFooterBytes);
+  at = 0;
+  if (file.size() < bytes.size()) return std::nullopt;
+  at = file.size() - bytes.size();
+  io::read_exactly(file, at, bytes);
+  const auto footer = format::ChecksumTable::parse_footer(bytes, file.size());
+  if (!footer) return std::nullopt;
+  at = footer->table_offset;
+  bytes.resize(footer->table_bytes);
+  io::read_exactly(file, at, bytes);
+  return format::ChecksumTable::parse(bytes, *footer);
 }
 
 void note_damage(Record& record, const Error& error, ReadReport& report) {
@@ -79,7 +82,7 @@ DataFile& ReadPlan::opened(uint32_t index, uint32_t row) {
   try {
     if (!data.file) data.file = open_(index);
   } catch (const Error& error) {
-    throw Error(error.kind, error.what(), error.path, error.offset, error.code, row);
+    throw error.of_item(row);
   }
   return data;
 }

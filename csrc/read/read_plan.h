@@ -65,10 +65,13 @@ class DataFile {
   std::span<const uint32_t> blocks(const format::ChecksumTable::Row& row) const { return table_->blocks(row); }
 
  private:
-  void load_table();
   bool table_looked_for_ = false;
   std::optional<format::ChecksumTable> table_;
 };
+
+// Reads the checksum table that a data file ends in; nullopt if there is no sound one. `at`: where it begins, or would.
+// Throws Error.
+std::optional<format::ChecksumTable> load_checksum_table(io::File& file, uint64_t& at);
 
 // What a file range holds of one record.
 struct RecordRange {

@@ -60,14 +60,4 @@ std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {
   });
 }
 
-std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
-  std::vector<ByteRange> ranges;
-  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
-    const auto file = static_cast<uint32_t>(cursor.size());
-    const uint64_t offset = cursor.size();
-    ranges.push_back({file, offset, cursor.size()});
-  }
-  return ranges;
-}
-
 }  // namespace vescale_ckpt::read

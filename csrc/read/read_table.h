@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "read/ranges.h"
 #include "read/reader.h"
 
 namespace vescale_ckpt::read {
@@ -18,8 +17,5 @@ std::vector<ReadItem> parse_read_table(std::span<const int64_t> table, std::span
 // Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n sizes. They are whole
 // tensors without memory, for check_tensors. Throws Error(invalid, row).
 std::vector<ReadItem> parse_check_table(std::span<const int64_t> table);
-
-// Rows: file, offset, length.
-std::vector<ByteRange> parse_range_table(std::span<const int64_t> table);
 
 }  // namespace vescale_ckpt::read

@@ -102,7 +102,7 @@ class ReadJob {
     for (const Record& record : plan_.records) {
       if (paths_[record.file] == error.path && error.offset + kBlock > record.offset &&
           error.offset < record.offset + record.length) {
-        return Error(error.kind, error.what(), error.path, error.offset, error.code, record.items[0]);
+        return error.of_item(record.items[0]);
       }
     }
     return error;
@@ -148,8 +148,7 @@ class ReadJob {
     try {
       batch->send(std::move(*flight.slot));
     } catch (const Error& error) {
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code,
-                  plan_.records[range.parts[0].record].items[0]);
+      throw error.of_item(plan_.records[range.parts[0].record].items[0]);
     }
   }
 
@@ -327,42 +326,36 @@ void check_rows(std::span<const std::string> paths, const OpenFile& open, std::s
   check_rows(paths, open, items, all.subspan(all.size() / 2), options, report);
 }
 
-OpenFile by_path(std::span<const std::string> paths, const io::EngineOptions& options) {
+// `open`, or what opens the paths.
+OpenFile opening(std::span<const std::string> paths, const io::EngineOptions& options, const OpenFile& open) {
+  if (open) return open;
   return [paths, &options](uint32_t file) { return io::File::open(paths[file], options.widest, options.read_cached); };
 }
 
 }  // namespace
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                         bool verify, const io::EngineOptions& options, DeviceSink* sink) {
-  return read_tensors(paths, by_path(paths, options), items, verify, options, sink);
-}
-
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
-                                         DeviceSink* sink, NewMemory* new_memory) {
+                                         bool verify, const io::EngineOptions& options, DeviceSink* sink,
+                                         const OpenFile& open, NewMemory* new_memory) {
   if (sink == nullptr && std::ranges::any_of(items, [](const ReadItem& item) { return item.device >= 0; })) {
     throw Error::invalid("rows on a device, but nothing to copy them there");
   }
+  const OpenFile opens = opening(paths, options, open);
   auto report = std::make_unique<ReadReport>();
   const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
   for_each_batch(items, [&](std::span<const uint32_t> rows) {
-    ReadJob(paths, open, items, rows, purpose, options, *report, sink, new_memory).run();
+    ReadJob(paths, opens, items, rows, purpose, options, *report, sink, new_memory).run();
   });
   std::sort(report->unread.begin(), report->unread.end());
   return report;
 }
 
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                          const io::EngineOptions& options) {
-  return check_tensors(paths, by_path(paths, options), items, options);
-}
-
-std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                          std::span<const ReadItem> items, const io::EngineOptions& options) {
+                                          const io::EngineOptions& options, const OpenFile& open) {
+  const OpenFile opens = opening(paths, options, open);
   auto report = std::make_unique<ReadReport>();
   for_each_batch(items,
-                 [&](std::span<const uint32_t> rows) { check_rows(paths, open, items, rows, options, *report); });
+                 [&](std::span<const uint32_t> rows) { check_rows(paths, opens, items, rows, options, *report); });
   std::sort(report->unread.begin(), report->unread.end());
   std::stable_sort(report->damaged.begin(), report->damaged.end(),
                    [](const DamagedItem& a, const DamagedItem& b) { return a.item < b.item; });

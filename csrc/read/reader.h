@@ -77,23 +77,19 @@ struct ReadReport {
   io::TransferStats stats;
 };
 
-// Throws Error: corrupt (with the item), io, invalid, device. The items' memory is undefined then. Data for items on
-// accelerators goes to `sink`, whose copies may still run when this returns or throws.
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                         bool verify, const io::EngineOptions& options, DeviceSink* sink = nullptr);
 // Opens a file by its index; the result is held during reads. Throws Error. The thread of the read calls it.
 using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
-// Does the same with files from `open`; the paths are for errors. `new_memory`: of items that lie in it, pages are
-// taken before they are filled.
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
-                                         DeviceSink* sink = nullptr, NewMemory* new_memory = nullptr);
+
+// Throws Error: corrupt (with the item), io, invalid, device. The items' memory is undefined then. Data for items on
+// accelerators goes to `sink`, whose copies may still run when this returns or throws. `open`: nullptr opens the paths,
+// which are for errors otherwise. `new_memory`: of items that lie in it, pages are taken before they are filled.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                         bool verify, const io::EngineOptions& options, DeviceSink* sink = nullptr,
+                                         const OpenFile& open = nullptr, NewMemory* new_memory = nullptr);
 
 // Reads and checks whole tensors; `memory` is not used. Reports damage in `damaged` instead of throwing; also an I/O
 // error or a missing file, for each affected item. Needs only slots of memory, whatever the tensors' sizes.
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                          const io::EngineOptions& options);
-std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                          std::span<const ReadItem> items, const io::EngineOptions& options);
+                                          const io::EngineOptions& options, const OpenFile& open = nullptr);
 
 }  // namespace vescale_ckpt::read

@@ -35,16 +35,6 @@ Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row, 
   return {rest.first(head), list(0), list(1), list(2), lists > 3 ? list(3) : std::span<const int64_t>()};
 }
 
-void append_contiguous_strides(std::vector<int64_t>& to, std::span<const int64_t> sizes) {
-  const size_t begin = to.size();
-  to.resize(begin + sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    to[begin + dim] = stride;
-    stride *= sizes[dim];
-  }
-}
-
 // Makes a row of the engine of each row of `table`. `append_head(row, number, made)` appends its first words, and
 // returns the offset in the memory and the dtype of the piece of row.third's sizes at which the row ends.
 template <typename AppendHead>
@@ -58,7 +48,7 @@ std::vector<int64_t> translated(std::span<const int64_t> table, size_t head, std
     const auto [offset, dtype] = append_head(row, number, made);
     for (const auto list : {row.first, row.second, row.third}) append(made, list);
     made.push_back(state::address_in(memory, offset, dtype, row.third, number));
-    append_contiguous_strides(made, row.third);
+    append(made, format::contiguous_strides(row.third));
   }
   return made;
 }

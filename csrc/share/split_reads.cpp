@@ -5,8 +5,7 @@
 #include "base/append.h"
 #include "base/crc32.h"
 #include "base/error.h"
-#include "share/route_pieces.h"
-#include "state/inventory.h"
+#include "share/route_needs.h"
 
 namespace vescale_ckpt::share {
 namespace {
@@ -14,14 +13,11 @@ namespace {
 // Calls `use` with each row, as a Need without rank and file.
 template <typename Use>
 void for_each_row(std::span<const int64_t> reads, const Use& use) {
-  while (!reads.empty()) {
-    const int64_t dims = reads.size() < Need::kHead ? -1 : reads[Need::kHead - 1];
-    const size_t words = Need::kHead + 4 * static_cast<size_t>(std::clamp<int64_t>(dims, 0, state::kMostDims));
-    if (dims < 0 || dims > state::kMostDims || reads.size() < words || reads[2] < 0) {
-      throw Error::invalid("a rank's reads are malformed");
-    }
-    use(Need{0, 0, reads.first(words)});
-    reads = reads.subspan(words);
+  for (size_t at = 0; at < reads.size();) {
+    const Need need{0, 0, share::row_at(reads, at, 0)};
+    if (need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
+    use(need);
+    at += need.row.size();
   }
 }
 

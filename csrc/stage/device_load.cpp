@@ -158,7 +158,7 @@ void DeviceLoad::copy(std::span<const io::BoxCopy> copies, std::span<const int64
       }
       slots.send_packed();
     } catch (const Error& error) {
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(number));
+      throw error.of_item(static_cast<int64_t>(number));
     }
   });
 }

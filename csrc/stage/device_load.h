@@ -15,7 +15,7 @@
 
 #include "io/box_copy.h"
 #include "read/reader.h"
-#include "stage/device_part.h"
+#include "stage/device_pipelines.h"
 #include "stage/load_streams.h"
 
 namespace vescale_ckpt::stage {

@@ -16,6 +16,12 @@
 
 namespace vescale_ckpt::stage {
 
+// A stream of the trainer. Copies run after the work that is queued in it when they start.
+struct Producer {
+  int device;
+  device::StreamHandle stream;
+};
+
 // Lends each pipeline to one borrower at a time. Thread-safe.
 class DevicePipelines {
  public:

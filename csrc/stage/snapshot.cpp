@@ -7,10 +7,12 @@
 #include <cerrno>
 #include <condition_variable>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "base/append.h"
 #include "base/error.h"
 #include "base/system.h"
 #include "base/workers.h"
@@ -27,7 +29,8 @@ class Snapshot::Copy {
        const SnapshotDevices& devices)
       : table_(table.begin(), table.end()),
         sources_(write::parse_write_table(table)),
-        on_devices_(devices.pipelines, devices.producers, control) {
+        pipelines_(devices.pipelines),
+        producers_(devices.producers) {
     layout_ = lay_out_snapshot(sources_, budget_bytes);
     range_ = arena.acquire(layout_.memory_bytes, budget_bytes, threads);
     if (range_.bytes() < layout_.memory_bytes) layout_ = lay_out_snapshot(sources_, range_.bytes());
@@ -139,7 +142,7 @@ class Snapshot::Copy {
     layout_.copies = std::move(rest);
   }
 
-  // Moves the copies on devices to the device part, and leaves the copies of host memory in the layout.
+  // Moves the rows on devices out of the layout, which keeps the copies of host memory.
   void part_by_devices(std::span<const int64_t> of_rows) {
     if (of_rows.size() != sources_.size()) throw Error::invalid("expected a device for each row of the table");
     std::vector<std::span<const int64_t>> rows;
@@ -151,7 +154,8 @@ class Snapshot::Copy {
       if (of_rows[copy.row] < 0) {
         of_host.push_back(copy);
       } else {
-        on_devices_.add(static_cast<int>(of_rows[copy.row]), device_row(copy, rows[copy.row]));
+        if (pipelines_ == nullptr) throw Error::invalid("rows on a device, but no pipelines to copy them");
+        device_rows_[static_cast<int>(of_rows[copy.row])].push_back(device_row(copy, rows[copy.row]));
       }
     }
     layout_.copies = std::move(of_host);
@@ -169,15 +173,52 @@ class Snapshot::Copy {
     return {address, target, item_bytes, row.subspan(3, dims), row.last(dims)};
   }
 
+  // Starts the copies of devices once. Waits for the pipelines if they are in use; without `wait_for_pipelines` it
+  // starts nothing then.
   void start_devices(bool wait_for_pipelines) {
-    on_devices_.start({.base = reinterpret_cast<uintptr_t>(range_.data()),
-                       .piece_bytes = kPinPiece,
-                       .alignment = SnapshotLayout::kAlignment,
-                       .wait_until_usable =
-                           [this](const std::byte* at, std::chrono::milliseconds timeout) {
-                             return range_.wait_until_usable(at, timeout);
-                           }},
-                      wait_for_pipelines);
+    if (device_rows_.empty() || lease_) return;
+    std::vector<int> devices;
+    for (const auto& [device, rows] : device_rows_) devices.push_back(device);
+    if (wait_for_pipelines) {
+      lease_.emplace(pipelines_->borrow(devices));
+    } else if (auto lease = pipelines_->try_borrow(devices)) {
+      lease_.emplace(std::move(*lease));
+    } else {
+      return;
+    }
+    const device::HostLayout layout{
+        .base = reinterpret_cast<uintptr_t>(range_.data()),
+        .piece_bytes = kPinPiece,
+        .alignment = SnapshotLayout::kAlignment,
+        .wait_until_usable = [this](const std::byte* at, std::chrono::milliseconds timeout) {
+          return range_.wait_until_usable(at, timeout);
+        }};
+    for (auto& [device, rows] : device_rows_) {
+      std::vector<device::StreamHandle> streams;
+      for (const Producer& producer : producers_) {
+        if (producer.device == device) streams.push_back(producer.stream);
+      }
+      device::Pipeline& pipeline = lease_->pipeline(device);
+      pipeline.start(std::move(rows), streams, layout, &control);
+      started_.push_back(&pipeline);
+    }
+  }
+
+  // Returns when nothing touches the rows on devices any more. Throws the first error, which cancels the other devices.
+  void finish_devices() {
+    std::exception_ptr first;
+    for (device::Pipeline* pipeline : started_) {
+      try {
+        while (!pipeline->wait(std::chrono::hours(1))) {
+        }
+      } catch (...) {
+        if (!first) first = std::current_exception();
+        control.cancelled = true;
+      }
+    }
+    started_.clear();
+    lease_.reset();
+    if (first) std::rethrow_exception(first);
   }
 
   void copy_from_host(unsigned threads) {
@@ -245,7 +286,7 @@ class Snapshot::Copy {
   }
 
   void end() {
-    attempt([&] { on_devices_.finish(); });
+    attempt([&] { finish_devices(); });
     {
       const std::lock_guard lock(mutex_);
       error_ = failure_;
@@ -260,21 +301,18 @@ class Snapshot::Copy {
     rows.insert(rows.end(), row.begin(), row.end());
     rows[rows.size() - row.size()] |= int64_t{io::kUnchanging};
     rows[rows.size() - row.size() + 1] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
-    const size_t dims = row.size() - 3;
-    const auto sizes = row.last(dims);
-    rows.resize(rows.size() + dims);
-    int64_t stride = 1;
-    for (size_t dim = 0; dim < dims; ++dim) {
-      rows[rows.size() - 1 - dim] = stride;
-      stride *= std::max<int64_t>(1, sizes[dims - 1 - dim]);
-    }
+    append(rows, format::contiguous_strides(row.subspan(3)));
   }
 
   const std::vector<int64_t> table_;
   const std::vector<write::RecordSource> sources_;
   SnapshotRange range_;
   SnapshotLayout layout_;
-  DevicePart on_devices_;
+  DevicePipelines* const pipelines_;
+  const std::vector<Producer> producers_;
+  std::map<int, std::vector<device::DeviceRow>> device_rows_;
+  std::optional<DevicePipelines::Lease> lease_;
+  std::vector<device::Pipeline*> started_;
   std::vector<Cut> cuts_;
   bool may_go_ = false;  // whether the sources may be unmapped during the copy
   std::atomic<bool> cannot_peek_ = false;

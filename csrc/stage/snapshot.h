@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "stage/device_part.h"
+#include "stage/device_pipelines.h"
 #include "stage/snapshot_arena.h"
 
 namespace vescale_ckpt::stage {

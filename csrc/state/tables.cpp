@@ -150,6 +150,36 @@ void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std
   }
 }
 
+// Makes a table of rows: a head, whose last word is the number of dimensions n and word `item_at` an item, then n sizes
+// of what is stored, n offsets in it, n lengths and n offsets in the item's chunk. `append_head(head, sizes, local,
+// number, table)` appends the first words of a row; false: it is one of the rest.
+template <typename AppendHead>
+FillTable fill_table(const StateTables& state, std::span<const int64_t> rows, size_t head_words, size_t item_at,
+                     const AppendHead& append_head) {
+  FillTable made;
+  std::vector<int64_t>& table = made.copies.rows;
+  table.reserve(rows.size());
+  int64_t number = 0;
+  for (size_t at = 0; at < rows.size(); ++number) {
+    const size_t dims = dims_of(rows, at, head_words, 4, "a table of what fills items is malformed");
+    const auto head = rows.subspan(at, head_words), boxes = rows.subspan(at + head_words, 4 * dims);
+    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.last(dims);
+    at += head_words + 4 * dims;
+    LocalChunk local(state, head[item_at], number);
+    if (local.chunk().size() != dims) malformed("an item and what fills it differ in dimensions", number);
+    for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
+    if (!local.fast_to_fill(lengths) || !append_head(head, boxes.first(dims), local, number, table)) {
+      made.rest.push_back(number);
+      continue;
+    }
+    append(table, boxes.first(3 * dims));
+    table.push_back(local.address());
+    append(table, local.strides());
+    made.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
+  }
+  return made;
+}
+
 }  // namespace
 
 TensorTable::TensorTable(std::span<const int64_t> words) : words_(words) {
@@ -277,30 +307,11 @@ std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_
 }
 
 FillTable make_read_table(const StateTables& state, std::span<const int64_t> reads) {
-  FillTable made;
-  std::vector<int64_t>& table = made.copies.rows;
-  table.reserve(reads.size());
-  int64_t row = 0;
-  for (size_t at = 0; at < reads.size(); ++row) {
-    const size_t dims = dims_of(reads, at, kReadHead, 4, "a table of reads is malformed");
-    const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
-    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
-    LocalChunk local(state, head[0], row);
-    at += kReadHead + 4 * dims;
-    if (local.chunk().size() != dims) malformed("an item and its read differ in dimensions", row);
-    for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
-    if (!local.fast_to_fill(lengths)) {
-      made.rest.push_back(row);
-      continue;
-    }
-    if (local.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
+  return fill_table(state, reads, kReadHead, 0, [](auto head, auto, const auto& local, int64_t number, auto& table) {
+    if (local.dtype() != head[5]) malformed("a tensor is not of the stored dtype", number);
     append(table, head.subspan(1));
-    append(table, boxes.first(3 * dims));
-    table.push_back(local.address());
-    append(table, local.strides());
-    made.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
-  }
-  return made;
+    return true;
+  });
 }
 
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
@@ -322,33 +333,15 @@ FillTable make_place_table(const StateTables& state, std::span<const int64_t> pl
     const auto* address = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(memories[at + 1]));
     memory_of[memories[at]] = {address, static_cast<size_t>(memories[at + 2])};
   }
-  FillTable table;
-  std::vector<int64_t>& copies = table.copies.rows;
-  copies.reserve(places.size());
-  int64_t row = 0;
-  for (size_t at = 0; at < places.size(); ++row) {
-    const size_t dims = dims_of(places, at, kPlaceHead, 4, "a table of places is malformed");
-    const auto head = places.subspan(at, kPlaceHead), boxes = places.subspan(at + kPlaceHead, 4 * dims);
-    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
-    at += kPlaceHead + 4 * dims;
-    const auto memory = memory_of.find(head[0]);
-    if (memory == memory_of.end()) malformed("a place is in no memory", row);
-    LocalChunk local(state, head[2], row);
-    if (local.chunk().size() != dims) malformed("an item and its place differ in dimensions", row);
-    for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
-    if (!local.fast_to_fill(lengths) || local.dtype() != head[3]) {
-      table.rest.push_back(row);
-      continue;
-    }
-    copies.push_back(local.dtype());
-    copies.push_back(address_in(memory->second, head[1], local.dtype(), boxes.first(dims), row));
-    copies.push_back(static_cast<int64_t>(dims));
-    append(copies, boxes.first(3 * dims));
-    copies.push_back(local.address());
-    append(copies, local.strides());
-    table.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
-  }
-  return table;
+  return fill_table(state, places, kPlaceHead, 2,
+                    [&](auto head, auto sizes, const auto& local, int64_t number, auto& table) {
+                      const auto memory = memory_of.find(head[0]);
+                      if (memory == memory_of.end()) malformed("a place is in no memory", number);
+                      if (local.dtype() != head[3]) return false;
+                      const int64_t address = address_in(memory->second, head[1], local.dtype(), sizes, number);
+                      table.insert(table.end(), {local.dtype(), address, head[4]});
+                      return true;
+                    });
 }
 
 }  // namespace vescale_ckpt::state

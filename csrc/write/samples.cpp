@@ -1,5 +1,3 @@
-#include "write/samples.h"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -7,6 +5,7 @@
 #include "base/error.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
+#include "write/write_table.h"
 
 namespace vescale_ckpt::write {
 namespace {

@@ -27,23 +27,17 @@ from vescale_ckpt._engine import _C, device_streams
 BOUND = 60.0
 
 
-def test_says_which_devices_there_are_or_why_there_are_none() -> None:
-    info = device_info()
-    assert len(info["devices"]) == torch.cuda.device_count()
-    assert bool(info["reason"]) == (not info["runtime"])
-    assert torch.cuda.is_available() or "CUDA" in info["reason"]
-    assert info["kernel"] <= info["kernel_built"]
-    assert not info["kernel"] or info["devices"]
+def test_says_whether_cuda_can_be_used_or_why_it_cannot() -> None:
+    reason = device_info()["reason"]
+    assert "CUDA" in reason if not torch.cuda.is_available() else not reason
 
 
 @needs_fake_cuda
 @forked
-def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
+def test_saying_so_takes_memory_on_no_device() -> None:
     with fake_cuda() as fake:
-        info, contexts = device_info(), fake.count("cuDevicePrimaryCtxRetain")
-    assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
-    assert info["runtime"] == "CUDA runtime 13.0, driver 13.0"
-    assert contexts == 1, "each takes hundreds of MiB"
+        assert not device_info()["reason"]
+        assert fake.count("cuDevicePrimaryCtxRetain") == 0
 
 
 @needs_fake_cuda

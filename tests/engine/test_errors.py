@@ -72,7 +72,7 @@ def test_engine_errors_become_errors_of_this_package(tmp_path: os.PathLike[str],
     path = os.path.join(tmp_path, "file")
     faults.inject("write", number)
     with pytest.raises(CheckpointError) as raised, named_errors(lambda row: f"key {row}", str(tmp_path), 99):
-        writer = _C.FileWriter(path, int_table([12]), engine_options(None, "auto"), True)
+        writer = _C.FileWriter(path, 1 << 16, engine_options(None, "auto"), True)
         writer.write_tensors(table)
         writer.finish(False)
     assert type(raised.value) is kind

@@ -147,7 +147,7 @@ def _one_dies(directory: Path, with_nccl: bool) -> str:
             stack.enter_context(mock.patch.object(nccl, "MOST_SECONDS", 15.0))
             stack.enter_context(mock.patch.object(DeviceGroup, "swap", die_in_the_third))
         elif dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(_C, "place_table", die))
+            stack.enter_context(mock.patch.object(_C.State, "place_table", die))
         caught = stack.enter_context(pytest.raises(CheckpointTimeoutError))
         vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
     assert caught.value.late_ranks == [1], caught.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from vescale_ckpt._convert import batches
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C, options
 from vescale_ckpt._load import load_packed
+from vescale_ckpt._plan import replicas
 from vescale_ckpt._plan.save_plan import GlobalSavePlan
 from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
@@ -97,7 +99,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read a round": (_C, "staging_table"),
     "pack a round": (_C, "pack_table"),
     "send a round": (Pipeline, "_swap"),
-    "place a round": (_C, "place_table"),
+    "place a round": (_C.State, "place_table"),
     "read the metadata": (StorageReader, "unpack_metadata"),
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
@@ -205,13 +207,12 @@ def hash_in_python() -> Any:
     """A context in which saves hash replicas in Python, as where tensors lie on devices."""
 
     def nothing_ready(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(inventory: Any, sources: Any, table: Any, ready: bytes, *others: Any) -> Any:
-            return function(inventory, sources, table, bytes(len(ready)), *others)
+        return lambda description, *others: function(replace(description, ready=bytes(len(description.ready))), *others)
 
-        return called
-
-    functions: dict[str, Any] = {name: nothing_ready(getattr(_C, name)) for name in ("offered_hashes", "replica_sum")}
-    return mock.patch.multiple(_C, **functions)
+    functions: dict[str, Any] = {
+        name: nothing_ready(getattr(replicas, name)) for name in ("offered_hashes", "replica_sum")
+    }
+    return mock.patch.multiple(replicas, **functions)
 
 
 def installed_version(version: str) -> Any:

@@ -143,4 +143,4 @@ def begin(directory: str, create: Create, length: int) -> _C.FileWriter:
     """Begins a file of `length` bytes. Raises `StorageFullError`."""
     storage_at(directory).check_space(length)
     options = engine_options(None, direct_io_setting("auto"))
-    return create(lambda name: _C.FileWriter.exactly(name, length, options, False))
+    return create(lambda name: _C.FileWriter(name, length, options, False))

@@ -72,7 +72,7 @@ class Transfer:
         the file changes meanwhile."""
         before = stat_of(source)
         with named_errors(str, directory, before.size):
-            writer = create(lambda path: _C.FileWriter.exactly(path, before.size, self._options, False))
+            writer = create(lambda path: _C.FileWriter(path, before.size, self._options, False))
 
             def write(piece: _Piece) -> int:
                 writer.write_bytes(piece.buffer.data_ptr(), piece.bytes, piece.offset)

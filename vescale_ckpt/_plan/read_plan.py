@@ -123,10 +123,7 @@ class PackedReads(LazyList):
     def read_table(self) -> tuple[bytes, bytes, list[int]]:
         """Returns the engine's table of the reads, the device of each row (-1: host memory), and the indices of the
         reads that are not in the table because the engine cannot fill their targets, or not fast."""
-        description = self.description
-        return _C.read_table(
-            description.inventory, self.reads, description.sources, description.table, description.ready
-        )
+        return self.description.for_engine.read_table(self.reads)
 
     def objects(self) -> Iterator[ReadRow]:
         table = words(self.plan.objects)

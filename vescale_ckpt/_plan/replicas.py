@@ -42,7 +42,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def offered_hashes(description: Description, on_devices: bool) -> bytes:
     """Returns a hash of 64 bits for each item of the inventory; 0 for an item that is not compared. `on_devices`:
     whether chunks on devices are compared; this waits for copies from them."""
-    packed, rest = _C.offered_hashes(*_tables(description), description.offered)
+    packed, rest = description.for_engine.offered_hashes(_SAMPLE, _packed_factors(), description.offered)
     if rest:
         hashes = array("Q", packed)
         for item, value in _hashes(_tensors(description, rest, on_devices)):
@@ -56,7 +56,7 @@ def replica_sum(description: Description, holders: bytes, on_devices: bool) -> t
     and whether it covers all chunks that are compared. `holders`: from the plan that is reused."""
     if not holders:
         return 0, True
-    total, rest = _C.replica_sum(*_tables(description), holders)
+    total, rest = description.for_engine.replica_sum(_SAMPLE, _packed_factors(), holders)
     if not rest:
         return _signed(total), True
     factors = dict(rest)
@@ -116,11 +116,6 @@ def _differing(of_ranks: Iterable[Iterable[tuple[Name, int]]]) -> dict[Name, tup
 
 def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
     return [f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]
-
-
-def _tables(description: Description) -> tuple[bytes, bytes, bytes, bytes, tuple[int, int, int], bytes]:
-    tables = description.inventory, description.sources, description.table, description.ready
-    return *tables, _SAMPLE, _packed_factors()
 
 
 def _is_small_or_here(description: Description, item: int) -> bool:

@@ -160,26 +160,24 @@ class PackedItems(LazyList):
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
         """Returns the engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all of
         them in place."""
-        return _C.write_table(*self._tables(rows))
+        return self.description.for_engine.write_table(self._part(rows))
 
     def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
         """Returns the same for a snapshot of tensors in host memory or on CUDA devices, and the device of each row (-1:
         the host)."""
-        return _C.copy_table(*self._tables(rows))
+        return self.description.for_engine.copy_table(self._part(rows))
 
     def ready_rows(self) -> bytes:
         """Returns the flag of `TensorReads.ready` for each row of a tensor."""
-        return _C.ready_rows(*self._tables(None))
+        return self.description.for_engine.ready_rows(self._part(None))
 
-    def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-        description = self.description
+    def _part(self, rows: Sequence[int] | None) -> bytes:
+        """The local plan of these rows; None: of all tensors."""
         rows = range(self.count_tensors()) if rows is None else rows
         if isinstance(rows, range):
-            local_plan = self.local_plan[rows.start * PLAN_ROW * 8 : rows.stop * PLAN_ROW * 8]
-        else:
-            numbers = words(self.local_plan)
-            local_plan = b"".join([numbers[row * PLAN_ROW : (row + 1) * PLAN_ROW] for row in rows])
-        return description.inventory, local_plan, description.sources, description.table, description.ready
+            return self.local_plan[rows.start * PLAN_ROW * 8 : rows.stop * PLAN_ROW * 8]
+        numbers = words(self.local_plan)
+        return b"".join([numbers[row * PLAN_ROW : (row + 1) * PLAN_ROW] for row in rows])
 
     def body_bytes(self) -> bytes:
         """Returns the bytes of each tensor in the plan, as 64-bit integers."""

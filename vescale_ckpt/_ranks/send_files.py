@@ -224,9 +224,7 @@ class _IncomingFile:
                 raise CheckpointError(f"rank {source} could not send {self._message.name}: {failure}", rank=source)
             with named_system_errors(self._folder, length):
                 if piece.offset == 0:
-                    self._writer = self._pending.create(
-                        lambda path: _C.FileWriter.exactly(path, length, options, False)
-                    )
+                    self._writer = self._pending.create(lambda path: _C.FileWriter(path, length, options, False))
                 if piece.bytes:
                     assert self._writer is not None
                     self._writer.write_bytes(address, piece.bytes, piece.offset)

@@ -157,9 +157,7 @@ class RoutedRead:
         for peer, memory in memories.items():
             table.extend((peer, memory.data_ptr(), len(memory)))
         state, streams = self._reads.description, self._reader.streams
-        copies, devices, rest = _C.place_table(
-            state.inventory, round_.placements, state.sources, state.table, state.ready, table
-        )
+        copies, devices, rest = state.for_engine.place_table(round_.placements, table)
         names, left_out = state.names, set(rest)
 
         def key_of(index: int) -> str:

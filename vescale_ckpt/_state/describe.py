@@ -49,6 +49,11 @@ class Description:
         return cls(inventory, names, b"", sources, tensors, table, ready, {}, {}, {}, [], array("q"), array("q"))
 
     @property
+    def for_engine(self) -> _C.State:
+        """The tables from which the engine makes those of a plan."""
+        return _C.State(self.inventory, self.sources, self.table, self.ready)
+
+    @property
     def all_ready(self) -> bool:
         """Whether the engine may use the memory of all tensors."""
         return self.ready.count(ON_HOST) == len(self.ready)

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._engine import _C
 from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
@@ -22,9 +21,7 @@ def shared_names(description: Description) -> dict[str, str]:
 
     Raises RuntimeError for tensors that share memory but differ in any trait.
     """
-    groups = _C.items_that_share_memory(
-        description.inventory, description.sources, description.table, description.ready
-    )
+    groups = description.for_engine.items_that_share_memory()
     if not groups:
         return {}
     names = description.names

@@ -15,7 +15,6 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from .._engine import _C
 from .._engine.tensor_checks import MOST_COMPARED, is_plain_tensor
 from .._engine.torch_private import local_tensors
 from ..errors import CheckpointError
@@ -31,9 +30,7 @@ def replaced_targets(description: Description, stored_alike: Callable[[str, str]
     Warns of each of them, unless it has the layout of the later key and `stored_alike` says that both are stored with
     equal bytes. Raises `CheckpointError` with both keys for targets that overlap in part.
     """
-    groups = _C.items_that_share_memory(
-        description.inventory, description.sources, description.table, description.ready
-    )
+    groups = description.for_engine.items_that_share_memory()
     if not groups:
         return set()
     left_out: set[str] = set()

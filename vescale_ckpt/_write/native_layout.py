@@ -135,7 +135,7 @@ class NativeLayout(Layout):
             path = os.path.join(options.path, name)
             with named_errors(str, options.path, self._needed):
                 storage_at(options.path).check_space(self._needed)
-                return path, _C.FileWriter(path, body_bytes, self._for_engine(), options.checksums)
+                return path, _C.FileWriter(path, self._needed, self._for_engine(), options.checksums)
 
         if self._names:
             _, self._file = make()

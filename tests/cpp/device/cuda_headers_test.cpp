@@ -18,7 +18,6 @@ namespace {
   static_assert(SameCall<decltype(Api::ours), decltype(&::theirs)>::value, #theirs " has another signature")
 
 VESCALE_CKPT_SAME(get_device_count, cudaGetDeviceCount);
-VESCALE_CKPT_SAME(current_device, cudaGetDevice);
 VESCALE_CKPT_SAME(clear, cudaMemsetAsync);
 VESCALE_CKPT_SAME(device_attribute, cudaDeviceGetAttribute);
 VESCALE_CKPT_SAME(stream_is_captured, cudaStreamIsCapturing);
@@ -42,7 +41,6 @@ VESCALE_CKPT_SAME(host_release, cudaFreeHost);
 VESCALE_CKPT_SAME(host_register, cudaHostRegister);
 VESCALE_CKPT_SAME(host_unregister, cudaHostUnregister);
 VESCALE_CKPT_SAME(device_get, cuDeviceGet);
-VESCALE_CKPT_SAME(device_name, cuDeviceGetName);
 VESCALE_CKPT_SAME(context_retain, cuDevicePrimaryCtxRetain);
 VESCALE_CKPT_SAME(context_release, cuDevicePrimaryCtxRelease);
 VESCALE_CKPT_SAME(context_push, cuCtxPushCurrent);

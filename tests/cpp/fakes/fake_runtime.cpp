@@ -38,12 +38,10 @@ const cuda::Api& fake_api() {
       .host_release = cudaFreeHost,
       .host_register = cudaHostRegister,
       .host_unregister = cudaHostUnregister,
-      .current_device = cudaGetDevice,
       .clear = cudaMemsetAsync,
       .copy_batch_12 = nullptr,
       .copy_batch_13 = nullptr,  // Python's tests have it
       .device_get = cuDeviceGet,
-      .device_name = cuDeviceGetName,
       .context_retain = cuDevicePrimaryCtxRetain,
       .context_release = cuDevicePrimaryCtxRelease_v2,
       .context_push = cuCtxPushCurrent_v2,

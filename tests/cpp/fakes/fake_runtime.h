@@ -17,7 +17,6 @@ class FakeRuntime final : public DeviceRuntime {
   explicit FakeRuntime(bool kernels = true);
   ~FakeRuntime() override;
 
-  int device_count() override { return cuda_->device_count(); }
   Accelerator& accelerator(int device) override { return cuda_->accelerator(device); }
 
   // Device memory, filled with `fill`; given back with the runtime.

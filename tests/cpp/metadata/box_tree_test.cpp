@@ -36,16 +36,10 @@ Cost query(const std::vector<BoxOf>& stored, const std::vector<BoxOf>& wanted, s
   const std::vector<int64_t> nodes = nodes_of(stored, ndim);
   Cost cost;
   for (size_t i = 0; i < wanted.size(); ++i) {
-    cost.visited += tree.overlaps(
-        wanted[i].offset, wanted[i].size,
-        [&](uint64_t first, uint64_t count) {
-          EXPECT_LE(first + count, tree.nodes());
-          return nodes.data() + first * 2 * ndim;
-        },
-        [&](uint64_t box, const int64_t*) {
-          ++cost.found;
-          found(box, i);
-        });
+    cost.visited += tree.overlaps(wanted[i].offset, wanted[i].size, nodes, [&](uint64_t box, const int64_t*) {
+      ++cost.found;
+      found(box, i);
+    });
   }
   return cost;
 }
@@ -109,9 +103,7 @@ TEST(BoxTree, NodesThatLieCauseNoMoreThanOneLookEach) {
   std::vector<int64_t> nodes(tree.words());
   for (int64_t& word : nodes) word = static_cast<int64_t>(random());  // sums of them overflow
   const Dims offset{0, 0}, size{INT64_MAX, INT64_MAX};
-  const uint64_t visited = tree.overlaps(
-      offset, size, [&](uint64_t first, uint64_t) { return nodes.data() + 4 * first; },
-      [](uint64_t, const int64_t*) {});
+  const uint64_t visited = tree.overlaps(offset, size, nodes, [](uint64_t, const int64_t*) {});
   EXPECT_LE(visited, tree.nodes());
 }
 

@@ -20,7 +20,6 @@
 #include "metadata/key_paths.h"
 #include "metadata/metadata_pickle.h"
 #include "metadata/record_locations.h"
-#include "metadata/verified_file.h"
 #include "state/inventory.h"
 #include "tensors.h"
 
@@ -162,12 +161,12 @@ inline void seal(std::vector<std::byte>& image) {
   IndexHeader header;
   std::memcpy(&header, image.data(), sizeof header);
   const uint64_t checksums = header.checksums;
-  if (checksums <= image.size() && checksums % VerifiedFile::kPiece == 0 && checksums != 0) {
+  if (checksums <= image.size() && checksums % IndexHeader::kPieceBytes == 0 && checksums != 0) {
     std::byte* sums = image.data() + checksums;
     const uint64_t pieces =
-        std::min<uint64_t>(checksums / VerifiedFile::kPiece - 1, (image.size() - checksums) / sizeof(uint32_t));
+        std::min<uint64_t>(checksums / IndexHeader::kPieceBytes - 1, (image.size() - checksums) / sizeof(uint32_t));
     for (uint64_t i = 0; i < pieces; ++i) {
-      const uint32_t crc = crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
+      const uint32_t crc = crc32(0, image.data() + (i + 1) * IndexHeader::kPieceBytes, IndexHeader::kPieceBytes);
       std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
     }
     header.checksums_crc = crc32(0, sums, pieces * sizeof(uint32_t));

@@ -1,4 +1,4 @@
-#include "plan/find_overlap.h"
+#include "plan/validate.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // What is told when ranks do not fit together, and what empty chunks come to.
-#include "plan/merge.h"
+#include "plan/layout.h"
 
 #include <gtest/gtest.h>
 

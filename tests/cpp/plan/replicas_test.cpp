@@ -111,7 +111,7 @@ TEST(Replicas, OfAnotherInventoryAreRefused) {
   EXPECT_THROW(replica_summands(other, equal.plan.holders(1)), Error);
   EXPECT_THROW(replica_summands(other, std::vector<std::byte>(3)), Error);
   std::vector<std::byte> holders = equal.plan.holders(0);
-  holders[holders.size() - 3] = std::byte{99};  // the place of item 0
+  holders[holders.size() - 3 * sizeof(uint16_t)] = std::byte{99};  // the place of item 0
   EXPECT_THROW(replica_summands(other, holders), Error);
 }
 

@@ -50,16 +50,6 @@ TEST(ReadTable, NamesTheRowThatMakesNoSense) {
   EXPECT_EQ(with({0, 0, 1600, -1, 0, 1, 5, 0, 5, 0}), 1);                         // ends inside the row
 }
 
-TEST(RangeTable, HoldsRanges) {
-  const std::vector<ByteRange> ranges = parse_range_table(Table{1, 2, 3, 4, 5, 6});
-  ASSERT_EQ(ranges.size(), 2u);
-  EXPECT_EQ(ranges[1].file, 4u);
-  EXPECT_EQ(ranges[1].offset, 5u);
-  EXPECT_EQ(ranges[1].length, 6u);
-  EXPECT_EQ(row_of_error([] { parse_range_table(Table{1, 2, 3, 4, -5, 6}); }), 1);
-  EXPECT_EQ(row_of_error([] { parse_range_table(Table{1, 2, 3, 4}); }), 1);
-}
-
 // Whatever the numbers: rows come out or Error(invalid).
 TEST(Tables, SurviveRandomNumbers) {
   std::mt19937_64 random(1);
@@ -70,9 +60,8 @@ TEST(Tables, SurviveRandomNumbers) {
                                   int64_t{1} << 33};
       value = random() % 20 == 0 ? kOdd[random() % 4] : static_cast<int64_t>(random() % 5);
     }
-    for (const auto& parse :
-         std::vector<std::function<void()>>{[&] { write::parse_write_table(table); }, [&] { parse_read_table(table); },
-                                            [&] { parse_range_table(table); }}) {
+    for (const auto& parse : std::vector<std::function<void()>>{[&] { write::parse_write_table(table); },
+                                                                [&] { parse_read_table(table); }}) {
       try {
         parse();
       } catch (const Error& error) {

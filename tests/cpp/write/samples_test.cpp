@@ -1,5 +1,5 @@
 // Samples of tensors: equal for equal values however they lie, different if what is looked at changes.
-#include "write/samples.h"
+#include "write/write_table.h"
 
 #include <gtest/gtest.h>
 

@@ -16,6 +16,7 @@ from .metadata_check import TRAILER_BYTES, TRAILER_MAGIC, check, check_beginning
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+_MOST_INDEX_BYTES = 1 << 30  # 14 times what 9,000 ranks of 405B with Adam need
 NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: ends the error for a missing metadata file
 
 
@@ -115,12 +116,12 @@ def _check_is_harmless(error: OSError | _C.EngineError, directory: str) -> None:
 
 
 def open_index(directory: str, rank: int | None) -> _C.Index:
-    """Opens the index, whatever metadata it belongs to. Of a file, reads and checks only what is needed; reads an
-    object whole."""
-    path = os.path.join(directory, index_name(rank))
-    if (storage := storage_at(directory)).by_requests:
-        return _C.Index.from_bytes(storage.read(index_name(rank)), path)
-    return _C.Index.open(path)
+    """Reads the index, and checks all of it, whatever metadata it belongs to."""
+    storage, name = storage_at(directory), index_name(rank)
+    path = os.path.join(directory, name)
+    if not storage.by_requests and storage.stat(name).size > _MOST_INDEX_BYTES:  # sparse, perhaps
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return _C.Index.from_bytes(storage.read(name), path)
 
 
 def index_bytes(directory: str) -> bytes | None:
