@@ -248,7 +248,7 @@ def renumbered(packed: bytes, planned: bytes, ranks: bytes) -> bytes:
     """Packed routes that were planned for some ranks, as those of `ranks`, which correspond to them."""
     numbers = dict(zip(words(planned), words(ranks), strict=True))
     routes = bytearray(packed)
-    for round_ in _rounds_of(words(routes)):
+    for round_ in _rounds_of(memoryview(routes).cast("q")):
         for messages in (round_.sends, round_.receives):
             for at in range(0, len(messages), 3):
                 messages[at] = numbers[messages[at]]
