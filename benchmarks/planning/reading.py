@@ -97,7 +97,7 @@ def metadata_of_model(alternate: Alternate, model: str, parallelism: Parallelism
 
 
 def shared_load(alternate: Alternate, parallelism: Parallelism) -> list[Sample]:
-    """The coordinator's plan of a load in which ranks read for each other, and each rank's rounds of it."""
+    """The coordinator's plan of a load in which ranks read for each other."""
     state = SimulatedState(MODELS["llama-8b"].entries(torch.bfloat16), parallelism)
     plan, parts = planned(gather(state).inventories)
     index = _C.Index.from_bytes(metadata_files(plan, written(state, parts))[1])
@@ -105,7 +105,7 @@ def shared_load(alternate: Alternate, parallelism: Parallelism) -> list[Sample]:
     def turn() -> Steps:
         watch = Stopwatch()
         shared_reads(index, state)
-        watch.lap("plan, with the rounds of all ranks")
+        watch.lap("plan")
         return watch.seconds
 
     case = f"shared load of llama-8b, {parallelism.ranks:,} ranks, fsdp {parallelism.fsdp}"

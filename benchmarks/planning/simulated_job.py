@@ -23,7 +23,7 @@ from vescale_ckpt._engine.dtype_codes import dtype_code
 from vescale_ckpt._engine.rows import LOCATION_ROW, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, InventoryParts, words
 from vescale_ckpt._engine.torch_private import DTensorLayout, StridedShard
 from vescale_ckpt._ranks.exchange import DIGEST_BYTES
-from vescale_ckpt._routes.routes import BUFFERS, Routes
+from vescale_ckpt._routes.routes import BUFFERS, renumbered
 from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
 from vescale_ckpt._state.shard_chunks import chunks_at
 
@@ -185,19 +185,20 @@ def metadata_files(plan: _C.GlobalPlan, results: Written) -> tuple[bytes, bytes]
     return _C.checkpoint_files(plan.catalog(), *results, "checkpoint", "0" * 32)
 
 
-def shared_reads(index: _C.Index, state: SimulatedState, node_size: int = 8) -> tuple[list[int], bytes]:
+def shared_reads(index: _C.Index, state: SimulatedState, node_size: int = 8) -> list[int]:
     """Plans one load of all tensors, in one part, for which ranks read for each other. Returns the bytes that each rank
-    reads, and the tables of relays."""
+    reads."""
     kept: dict[bytes, bytes] = {}
-    ranks = range(state.parallelism.ranks)
-    plans = [index.plan_load(state.inventory(rank)) for rank in ranks]
-    tables = [kept.setdefault(plan.reads, plan.reads) for plan in plans]
-    files = [plan.files for plan in plans]
+    tables, files, ranks = [], [], range(state.parallelism.ranks)
+    for rank in ranks:
+        plan = index.plan_load(state.inventory(rank))
+        tables.append(kept.setdefault(plan.reads, plan.reads))
+        files.append(plan.files)
     budget = settings.broadcast_bytes()
     nodes = [rank // node_size for rank in ranks]
-    routes, read, relays = _C.plan_routes(
+    routes, read, alike = _C.plan_routes(
         tables, files, [0] * len(ranks), nodes, True, whole_bytes=budget // 2, budget_bytes=budget // BUFFERS
     )
-    for rank in ranks:
-        Routes(1, [routes[rank], _C.relay_routes(relays, rank, tables[rank])])
-    return read, relays
+    for ranks_alike, planned in alike[:1]:
+        renumbered(routes[planned[0]], array("q", planned).tobytes(), array("q", ranks_alike).tobytes())
+    return read

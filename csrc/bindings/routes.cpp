@@ -11,7 +11,6 @@
 #include "bindings/make_device_load.h"
 #include "io/box_copy.h"
 #include "io/shared_map.h"
-#include "share/relays.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
 #include "share/split_reads.h"
@@ -46,7 +45,7 @@ std::vector<py::bytes> packed_routes(const std::vector<py::buffer>& rows, const 
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<py::list>& files,
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
                             const share::RouteOptions& options, std::vector<uint64_t>& bytes,
-                            std::vector<int64_t>& relays) {
+                            std::vector<share::Renumbered>& renumbered) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
     throw py::value_error("expected files, a group and a node for each of " + std::to_string(reads.size()) + " ranks");
   }
@@ -56,7 +55,7 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   }
   return packed_routes(reads, groups, nodes, [&](std::vector<share::RankReads>& ranks) {
     for (size_t i = 0; i < ranks.size(); ++i) ranks[i].files = names.at(files[i].ptr());
-    return share::plan_routes(ranks, options, bytes, relays);
+    return share::plan_routes(ranks, options, bytes, renumbered);
   });
 }
 
@@ -135,27 +134,22 @@ void bind_routes(py::module_& module) {
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<py::list>& files, const std::vector<uint32_t>& groups,
          const std::vector<uint32_t>& nodes, bool verify, uint64_t piece_bytes, uint64_t whole_bytes,
-         uint64_t budget_bytes, const std::vector<uint64_t>& bytes_before, uint32_t direct_nodes) {
+         uint64_t budget_bytes, const std::vector<uint64_t>& bytes_before, uint32_t most_nodes, bool sees_neighbours) {
         std::vector<uint64_t> bytes = bytes_before;
         bytes.resize(reads.size());
-        std::vector<int64_t> relays;
-        const share::RouteOptions options{piece_bytes, budget_bytes, verify, whole_bytes, direct_nodes};
-        auto routes = plan(reads, files, groups, nodes, options, bytes, relays);
-        return std::make_tuple(std::move(routes), std::move(bytes), bytes_of(relays));
+        std::vector<share::Renumbered> renumbered;
+        const share::RouteOptions options{piece_bytes, budget_bytes, verify, whole_bytes, most_nodes, sees_neighbours};
+        auto routes = plan(reads, files, groups, nodes, options, bytes, renumbered);
+        std::vector<std::pair<std::vector<uint32_t>, std::vector<uint32_t>>> alike;
+        for (share::Renumbered& some : renumbered) alike.emplace_back(std::move(some.ranks), std::move(some.like));
+        return std::make_tuple(std::move(routes), std::move(bytes), std::move(alike));
       },
       py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("nodes"), py::arg("verify") = standard.verify,
       py::arg("piece_bytes") = standard.piece_bytes, py::arg("whole_bytes") = standard.whole_bytes,
       py::arg("budget_bytes") = standard.budget_bytes, py::arg("bytes_before") = std::vector<uint64_t>(),
-      py::arg("direct_nodes") = standard.direct_nodes,
-      "each rank's routes, packed; the bytes that each rank reads by them and by plans before; what nodes pass on");
-  module.def(
-      "relay_routes",
-      [](const py::buffer& relays, uint32_t rank, const py::buffer& reads) {
-        const Table words(relays), rows(reads);
-        return bytes_of(
-            without_gil([&] { return share::pack_routes(share::relay_routes(words.values(), rank, rows.values())); }));
-      },
-      py::arg("relays"), py::arg("rank"), py::arg("reads"), "a rank's routes of what nodes pass on, packed");
+      py::arg("most_nodes") = standard.most_nodes, py::arg("sees_neighbours") = standard.sees_neighbours,
+      "each rank's routes, packed; the bytes that each rank reads by them and by plans before; ranks whose routes are "
+      "those of others, and these others");
   module.def(
       "bytes_read_alone",
       [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -37,7 +36,23 @@ bool equal_tables(const RankReads& left, const RankReads& right) {
   return same(left.files, right.files) && same(left.reads, right.reads);
 }
 
-// The ranks in groups that have equal tables, by their lowest rank.
+// The row that begins at a word of a rank's table, not further checked.
+std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
+  const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
+  if (reads.size() - at < Need::kHead) throw malformed();
+  const int64_t dims = reads[at + Need::kHead - 1];
+  if (dims < 0 || dims > state::kMostDims) throw malformed();
+  const size_t words = Need::kHead + 4 * static_cast<size_t>(dims);
+  if (reads.size() - at < words) throw malformed();
+  return reads.subspan(at, words);
+}
+
+}  // namespace
+
+uint64_t item_bytes(const Need& need) {
+  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
+}
+
 std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::vector<Replicas> groups;
   std::map<std::pair<const void*, const void*>, size_t> by_address;  // of its tables: equal ones often are one
@@ -61,28 +76,7 @@ std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span
     }
     groups[known->second].ranks.push_back(rank);
   }
-  for (Replicas& replicas : groups) {
-    std::set<uint32_t> nodes;
-    for (const uint32_t rank : replicas.ranks) nodes.insert(ranks[rank].node);
-    replicas.nodes = static_cast<uint32_t>(nodes.size());
-  }
   return groups;
-}
-
-}  // namespace
-
-uint64_t item_bytes(const Need& need) {
-  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
-}
-
-std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
-  const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
-  if (reads.size() - at < Need::kHead) throw malformed();
-  const int64_t dims = reads[at + Need::kHead - 1];
-  if (dims < 0 || dims > state::kMostDims) throw malformed();
-  const size_t words = Need::kHead + 4 * static_cast<size_t>(dims);
-  if (reads.size() - at < words) throw malformed();
-  return reads.subspan(at, words);
 }
 
 Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered) {
@@ -96,7 +90,7 @@ Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> membe
     }
     const std::span<const int64_t> reads = ranks[rank].reads;
     for (size_t at = 0; at < reads.size();) {
-      Need need{rank, 0, row_at(reads, at, rank), at, &replicas};
+      Need need{rank, 0, row_at(reads, at, rank), &replicas};
       at += need.row.size();
       check(need, numbered ? UINT32_MAX : numbers.size());
       need.file = numbered ? static_cast<uint32_t>(need.row[1]) : numbers[static_cast<size_t>(need.row[1])];

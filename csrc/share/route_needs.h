@@ -13,7 +13,6 @@ namespace vescale_ckpt::share {
 // Ranks whose tables of reads are equal: replicas. They are planned once.
 struct Replicas {
   std::vector<uint32_t> ranks;  // rising
-  uint32_t nodes = 0;           // on which they are
 };
 
 // One row of a rank's reads (metadata/load_plan.h), with its rank and the number of its file over all ranks. A view.
@@ -23,7 +22,6 @@ struct Need {
   uint32_t rank = 0;  // the lowest of its replicas; after each_for_itself one of them
   uint32_t file = 0;  // numbered over all ranks
   std::span<const int64_t> row;
-  size_t at = 0;  // where the row begins in its table
   const Replicas* replicas = nullptr;
 
   int64_t item() const { return row[0]; }
@@ -49,8 +47,8 @@ struct Needs {
 
 uint64_t item_bytes(const Need& need);
 
-// The row that begins at a word of a rank's table, not further checked. Throws Error (invalid, with the rank as item).
-std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank);
+// The ranks `members` in groups that have equal tables, by their lowest rank.
+std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members);
 
 // The rows of `members`, checked. `numbered`: their files have the same numbers on all ranks, and no names. Throws
 // Error (invalid, with the rank as item).

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -25,14 +26,13 @@ bool same_record(const Need& left, const Need& right) {
 class Cutter {
  public:
   Cutter(size_t senders, const RouteOptions& options, std::span<const uint32_t> writers, std::span<RankRoutes> routes,
-         std::span<uint64_t> own_bytes, AlikeOnNodes* alike)
+         std::span<uint64_t> own_bytes)
       : limit_(most_bytes_at_once(senders, options)),
         options_(options),
         cuts_(options.writes ? Piece::Cuts::always : Piece::Cuts::if_all_receive_both),
         writers_(writers),
         routes_(routes),
-        own_bytes_(own_bytes),
-        alike_(alike) {}
+        own_bytes_(own_bytes) {}
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
@@ -75,10 +75,8 @@ class Cutter {
   static bool is_one_rank(const Need& need) { return need.replicas->ranks.size() == 1; }
 
   // Whether what only one rank needs is its own affair. What is written in order has to be one range of its file.
-  bool is_own(std::span<const Piece::Receiver> receivers, const Box& slab) const {
-    const Need& first = *receivers.front().need;
-    return writers_.empty() ||
-           (writers_[first.file] == first.rank && receivers.size() == 1 && receivers.front().box == slab);
+  bool is_own(const Piece& piece) const {
+    return writers_.empty() || (writers_[piece.like->file] == piece.like->rank && piece.receivers.size() == 1);
   }
 
   // Along the first dimension whose slices are no larger than a piece; those before it are taken one index at a time.
@@ -123,64 +121,25 @@ class Cutter {
 
   // `needs`: the first of the record.
   void add(const Need* needs, std::vector<Piece::Receiver> receivers, Piece::Cuts cuts) {
-    Box needed = receivers.front().box;
     std::vector<uint32_t> ranks;
     for (const Piece::Receiver& receiver : receivers) {
-      needed.cover(receiver.box);
       if (ranks.empty() || ranks.back() != receiver.need->rank) ranks.push_back(receiver.need->rank);
     }
-    if (ranks.size() == 1 && is_one_rank(*receivers.front().need) && is_own(receivers, needed)) {
-      for (Piece::Receiver& receiver : receivers) {
+    Piece piece{};
+    piece.receive(std::move(receivers));
+    if (ranks.size() == 1 && is_one_rank(*piece.like) && is_own(piece)) {
+      for (Piece::Receiver& receiver : piece.receivers) {
         std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs)];
         own.push_back(std::move(receiver.box));
         if (writers_.empty()) join_last(own);
       }
       return;
     }
-    if (alike_ != nullptr && cuts != Piece::Cuts::never && alike_->any_spread(receivers) &&
-        !alike_->want_alike(receivers, needed) && add_parts(needs, receivers, needed, cuts)) {
-      return;
-    }
-    Piece piece{};
-    piece.like = receivers.front().need;
-    piece.box = std::move(needed);
-    piece.bytes = piece.box.elements() * item_bytes(*piece.like);
-    piece.receivers = std::move(receivers);
     piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
     piece.cuts = cuts;
     piece.order = pieces_.size();
     if (!writers_.empty()) piece.reader = writers_[piece.like->file];
     pieces_.push_back(std::move(piece));
-  }
-
-  // Adds two parts of a box, cut where what receivers on many nodes want begins or ends. Returns whether it is cut.
-  bool add_parts(const Need* needs, std::span<const Piece::Receiver> receivers, const Box& needed, Piece::Cuts cuts) {
-    for (size_t dim = 0; dim < needed.size.size(); ++dim) {
-      std::vector<int64_t> places;
-      for (const Piece::Receiver& receiver : receivers) {
-        if (!alike_->any_spread({&receiver, 1})) continue;
-        for (const int64_t place : {receiver.box.offset[dim], receiver.box.offset[dim] + receiver.box.size[dim]}) {
-          if (place > needed.offset[dim] && place < needed.offset[dim] + needed.size[dim]) places.push_back(place);
-        }
-      }
-      if (places.empty()) continue;
-      const auto middle = places.begin() + std::ssize(places) / 2;
-      std::ranges::nth_element(places, middle);
-      const int64_t begin = needed.offset[dim], end = begin + needed.size[dim];
-      for (const auto& [from, to] : {std::pair(begin, *middle), std::pair(*middle, end)}) {
-        std::vector<Piece::Receiver> of_part;
-        for (const Piece::Receiver& receiver : receivers) {
-          const Overlap part = overlap(receiver.box.offset[dim], receiver.box.size[dim], from, to - from);
-          if (part.empty()) continue;
-          of_part.push_back(receiver);
-          of_part.back().box.offset[dim] = part.begin;
-          of_part.back().box.size[dim] = part.size();
-        }
-        if (!of_part.empty()) add(needs, std::move(of_part), cuts);
-      }
-      return true;
-    }
-    return false;
   }
 
   // Slabs come in rising order: what they were cut from comes together again.
@@ -204,7 +163,6 @@ class Cutter {
   const std::span<const uint32_t> writers_;
   const std::span<RankRoutes> routes_;
   const std::span<uint64_t> own_bytes_;
-  AlikeOnNodes* const alike_;  // null: it does not matter
   std::vector<Piece> pieces_;
   std::map<std::vector<uint32_t>, uint32_t> sets_;
   std::vector<std::vector<Box>> own_;  // one for each need of the record at hand: what its rank alone needs
@@ -285,6 +243,14 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   return rest;
 }
 
+void Piece::receive(std::vector<Receiver> by_rank) {
+  like = by_rank.front().need;
+  box = by_rank.front().box;
+  for (const Receiver& to : by_rank) box.cover(to.box);
+  bytes = box.elements() * item_bytes(*like);
+  receivers = std::move(by_rank);
+}
+
 void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
   bytes = bytes / static_cast<uint64_t>(box.size[dim]) * static_cast<uint64_t>(end - begin);
   box.offset[dim] = begin;
@@ -351,57 +317,6 @@ void append_place(std::vector<int64_t>& places, int64_t peer, uint64_t offset, c
   }
 }
 
-bool AlikeOnNodes::any_spread(std::span<const Piece::Receiver> receivers) const {
-  return std::ranges::any_of(receivers,
-                             [&](const Piece::Receiver& to) { return to.need->replicas->nodes > direct_nodes_; });
-}
-
-bool AlikeOnNodes::want_alike(std::span<const Piece::Receiver> receivers, const Box& box) {
-  constexpr double kNearly = 0.75;
-  std::vector<const Replicas*> replicas;
-  std::vector<size_t> begins;  // of their receivers
-  uint64_t most_nodes = 0;
-  bool whole = true;  // for all replicas
-  for (size_t i = 0; i < receivers.size(); ++i) {
-    const Replicas* const of = receivers[i].need->replicas;
-    if (replicas.empty() || replicas.back() != of) {
-      replicas.push_back(of);
-      begins.push_back(i);
-      most_nodes += of->nodes;
-      whole = whole && receivers[i].box == box;
-    }
-  }
-  if (most_nodes <= direct_nodes_) return false;
-  begins.push_back(receivers.size());
-  uint64_t nodes = 0, wanted = 0;  // elements
-  for (const auto& [mix, count] : mixes_of(replicas)) {
-    nodes += count;
-    if (whole) continue;
-    Parcels parcels;
-    for (const uint32_t number : mix) {
-      for (size_t i = begins[number]; i < begins[number + 1]; ++i) join(parcels, {receivers[i].box, {}});
-    }
-    for (const Parcel& parcel : parcels) wanted += count * parcel.box.elements();
-  }
-  return nodes > direct_nodes_ && (whole || static_cast<double>(wanted) >= kNearly * static_cast<double>(nodes) *
-                                                                               static_cast<double>(box.elements()));
-}
-
-const AlikeOnNodes::Mixes& AlikeOnNodes::mixes_of(const std::vector<const Replicas*>& replicas) {
-  const auto [found, is_new] = mixes_.try_emplace(replicas);
-  if (is_new) {
-    std::map<uint32_t, std::vector<uint32_t>> by_node;
-    for (uint32_t number = 0; number < replicas.size(); ++number) {
-      for (const uint32_t rank : replicas[number]->ranks) {
-        std::vector<uint32_t>& on_node = by_node[ranks_[rank].node];
-        if (on_node.empty() || on_node.back() != number) on_node.push_back(number);
-      }
-    }
-    for (auto& [node, on_node] : by_node) ++found->second[std::move(on_node)];
-  }
-  return found->second;
-}
-
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
   uint64_t slice = item_bytes(need);  // bytes of the chunk's dimensions that follow
   uint64_t outer = box.elements();
@@ -429,9 +344,8 @@ uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
 }
 
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes,
-                  AlikeOnNodes* alike) {
-  Cutter cutter(senders, options, writers, routes, own_bytes, alike);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
+  Cutter cutter(senders, options, writers, routes, own_bytes);
   for (size_t begin = 0; begin < needs.size();) {
     size_t end = begin + 1;
     while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;
@@ -471,6 +385,43 @@ std::deque<Need> each_for_itself(Pieces& pieces) {
     set = std::move(all);
   }
   return needs;
+}
+
+void split_among_nodes(Pieces& all, std::span<const RankReads> ranks, size_t most_nodes) {
+  std::vector<std::map<uint32_t, uint32_t>> parts_of(all.sets.size());  // of sets that are split: {node: its new set}
+  for (size_t set = 0; set < parts_of.size(); ++set) {
+    std::map<uint32_t, uint32_t>& part_of = parts_of[set];
+    for (const uint32_t rank : all.sets[set]) part_of[ranks[rank].node] = 0;
+    const size_t nodes = part_of.size(), parts = (nodes + most_nodes - 1) / most_nodes;
+    if (parts <= 1) {
+      part_of.clear();
+      continue;
+    }
+    size_t number = 0;
+    for (auto& [node, part] : part_of) part = static_cast<uint32_t>(all.sets.size() + number++ * parts / nodes);
+    all.sets.resize(all.sets.size() + parts);
+    for (const uint32_t rank : std::exchange(all.sets[set], {})) {
+      all.sets[part_of.at(ranks[rank].node)].push_back(rank);
+    }
+  }
+  std::vector<Piece> pieces;
+  for (Piece& piece : all.pieces) {
+    const std::map<uint32_t, uint32_t>& part_of = parts_of[piece.set];
+    if (part_of.empty()) {
+      pieces.push_back(std::move(piece));
+      continue;
+    }
+    std::map<uint32_t, std::vector<Piece::Receiver>> receivers;  // by set
+    for (Piece::Receiver& to : std::exchange(piece.receivers, {})) {
+      receivers[part_of.at(ranks[to.need->rank].node)].push_back(std::move(to));
+    }
+    for (auto& [set, of_part] : receivers) {
+      Piece& part = pieces.emplace_back(piece);
+      part.set = set;
+      part.receive(std::move(of_part));
+    }
+  }
+  all.pieces = std::move(pieces);
 }
 
 }  // namespace vescale_ckpt::share

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -44,6 +43,8 @@ struct Piece {
   uint64_t order = 0;  // position in the files; pieces cut from one piece have the same
   uint32_t reader = 0;
 
+  // Becomes what these receivers, by rank, need of a record.
+  void receive(std::vector<Receiver> by_rank);
   // Keeps at most `head_bytes` and returns the rest. Returns nullopt, and keeps all, if it cannot be cut so.
   std::optional<Piece> cut(uint64_t head_bytes);
 
@@ -64,26 +65,6 @@ using Parcels = std::vector<Parcel>;
 // other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
 void join(Parcels& parcels, Parcel next);
 
-// Tells whether many nodes want the same bytes, so that these had better travel along trees of nodes (relays.h).
-class AlikeOnNodes {
- public:
-  AlikeOnNodes(std::span<const RankReads> ranks, uint32_t direct_nodes) : ranks_(ranks), direct_nodes_(direct_nodes) {}
-
-  // Whether replicas of one of the receivers are on many nodes.
-  bool any_spread(std::span<const Piece::Receiver> receivers) const;
-  // Whether receivers are on many nodes, each of which wants all of the box, or nearly.
-  bool want_alike(std::span<const Piece::Receiver> receivers, const Box& box);
-
- private:
-  // How many nodes have these of the replicas, whose indices are rising.
-  using Mixes = std::map<std::vector<uint32_t>, uint64_t>;
-  const Mixes& mixes_of(const std::vector<const Replicas*>& replicas);
-
-  std::span<const RankReads> ranks_;
-  uint32_t direct_nodes_;
-  std::map<std::vector<const Replicas*>, Mixes> mixes_;
-};
-
 struct Pieces {
   std::vector<Piece> pieces;
   std::vector<std::vector<uint32_t>> sets;  // rising ranks, of replicas the lowest
@@ -93,13 +74,15 @@ struct Pieces {
 // its bytes to `own_bytes`, which has one entry a rank. `needs` holds all their needs, and must outlive the pieces.
 // `senders` as for most_bytes_at_once. `writers`: of each file the rank that gets all of it, if that is known: then its
 // own are the pieces that only it has, and it is the reader of all others.
-// `alike` (or null): tells of what many nodes want.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes,
-                  AlikeOnNodes* alike = nullptr);
+                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
 // Makes each replica a receiver of its own, and sets of all their ranks. The needs it made must outlive the pieces.
 std::deque<Need> each_for_itself(Pieces& pieces);
+
+// Makes several of each piece that ranks of more than `most_nodes` nodes need, for at most so many nodes each, which
+// are evenly many.
+void split_among_nodes(Pieces& pieces, std::span<const RankReads> ranks, size_t most_nodes);
 
 // Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "share/relays.h"
 #include "share/route_pieces.h"
 #include "share/route_readers.h"
 #include "share/route_rounds.h"
@@ -33,6 +32,44 @@ Groups groups_of(std::span<const RankReads> ranks) {
   Groups groups;
   for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
   return groups;
+}
+
+// Ranks of one group that are planned together. Nodes whose ranks need the same, one by one, are dealt out evenly to as
+// many crews as needed to have at most `most_nodes` of them in each. {what their ranks need: such crews, whose ranks
+// correspond to each other}
+std::map<std::vector<uint32_t>, std::vector<std::vector<uint32_t>>> crews_of(std::span<const RankReads> ranks,
+                                                                             std::span<const uint32_t> members,
+                                                                             size_t most_nodes) {
+  constexpr uint32_t kEndOfNode = UINT32_MAX;
+  struct Node {
+    std::vector<uint32_t> ranks, needs;  // of each rank: the lowest that needs the same
+  };
+  std::map<uint32_t, Node> nodes;
+  for (const Replicas& replicas : replicas_among(ranks, members)) {
+    for (const uint32_t rank : replicas.ranks) {
+      Node& node = nodes[ranks[rank].node];
+      node.ranks.push_back(rank);
+      node.needs.push_back(replicas.ranks.front());
+    }
+  }
+  std::map<std::vector<uint32_t>, std::vector<const Node*>> alike;
+  for (auto& [number, node] : nodes) {
+    node.needs.push_back(kEndOfNode);
+    alike[node.needs].push_back(&node);
+  }
+  std::vector<Node> crews;
+  for (const auto& [needs, of_kind] : alike) {
+    const size_t count = (of_kind.size() + most_nodes - 1) / most_nodes;
+    crews.resize(std::max(crews.size(), count));
+    for (size_t i = 0; i < of_kind.size(); ++i) {
+      Node& crew = crews[i * count / of_kind.size()];
+      crew.ranks.insert(crew.ranks.end(), of_kind[i]->ranks.begin(), of_kind[i]->ranks.end());
+      crew.needs.insert(crew.needs.end(), needs.begin(), needs.end());
+    }
+  }
+  std::map<std::vector<uint32_t>, std::vector<std::vector<uint32_t>>> result;
+  for (Node& crew : crews) result[std::move(crew.needs)].push_back(std::move(crew.ranks));
+  return result;
 }
 
 // All ranks take as many rounds as the one that has most.
@@ -67,24 +104,36 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 }  // namespace
 
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
-                                    std::span<uint64_t> bytes, std::vector<int64_t>& relays) {
+                                    std::span<uint64_t> bytes, std::vector<Renumbered>& renumbered) {
   if (bytes.size() != ranks.size())
     throw Error::invalid("expected bytes of " + std::to_string(ranks.size()) + " ranks, got " +
                          std::to_string(bytes.size()));
+  std::vector<RankReads> in_messages(ranks.begin(), ranks.end());
+  for (uint32_t rank = 0; rank < ranks.size() && !options.sees_neighbours; ++rank) in_messages[rank].node = rank;
   std::vector<RankRoutes> routes(ranks.size());
   uint64_t once = 0, alone = 0;
   for (const auto& [group, members] : groups_of(ranks)) {
-    const Needs needs = needs_of(ranks, members);
-    const size_t senders = most_senders(ranks, members);
-    AlikeOnNodes alike(ranks, options.direct_nodes);
-    Pieces pieces = cut_pieces(needs.rows, senders, options, {}, routes, bytes, &alike);
-    once += once_bytes(pieces);
-    alone += alone_bytes(pieces, options.verify);
-    Pieces relayed = take_relayed(pieces, alike);
-    const std::deque<Need> of_replicas = each_for_itself(pieces);
-    choose_readers(pieces, bytes);
-    make_rounds(pieces, ranks, members, senders, options, routes);
-    plan_relays(std::move(relayed), needs, ranks, members, options, bytes, relays);
+    for (const auto& [needs_of_ranks, crews] : crews_of(ranks, members, options.most_nodes)) {
+      std::vector<uint32_t> crew = crews.front();
+      std::ranges::sort(crew);
+      const std::vector<uint64_t> before(bytes.begin(), bytes.end());
+      const Needs needs = needs_of(ranks, crew);
+      const size_t senders = most_senders(in_messages, crew);
+      Pieces pieces = cut_pieces(needs.rows, senders, options, {}, routes, bytes);
+      alone += alone_bytes(pieces, options.verify) * crews.size();
+      const std::deque<Need> of_replicas = each_for_itself(pieces);
+      split_among_nodes(pieces, ranks, options.most_nodes);
+      once += once_bytes(pieces) * crews.size();
+      choose_readers(pieces, bytes);
+      make_rounds(pieces, in_messages, crew, senders, options, routes);
+      for (const std::vector<uint32_t>& other : std::span(crews).subspan(1)) {
+        for (size_t i = 0; i < other.size(); ++i) {
+          const uint32_t like = crews.front()[i];
+          bytes[other[i]] += bytes[like] - before[like];
+        }
+        renumbered.push_back({other, crews.front()});
+      }
+    }
   }
   for (RankRoutes& of_rank : routes) {
     of_rank.once_bytes = once;

@@ -8,8 +8,9 @@
 // its ranks, which take turns, and the ranks of a node read in each other's memories what was read or has arrived
 // there. From there all is copied to the targets. What only one rank needs, it reads itself, straight to its targets.
 //
-// A reader sends to every node itself if they are few. All ranks that need a piece may be its readers and read equally
-// much, so a node sends about as much as it gets. To many nodes pieces travel along trees (relays.h).
+// All ranks that need a piece may be its readers and read equally much, so a node sends about as much as it gets. A
+// reader sends to every node that needs its piece. So that these are few, what more than 16 nodes need is read once for
+// each 16 of them, and nodes whose ranks need the same are planned once for each 16 of them.
 //
 // An export is the same with all arrows turned: what is read in a load is written from the same memory, the ranks of a
 // node copy their boxes into each other's memory, and a node sends what its ranks hold of a piece in one message.
@@ -30,9 +31,9 @@ struct RouteOptions {
   // it for itself.
   bool verify = true;
   uint64_t whole_bytes = 64 << 20;
-  // What more nodes want alike travels along trees of them (relays.h); to fewer its reader sends it itself.
-  uint32_t direct_nodes = 16;
-  bool writes = false;  // pieces lie in memory as in their file, one behind another; plan_writes sets it
+  uint32_t most_nodes = 16;     // what more need is read once for each so many of them
+  bool sees_neighbours = true;  // whether ranks of one node see each other's memory
+  bool writes = false;          // pieces lie in memory as in their file, one behind another; plan_writes sets it
 };
 
 // What a rank reads without sharing: LoadPlan::reads and LoadPlan::files. For an export, what it holds: rows of the
@@ -42,7 +43,7 @@ struct RankReads {
   std::span<const int64_t> reads;
   std::span<const std::string> files;
   uint32_t group = 0;  // ranks of different groups deliver each other nothing
-  uint32_t node = 0;   // ranks of one node see each other's memory
+  uint32_t node = 0;
 };
 
 // What a rank does in one round, in tables of rows of 64-bit integers. Offsets are bytes in a rank's memory of the
@@ -53,10 +54,8 @@ struct RouteRound {
   std::vector<int64_t> staged;
   // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
   std::vector<int64_t> packs;
-  // Rows: peer, offset, bytes; at most one of a peer, but in rounds of relays. Those with bytes come first in time.
-  // What lies where a message arrives is passed on: it is sent when that message and those before it have come. A row
-  // with 0 bytes, of a peer of the same node, then says that the peer's memory can be read: pieces, and messages that
-  // it got.
+  // Rows: peer, offset, bytes; at most one of a peer. Those with bytes come first in time. A row with 0 bytes, of a
+  // peer of the same node, then says that the peer's memory can be read: pieces, and messages that it got.
   std::vector<int64_t> sends, receives;
   // Copies to the targets. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions
   // n, n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
@@ -73,12 +72,16 @@ struct RankRoutes {
   uint64_t once_bytes = 0, alone_bytes = 0;
 };
 
-// One for each rank, the same on every run; then come the rounds that each rank makes of `relays` (relay_routes), which
-// are none if it is empty. `bytes` has one entry a rank, the bytes that it reads by plans before this one; those of
-// this plan are added, and all together are even. Throws Error (invalid, with the rank as item) if ranks disagree about
-// a record, or reads are malformed.
+// Ranks whose routes are those of as many others, in the same order, with their own numbers in place of those ranks'.
+struct Renumbered {
+  std::vector<uint32_t> ranks, like;
+};
+
+// One for each rank, the same on every run; those of ranks in `renumbered` are not filled in. `bytes` has one entry a
+// rank, the bytes that it reads by plans before this one; those of this plan are added, and all together are even.
+// Throws Error (invalid, with the rank as item) if ranks disagree about a record, or reads are malformed.
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
-                                    std::span<uint64_t> bytes, std::vector<int64_t>& relays);
+                                    std::span<uint64_t> bytes, std::vector<Renumbered>& renumbered);
 
 // The routes of an export. `held`: boxes that do not overlap and cover their tensors, as far as ranks of one group hold
 // them. `writers`: of each file the rank that writes all of it, in order; empty: each piece is written by one of the

@@ -111,6 +111,6 @@ def test_real_ranks_write_and_read_what_is_planned(
     plan, parts = planned(gather(state, node_size).inventories)
     assert [stored for stored, _ in real] == plan.bytes_by_rank()
     index = _C.Index.from_bytes(metadata_files(plan, written(state, parts))[1])
-    planned_reads, _ = shared_reads(index, SimulatedState(TENSORS, loads), node_size)
+    planned_reads = shared_reads(index, SimulatedState(TENSORS, loads), node_size)
     for (_, measured), expected in zip(real, planned_reads, strict=True):
         assert measured == pytest.approx(expected, rel=0.05, abs=1 << 20)

@@ -512,6 +512,9 @@ def _contents(whom: list[int]) -> int:
     # Parts that are equal but not one object, and those of one rank alone, come too.
     other = [(bytes(bytearray(more)), str(rank).encode()) if rank in whom else () for rank in range(exchange.size)]
     assert exchange.scatter_contents(other if exchange.is_coordinator else None, "other") == other[exchange.rank]
+    # Some ranks share one part, and the others another.
+    pairs = [(data if rank % 2 else more, b"", str(rank).encode()) for rank in range(exchange.size)]
+    assert exchange.scatter_contents(pairs if exchange.is_coordinator else None, "pairs") == pairs[exchange.rank]
     alone = [(more,) if rank == whom[-1] else () for rank in range(exchange.size)]
     assert exchange.scatter_contents(alone if exchange.is_coordinator else None, "alone") == alone[exchange.rank]
     nothing = [()] * exchange.size if exchange.is_coordinator else None

@@ -23,7 +23,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
 from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.nccl import DeviceGroup
-from vescale_ckpt._routes import device_buffer
+from vescale_ckpt._routes import device_buffer, routes
 from vescale_ckpt._routes.device_buffer import DeviceBuffer
 
 FOREVER = 60.0
@@ -137,6 +137,24 @@ def _all_ways(directory: Path) -> list[tuple[int, int, int]]:
             assert sum(group.swaps for group in made) > 4 and sum(group.bytes for group in made) > 0
             assert all(group.group is None for group in made), "each load gives the connections' memory back"
     return results
+
+
+def _on_two_nodes(directory: Path) -> int:
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // 2)
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with _devices(), mock.patch.object(routes, "_MOST_NODES", 1):
+        read: int = _load(directory, state).read_bytes
+    assert_same(state, full)
+    return read
+
+
+def test_devices_of_every_so_many_nodes_read_once(checkpoint: Path) -> None:
+    stored = sum(tensor.nbytes for tensor in _full().values())
+    read = run_ranks(4, _on_two_nodes, checkpoint)
+    for of_node in (read[:2], read[2:]):
+        assert stored <= sum(of_node) <= 1.2 * stored
 
 
 def test_each_byte_is_read_once_and_swapped(tmp_path: Path) -> None:

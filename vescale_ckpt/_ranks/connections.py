@@ -292,12 +292,11 @@ class Connections:
         """Makes `wait` also wait for an arrival from `peer` that does not come over these connections."""
         self._pending.append(_Awaited(peer, [arrival]))
 
-    def wait(self, receipts: bool = True, left: int = 0) -> None:
-        """Returns when all receives and expected arrivals are done, but for the last `left`; with `receipts`, also all
-        receipts."""
+    def wait(self, receipts: bool = True) -> None:
+        """Returns when all receives and expected arrivals are done; with `receipts`, also all receipts."""
         # Receives come first: the peers may wait for receipts of this rank.
         for awaited in (self._pending, self._receipts) if receipts else (self._pending,):
-            while len(awaited) > left:
+            while awaited:
                 try:
                     awaited[0].works[-1].wait(timedelta(seconds=self._left()))
                 except RuntimeError as error:

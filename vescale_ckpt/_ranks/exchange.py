@@ -16,6 +16,7 @@ import pickle
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress, takewhile
@@ -39,6 +40,7 @@ from .store_thread import StoreGoneError, of_default_group
 logger = logging.getLogger(__name__)
 
 _LONGEST_TEXT = 2000  # texts of errors are cut after so many characters before they are sent to other ranks
+_LONG_PART = 4096  # bytes that are worth connections between the ranks that get them
 _NO_ERROR = 1
 DIGEST_BYTES = 16
 
@@ -211,29 +213,32 @@ class Exchange:
     def scatter_contents(self, contents: Sequence[tuple[bytes, ...]] | None, phase: str) -> tuple[bytes, ...]:
         """Returns this rank's element of `contents`, which the coordinator gives, one for each rank; most may be empty.
 
-        First parts that are the same object in all but the empty ones travel along a tree of the ranks that get them.
-        So the coordinator neither holds nor sends them as often as there are such ranks.
+        First parts that are the same object for several ranks, of which the first is long, travel along a tree of the
+        ranks that get them. So the coordinator neither holds nor sends them as often as there are such ranks.
         """
-        shared: tuple[bytes, ...] = ()
         messages: list[bytes] | None = None
         if contents is not None:
             messages = [b""] * len(contents)
-            whom = [rank for rank, content in enumerate(contents) if content]
-            if whom and whom[0] == self.rank:
-                shared = _shared([contents[rank] for rank in whom])
-            for number, rank in enumerate(whom):
-                near = [rank]  # its parent in their tree, which is itself for the root, and its children
-                if shared:
+            alike = defaultdict[int, list[int]](list)  # ranks by their first part, or each for itself
+            for rank, content in enumerate(contents):
+                if content:
+                    alike[id(content[0]) if len(content[0]) >= _LONG_PART else -rank].append(rank)
+            for whom in alike.values():
+                count = _count_shared([contents[rank] for rank in whom])
+                for number, rank in enumerate(whom):
+                    # Its parent in their tree, which is itself for the root, and its children.
                     near = [whom[parent_of(number) or 0], *(whom[child] for child in children_of(number, len(whom)))]
-                head = struct.pack(f"<{1 + len(near)}q", len(shared), *near)
-                messages[rank] = pack(head, *contents[rank][len(shared) :])
+                    head = struct.pack(f"<{1 + len(near)}q", count, *near)
+                    messages[rank] = pack(head, *contents[rank][count if number else 0 :])
         message = self.scatter(messages, phase)
         head, *own = unpack(message) if message else [struct.pack("<2q", 0, self.rank)]
         count, parent, *children = struct.unpack(f"<{len(head) // 8}q", head)
+        if parent == self.rank:
+            shared, own = own[:count], own[count:]
         if self._links is not None:
             with self.peers("broadcast to some", phase, {parent, *children} - {self.rank}) as links:
                 if parent != self.rank:
-                    shared = tuple(_receive(links, parent, count))
+                    shared = _receive(links, parent, count)
                 if children:
                     _send(links, children, shared)
         return (*shared, *own)
@@ -551,12 +556,10 @@ def _first_swap(links: Connections) -> None:
     links.devices.connect(torch.split(received, 1), torch.split(sent, 1))
 
 
-def _shared(contents: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """Returns the first parts that are the same object in all of several contents."""
-    if len(contents) < 2:
-        return ()
+def _count_shared(contents: Sequence[tuple[bytes, ...]]) -> int:
+    """Returns how many first parts are the same object in all of the contents."""
     alike = takewhile(lambda parts: len({*map(id, parts)}) == 1, zip(*contents, strict=False))
-    return tuple(parts[0] for parts in alike)
+    return sum(1 for _ in alike)
 
 
 def _send(links: Connections, peers: Sequence[int], parts: Sequence[bytes]) -> None:

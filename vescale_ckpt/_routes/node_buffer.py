@@ -135,17 +135,12 @@ class NodeBuffer:
         peers.wait(receipts=False)
 
     def _begin_messages(self, peers: Connections, index: int, round_: Round) -> None:
-        """Begins to receive all messages, and to send. What arrives and is passed on is sent when it has come."""
         memory = self[index]
-        received = [message for message in round_.messages(round_.receives) if message[2]]
-        later = {}  # {offset: how many messages come after the one there}
-        for number, (peer, offset, size) in enumerate(received, 1):
-            peers.receive(peer, memory[offset : offset + size], receipt=True)
-            later[offset] = len(received) - number
+        for peer, offset, size in round_.messages(round_.receives):
+            if size:
+                peers.receive(peer, memory[offset : offset + size], receipt=True)
         for peer, offset, size in round_.messages(round_.sends):
             if size:
-                if offset in later:
-                    peers.wait(receipts=False, left=later[offset])
                 peers.send(peer, memory[offset : offset + size], receipt=True)
 
     def restart(self) -> None:

@@ -9,7 +9,7 @@ import threading
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
@@ -30,8 +30,7 @@ _HEAD = 5  # 64-bit words before the tables of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # a larger record that can only be checked whole is read by each rank
 _MOST_GATHERED_BYTES = 128 << 20  # tables planned at a time; a plan takes a few times as much memory
 _RANGES_OF_A_PART = 4  # more ranges of each file make parts more even, and reads shorter
-_DIRECT_NODES = 16  # what more nodes want alike, they pass on: csrc/share/relays.h
-_NEVER_PASSED_ON = (1 << 32) - 1
+_MOST_NODES = 16  # what more nodes need is read once for each so many of them
 _SIZE = struct.Struct("<q")
 _MOST_OBJECT_BYTES = 64 << 20  # if objects have more, each rank reads them; else the coordinator does for all
 
@@ -72,26 +71,13 @@ class Routes:
     @cached_property
     def rounds(self) -> list[Round]:
         """All ranks have the same number of rounds."""
-        return [round_ for table in self._parts for round_ in self._rounds_of(table)]
+        return [round_ for table in self._parts for round_ in _rounds_of(table)]
 
     @cached_property
     def peers(self) -> frozenset[int]:
         """The ranks that this one sends to or receives from in any round."""
         tables = [table for round_ in self.rounds for table in (round_.sends, round_.receives)]
         return frozenset(peer for table in tables for peer in table[::3])
-
-    @staticmethod
-    def _rounds_of(table: memoryview) -> list[Round]:
-        at, rounds = _HEAD + table[_HEAD - 1], []
-        for _ in range(table[0]):
-            memory_bytes, *lengths = table[at : at + 6]
-            at += 6
-            tables = []
-            for length in lengths:
-                tables.append(table[at : at + length])
-                at += length
-            rounds.append(Round(memory_bytes, *tables))
-        return rounds
 
 
 @dataclass(frozen=True)
@@ -130,17 +116,15 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     `through_devices`: ranks do not map each other's buffers. Raises on all ranks, as `together` does, if the
     coordinator cannot plan.
     """
-    domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
-    needs = pack(*reads.tables(reads.rows, reads.objects), domain)
-    limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget}".encode()
+    needs = pack(*reads.tables(reads.rows, reads.objects), reads.domain)
+    limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget} {through_devices}".encode()
     form = blake2b(pack(needs, limits), digest_size=16).digest()
     with _kept_lock:
         routes = _kept.get(form)
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        direct_nodes = _NEVER_PASSED_ON if through_devices else _DIRECT_NODES
-        routes = _plan(exchange, replace(reads, domain=domain), verify, phase, direct_nodes)
+        routes = _plan(exchange, reads, verify, phase, through_devices)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -149,7 +133,7 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     return routes
 
 
-def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, direct_nodes: int) -> Routes:
+def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool) -> Routes:
     """Plans with all ranks, part of the records by part, so that the coordinator's memory is bounded: equal tables are
     gathered once, and different ones at most `_MOST_GATHERED_BYTES` at a time."""
     # All take part in each step, also a rank whose tables cannot be parted.
@@ -157,40 +141,37 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, direct_nod
     not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
     count = parts_of(table_bytes)
     if count > 1:
-        count = parts_of(_planned_bytes_of_all(exchange, reads, direct_nodes, phase))
+        count = parts_of(_planned_bytes_of_all(exchange, reads, phase))
     range_bytes = range_bytes_of(~not_most_last, count)
     parts = exchange.together(
         lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, range_bytes), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
-    coordinator = _Coordinator(verify, reads.budget, direct_nodes)
+    coordinator = _Coordinator(verify, reads.budget, through_devices)
     for part, rows in enumerate(parts):
         tables = reads.tables(rows, reads.objects if part == 0 else b"")
         gathered = exchange.gather_distinct([*tables, reads.domain], phase)
         answers = exchange.together(partial(coordinator.plan, gathered), phase, LoadFailedError)
-        number_of_part, packed, objects, has_relays = unpack(exchange.scatter(answers, phase))
+        packed, number_of_part, objects, numbers = exchange.scatter_contents(answers, phase)
         number, common = (number_of_part, objects) if part == 0 else (number, common)
-        planned.append(packed)
-        if has_relays:
-            relays = exchange.broadcast(coordinator.relays or None, phase)
-            planned.append(_C.relay_routes(relays, exchange.rank, rows))
+        planned.append(renumbered(packed, *unpack(numbers)) if numbers else packed)
     return Routes(int.from_bytes(number, "little"), planned, common)
 
 
-def _planned_bytes_of_all(exchange: Exchange, reads: Reads, direct_nodes: int, phase: str) -> int:
+def _planned_bytes_of_all(exchange: Exchange, reads: Reads, phase: str) -> int:
     tables = pack(*reads.tables(reads.rows, b""))
     table, node = (blake2b(data, digest_size=16).digest() for data in (tables, reads.domain))
     gathered = exchange.gather(table + node + _SIZE.pack(len(reads.rows)), phase)
     found = None
     if gathered is not None:
         told = ((row[:16], row[16:32], *_SIZE.unpack_from(row, 32)) for row in gathered)
-        found = _SIZE.pack(planned_bytes(told, direct_nodes))
+        found = _SIZE.pack(planned_bytes(told))
     size: int = _SIZE.unpack(exchange.broadcast(found, phase))[0]
     return size
 
 
-def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]], direct_nodes: int = _DIRECT_NODES) -> int:
-    """The bytes of tables that are planned: of replicas on many nodes once, of others for each rank. `tables`: for each
+def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]]) -> int:
+    """The bytes of tables that are planned: of replicas on many nodes those of about `_MOST_NODES`. `tables`: for each
     rank a name of its table, one of its node, and the bytes of its table."""
     sizes: dict[Hashable, int] = {}
     ranks, nodes = Counter[Hashable](), defaultdict[Hashable, set[Hashable]](set)
@@ -198,7 +179,7 @@ def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]], direct_nodes
         sizes[table] = size
         ranks[table] += 1
         nodes[table].add(node)
-    return sum(size * (1 if len(nodes[table]) > direct_nodes else ranks[table]) for table, size in sizes.items())
+    return sum(size * ranks[name] * _MOST_NODES // max(_MOST_NODES, len(nodes[name])) for name, size in sizes.items())
 
 
 def parts_of(table_bytes: int) -> int:
@@ -214,21 +195,21 @@ def range_bytes_of(last_record: int, parts: int) -> int:
 class _Coordinator:
     """Plans the parts of a load, one after another. Each balances what the ones before it have left uneven."""
 
-    def __init__(self, verify: bool, budget: int, direct_nodes: int) -> None:
-        self.relays = b""  #: of the last part: what ranks pass on, for all of them (csrc/share/relays.h)
+    def __init__(self, verify: bool, budget: int, through_devices: bool) -> None:
         self._verify = verify
         self._budget = budget
-        self._direct_nodes = direct_nodes
+        self._through_devices = through_devices
         self._bytes_read: list[int] = []  # one number for each rank: what it reads in the parts so far
 
-    def plan(self, gathered: list[list[bytes]] | None) -> list[bytes] | None:
-        """The messages to all ranks about one part. `gathered`: the tables of all ranks; None on other ranks than the
-        coordinator."""
+    def plan(self, gathered: list[list[bytes]] | None) -> list[tuple[bytes, ...]] | None:
+        """What to tell each rank about one part: its packed routes, the number of the plan, the objects that all need,
+        and what `renumbered` needs if the routes are those of another rank. `gathered`: the tables of all ranks; None
+        on other ranks than the coordinator."""
         if gathered is None:
             return None
         rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
         files = {of_rank: json.loads(of_rank) for of_rank in set(names)}
-        routes, self._bytes_read, self.relays = _C.plan_routes(
+        routes, self._bytes_read, alike = _C.plan_routes(
             rows,
             [files[of_rank] for of_rank in names],
             _numbered(groups),
@@ -237,12 +218,45 @@ class _Coordinator:
             whole_bytes=min(_MOST_WHOLE_BYTES, self._budget // 2),
             budget_bytes=self._budget // BUFFERS,
             bytes_before=self._bytes_read,
-            direct_nodes=self._direct_nodes,
+            most_nodes=_MOST_NODES,
+            sees_neighbours=not self._through_devices,
         )
         number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
         common = _common_objects(list(zip(objects, names, groups, strict=True)))
-        has_relays = b"\1" if self.relays else b""
-        return [pack(number, *packed, has_relays) for packed in zip(routes, common, strict=True)]
+        numbers = [b""] * len(rows)
+        for ranks, planned in alike:
+            of_all = pack(array("q", planned).tobytes(), array("q", ranks).tobytes())
+            for rank, of in zip(ranks, planned, strict=True):
+                routes[rank], numbers[rank] = routes[of], of_all
+        return [(packed, number, *rest) for packed, *rest in zip(routes, common, numbers, strict=True)]
+
+
+def _rounds_of(table: memoryview) -> list[Round]:
+    at, rounds = _HEAD + table[_HEAD - 1], []
+    for _ in range(table[0]):
+        memory_bytes, *lengths = table[at : at + 6]
+        at += 6
+        tables = []
+        for length in lengths:
+            tables.append(table[at : at + length])
+            at += length
+        rounds.append(Round(memory_bytes, *tables))
+    return rounds
+
+
+def renumbered(packed: bytes, planned: bytes, ranks: bytes) -> bytes:
+    """Packed routes that were planned for some ranks, as those of `ranks`, which correspond to them."""
+    numbers = dict(zip(words(planned), words(ranks), strict=True))
+    routes = bytearray(packed)
+    for round_ in _rounds_of(memoryview(routes).cast("q")):
+        for messages in (round_.sends, round_.receives):
+            for at in range(0, len(messages), 3):
+                messages[at] = numbers[messages[at]]
+        places, at = round_.placements, 0
+        while at < len(places):
+            places[at] = numbers.get(places[at], places[at])  # its own memory has none
+            at += 5 + 4 * places[at + 4]
+    return bytes(routes)
 
 
 def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
