@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -11,7 +11,9 @@ from .._engine import _C
 from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
-from .describe import Description
+
+if TYPE_CHECKING:
+    from .describe import Description
 
 _Name = TypeVar("_Name", str, tuple[str, int])
 
