@@ -34,7 +34,8 @@ enum class Call {
   close,
 };
 
-// What statx tells of direct I/O on a file; zeros where the file system refuses it.
+// What statx tells of direct I/O on a file; zeros where the file system refuses it, and on tmpfs, which takes O_DIRECT
+// and copies to the page cache all the same.
 struct DirectRules {
   uint32_t memory_alignment = 0;  // bytes
   uint32_t offset_alignment = 0;  // bytes

@@ -91,11 +91,12 @@ py::tuple check_tuple(const read::ReadReport& report) {
 
 namespace {
 
-// Rows: offset, length, CRC-32 (-1: none).
+// Rows: file, offset, length, CRC-32 (-1: none).
 py::bytes places(const write::FileWriter& writer, const std::vector<write::PlacedRecord>& placed) {
   std::vector<int64_t> table;
-  table.reserve(3 * placed.size());
+  table.reserve(4 * placed.size());
   for (const write::PlacedRecord& record : placed) {
+    table.push_back(static_cast<int64_t>(record.file));
     table.push_back(static_cast<int64_t>(record.offset));
     table.push_back(static_cast<int64_t>(record.length));
     table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
@@ -212,14 +213,16 @@ void bind_engine(py::module_& module) {
            py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0, py::arg("read_gap") = 0);
 
   py::class_<write::FileWriter, Writer>(module, "FileWriter")
-      .def(py::init(
-               [](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options, bool checksums) {
-                 const Table table(bodies);
-                 const py::gil_scoped_release release;
-                 return Writer(
-                     new write::FileWriter(path, write::FileWriter::space_for(table.values()), options, checksums));
-               }),
-           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
+      .def(py::init([](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options,
+                       bool checksums, uint32_t most_files) {
+             const Table table(bodies);
+             const py::gil_scoped_release release;
+             return Writer(new write::FileWriter(path, write::FileWriter::space_for(table.values()), options, checksums,
+                                                 most_files));
+           }),
+           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"), py::arg("most_files") = 1)
+      .def_property_readonly("wanted_files", &write::FileWriter::wanted_files)
+      .def("add_file", &write::FileWriter::add_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def_static(
           "exactly",
           [](const std::string& path, uint64_t bytes, const io::EngineOptions& options, bool checksums) {
