@@ -186,9 +186,13 @@ int64_t file_size(int fd) {
   return S_ISREG(answer.st_mode) ? static_cast<int64_t>(answer.st_size) : -EINVAL;
 }
 
-DirectRules direct_rules(int fd) {
+bool is_in_memory(int fd) {
   struct statfs file_system{};
-  if (::fstatfs(fd, &file_system) == 0 && file_system.f_type == TMPFS_MAGIC) return {};
+  return ::fstatfs(fd, &file_system) == 0 && file_system.f_type == TMPFS_MAGIC;
+}
+
+DirectRules direct_rules(int fd) {
+  if (is_in_memory(fd)) return {};
 #ifdef STATX_DIOALIGN
   struct statx answer{};
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.stx_mask & STATX_DIOALIGN)) {

@@ -243,6 +243,21 @@ void bind_engine(py::module_& module) {
           py::arg("address"), py::arg("bytes"), py::arg("offset"), py::call_guard<py::gil_scoped_release>(),
           "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
       .def(
+          "write_dense",
+          [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {
+            const Table table(buffer);
+            const std::span<const int64_t> words = table.values();
+            std::vector<write::RecordSource> sources(words.size() / 2);
+            for (size_t i = 0; i < sources.size(); ++i) {
+              sources[i].data = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(words[2 * i]));
+              sources[i].bytes = static_cast<uint64_t>(words[2 * i + 1]);
+            }
+            return without_gil([&] { return writer.write_dense(sources, offset, write::Edges::shared); });
+          },
+          py::arg("table"), py::arg("offset"),
+          "rows: address, bytes. Writes them one behind another from `offset` on, where the call before ended; returns "
+          "the checksums of their blocks; ends with finish_bytes")
+      .def(
           "finish_bytes",
           [](write::FileWriter& writer, const py::bytes& head, bool sync) {
             const std::span<const std::byte> bytes = view(head);

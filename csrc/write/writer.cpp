@@ -64,7 +64,7 @@ std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> record
   std::vector<uint32_t> file_of(records.size());
   const std::vector<size_t> order = spread(records, file_of);
   std::vector<PlacedTensor> tensors = lay_out(records, order, file_of);
-  const std::vector<uint32_t> blocks = send(tensors);
+  const std::vector<uint32_t> blocks = send(tensors, Edges::ours);
   std::vector<PlacedRecord> placed(records.size());
   for (size_t at = 0; at < tensors.size(); ++at) {
     const PlacedTensor& tensor = tensors[at];
@@ -153,7 +153,7 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
   return tensors;
 }
 
-std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors) {
+std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors, Edges edges) {
   uint64_t count = 0;
   for (const PlacedTensor& tensor : tensors) count += format::cells(tensor.place.begin, tensor.place.end);
   std::vector<uint32_t> blocks(count);
@@ -163,7 +163,7 @@ std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors) {
     if (checksums_) tensor.place.blocks = of_tensor;
     rest = rest.subspan(of_tensor.size());
   }
-  write_ranges(tensors, Edges::ours, options_, control_, stats_);
+  write_ranges(tensors, edges, options_, control_, stats_);
   return blocks;
 }
 
@@ -193,7 +193,7 @@ uint64_t FileWriter::finish(bool sync) {
   return length;
 }
 
-std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset) {
+std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges) {
   std::vector<PlacedTensor> tensors;
   tensors.reserve(sources.size());
   for (const RecordSource& source : sources) {
@@ -201,7 +201,7 @@ std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sour
         {{files_[0].file.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  std::vector<uint32_t> blocks = send(tensors);
+  std::vector<uint32_t> blocks = send(tensors, edges);
   files_[0].cursor = offset;
   return blocks;
 }

@@ -73,9 +73,9 @@ class FileWriter {
   uint64_t finish(bool sync);
 
   // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
-  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source; zeros if the
-  // writer has no checksums.
-  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset);
+  // zeros in the block before it, unless `edges` are shared: then several calls may follow one another. Returns the
+  // CRC-32 of each block (checksum_table.h), source by source; zeros if the writer has no checksums.
+  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges = Edges::ours);
   // Instead of finish(), after write_dense(): `head` is what stands before it. The file ends with the last source.
   uint64_t finish_dense(std::span<const std::byte> head, bool sync);
 
@@ -104,7 +104,7 @@ class FileWriter {
                                     std::span<const uint32_t> file_of) const;
   // Writes the tensors. Returns the checksums of all their blocks, of which each is given its own; zeros without
   // checksums.
-  std::vector<uint32_t> send(std::span<PlacedTensor> tensors);
+  std::vector<uint32_t> send(std::span<PlacedTensor> tensors, Edges edges);
   uint64_t seal(DataFile& data, bool sync);
 
   const io::EngineOptions options_;

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from harness import steps
-from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
+from harness.fake_cuda import FakeCuda, device_of, fake_cuda, needs_fake_cuda, no_copies_from_cuda
 from harness.files import flip, safetensors_dtypes
 from harness.ranks import in_fork
 from harness.states import MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
+from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.torch_copies import TorchCopies
 
 pytestmark = needs_fake_cuda
@@ -264,6 +265,43 @@ def _memory_is_kept_while_it_is_written(path: Path) -> None:
 
 def test_memory_is_not_given_back_while_copies_write_it(tmp_path: Path) -> None:
     in_fork(_memory_is_kept_while_it_is_written, tmp_path / "model.safetensors")
+
+
+# --- Saving
+
+
+def _saves_in_parts(folder: Path) -> None:
+    values = all_kinds() | {"large as can be": numbers(5 * MiB)}
+    values["large"] = torch.full((12_000_000,), 3, dtype=torch.uint8).view(torch.float32)
+    safetensors.save_file(values, folder / "from host memory")
+    values["large"].zero_()
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        patch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
+        patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
+        fake.delay_copies(50)
+        fake.queue_fill(fake.streams[device_of(values["large"])], values["large"], 3, 20)  # by the trainer
+        safetensors.save_file(values, folder / "from devices")
+        assert fake.count("copies of memory that is not locked") == 0
+        assert _C.snapshot_memory()["touched_bytes"] <= 12 * MiB, _C.snapshot_memory()
+    assert (folder / "from devices").read_bytes() == (folder / "from host memory").read_bytes()
+
+
+def test_tensors_on_devices_are_saved_in_parts(tmp_path: Path) -> None:
+    in_fork(_saves_in_parts, tmp_path)
+
+
+def _no_file_is_left(folder: Path) -> None:
+    (folder / "file").write_bytes(b"before")
+    with fake_cuda() as fake:
+        fake.fail("on the device", 3)
+        with pytest.raises(CheckpointError, match="device"):
+            safetensors.save_file(all_kinds(), folder / "file")
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("file", b"before")]
+    safetensors.save_file(all_kinds(), folder / "file")
+
+
+def test_a_copy_that_fails_in_a_save_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    in_fork(_no_file_is_left, tmp_path)
 
 
 def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
