@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import errno
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from operator import index as as_index
 from types import EllipsisType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -25,16 +26,17 @@ from . import settings
 from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
 from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
-from ._engine.device_streams import copies_from_cuda
+from ._engine.device_streams import copies_from_cuda, producers
 from ._engine.dtype_codes import DTYPE_CODES
 from ._engine.engine_errors import check_space, named_errors
 from ._engine.gc import gc_paused
-from ._engine.options import direct_io_setting, engine_options
-from ._engine.rows import int_table
+from ._engine.options import batch_bytes, direct_io_setting, engine_options, threads_of
+from ._engine.overlap import overlap
+from ._engine.rows import NO_LIMIT, int_table, words
 from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import TorchCopies, device_notes
 from ._state.shared_memory import shared_memory_error, sharing_memory
-from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, tensor_table
+from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
 from ._state.watch import WatchedState
 from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
@@ -62,7 +64,8 @@ def save_file(
 
     Args:
         tensors: dense and contiguous, no two of them in the same memory, on any device. They must not change while this
-            runs.
+            runs. Those on devices are copied to host memory in parts of half `VESCALE_CKPT_MEMORY_BYTES`, one of which
+            is written while the next one is copied.
         filename: replaced if it exists.
         metadata: texts for the header. None: `{"format": "pt"}`, which loaders of models require in every header that
             has metadata; with checksums the header has metadata.
@@ -83,22 +86,20 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
     if any(value in tensors for _, value in texts):
         texts = with_ties(texts, {})
-    names, hosts = list(tensors), list(tensors.values())
-    hosts, table = _in_host_memory(names, hosts) if reads is None else (hosts, reads.table)
+    names, values = list(tensors), list(tensors.values())
+    in_place, reads = reads is not None, reads or read_tensors(values)
     try:
-        layout = _C.SafetensorsLayout(names, table, texts)
+        layout = _C.SafetensorsLayout(names, reads.table, texts)
     except _C.EngineError as error:
         raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-    _write(path, layout, table, watch)
-    del hosts  # `table` holds their addresses: they must live until the write is done
-
-
-def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
     with PendingFile(path) as file, named_errors(str, file.directory, layout.file_bytes):
         check_space(file.directory, layout.file_bytes)
         options = engine_options(None, direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter(name, layout.file_bytes, options))
-        _C.write_safetensors(writer, layout, table, sync=True)
+        if in_place:
+            _C.write_safetensors(writer, layout, reads.table, sync=True)
+        else:
+            _write_copies(writer, layout, _Copies(names, values, reads.ready))
         watch.check_unchanged()
         file.commit()
 
@@ -151,21 +152,88 @@ def _check_tensors(tensors: object) -> None:
             raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
 
 
-def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
-    """Returns the tensors and their table. Copies to host memory the tensors that the engine cannot read in place."""
-    reads = read_tensors(tensors)
-    others = [row for row, flag in enumerate(reads.ready) if flag != ON_HOST]
-    if not others:
-        return tensors, reads.table
-    hosts = list(tensors)
-    with TorchCopies() as copies:
-        for row in others:
-            try:
-                hosts[row] = as_host_tensor(tensors[row], copies)[0]
-            except Exception as error:  # code of a subclass may raise anything
-                raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
+def _write_copies(writer: _C.FileWriter, layout: _C.SafetensorsLayout, copies: _Copies) -> None:
+    """Writes tensors of which some must be copied to host memory: a part of the file at a time, of at most half
+    `VESCALE_CKPT_MEMORY_BYTES`. One part is written while the next one is copied."""
+    blocks: list[int] = []
+
+    def write(part: _Part) -> list[int]:
+        try:
+            return writer.write_dense(part.table, part.offset)
+        finally:
+            if part.snapshot is not None:
+                part.snapshot.release()
+
+    for _, found in overlap(copies.parts(layout), write):
+        blocks += found
     device_notes()  # logs new ones
-    return hosts, tensor_table(hosts)
+    writer.finish_bytes(layout.head(blocks), sync=True)
+
+
+class _Part(NamedTuple):
+    """Bytes of a file that follow one another, in host memory."""
+
+    offset: int
+    table: array[int]  #: rows: address, bytes
+    memory: Sequence[torch.Tensor]  #: of rows of the table, beside the state's own
+    snapshot: _C.Snapshot | None  #: of the other rows
+
+
+class _Copies:
+    """Tensors to save, by their place in the file. `ready`: as of `TensorReads`."""
+
+    def __init__(self, names: list[str], tensors: list[torch.Tensor], ready: bytes) -> None:
+        self._names, self._tensors, self._ready = names, tensors, ready
+        self._latest: tuple[int, torch.Tensor] | None = None  # copied without a snapshot; it may go on in the next part
+
+    def parts(self, layout: _C.SafetensorsLayout) -> Iterator[_Part]:
+        most = batch_bytes() // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK  # a tensor's blocks must not be cut
+        begin = end = layout.data_begin
+        pieces: list[tuple[int, int, int]] = []  # tensor, first byte, bytes
+        for number in layout.order():
+            done, size = 0, self._tensors[number].nbytes
+            while done < size:
+                limit = (begin + most) // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK
+                taken = min(size - done, limit - end)
+                pieces.append((number, done, taken))
+                done, end = done + taken, end + taken
+                if end == limit:
+                    yield self._part(begin, pieces)
+                    begin, pieces = end, []
+        if pieces:
+            yield self._part(begin, pieces)
+
+    def _part(self, offset: int, pieces: Sequence[tuple[int, int, int]]) -> _Part:
+        table, rows, devices = int_table(), int_table(), int_table()
+        on_devices, memory = [], {}
+        for at, (number, begin, size) in enumerate(pieces):
+            tensor, device = self._tensors[number], device_number(self._ready[number])
+            if device >= 0:
+                on_devices.append(at)
+                rows.extend((DTYPE_CODES[torch.uint8], tensor.data_ptr() + begin, 1, size, 1))
+                devices.append(device)
+            elif self._ready[number] != ON_HOST:
+                tensor = memory[number] = self._in_host_memory(number)
+            table.extend((tensor.data_ptr() + begin, size))
+        if not on_devices:
+            return _Part(offset, table, [*memory.values()], None)
+        streams = producers(devices, torch.cuda.current_stream)
+        snapshot = _C.Snapshot(rows, NO_LIMIT, threads_of(), devices, streams)
+        if snapshot.first:
+            raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
+        snapshot.copy()
+        for at, address in zip(on_devices, words(snapshot.table())[1::5], strict=True):
+            table[2 * at] = address
+        return _Part(offset, table, [*memory.values()], snapshot)
+
+    def _in_host_memory(self, number: int) -> torch.Tensor:
+        if self._latest is None or self._latest[0] != number:
+            self._latest = None  # frees it
+            try:
+                self._latest = number, as_host_tensor(self._tensors[number])[0]
+            except Exception as error:  # code of a subclass may raise anything
+                raise CheckpointError(f"{self._names[number]}: {error}", key=self._names[number]) from error
+        return self._latest[1]
 
 
 # --- Loading

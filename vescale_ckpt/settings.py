@@ -61,9 +61,9 @@ SETTINGS = {
     for setting in (
         Setting(
             "threads",
-            4,
-            "worker threads of each save or load; a load of many small pieces takes twice as many",
-            least=1,
+            0,
+            "worker threads of each save or load; a load of many small pieces takes twice as many. 0: the cores of the "
+            "machine divided by its ranks, at least 4, at most 16",
             most=256,
         ),
         Setting("memory_bytes", 256 * MiB, "memory for reading and writing; three limits follow it", least=4 * MiB),
@@ -113,6 +113,12 @@ def lenient(name: str) -> int | str:
         return value(name)
     except ValueError:
         return SETTINGS[name].default
+
+
+def ranks_of_this_node(otherwise: int) -> int:
+    """Returns `LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; otherwise `otherwise`."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else otherwise
 
 
 def number(name: str) -> int:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <linux/magic.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -9,6 +10,7 @@
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -184,7 +186,13 @@ int64_t file_size(int fd) {
   return S_ISREG(answer.st_mode) ? static_cast<int64_t>(answer.st_size) : -EINVAL;
 }
 
+bool is_in_memory(int fd) {
+  struct statfs file_system{};
+  return ::fstatfs(fd, &file_system) == 0 && file_system.f_type == TMPFS_MAGIC;
+}
+
 DirectRules direct_rules(int fd) {
+  if (is_in_memory(fd)) return {};
 #ifdef STATX_DIOALIGN
   struct statx answer{};
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.stx_mask & STATX_DIOALIGN)) {

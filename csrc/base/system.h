@@ -34,7 +34,8 @@ enum class Call {
   close,
 };
 
-// What statx tells of direct I/O on a file; zeros where the file system refuses it.
+// What statx tells of direct I/O on a file; zeros where the file system refuses it, and on tmpfs, which takes O_DIRECT
+// and copies to the page cache all the same.
 struct DirectRules {
   uint32_t memory_alignment = 0;  // bytes
   uint32_t offset_alignment = 0;  // bytes
@@ -66,6 +67,7 @@ int exchange(const char* first, const char* second);
 int free_bytes(const char* path, std::optional<uint64_t>& bytes);
 // -EINVAL for what is not a regular file.
 int64_t file_size(int fd);
+bool is_in_memory(int fd);  // of a file on tmpfs
 DirectRules direct_rules(int fd);
 // Bytes of the file that are in the page cache; nullopt where the kernel does not tell.
 std::optional<uint64_t> resident_bytes(int fd, uint64_t size);

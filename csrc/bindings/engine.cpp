@@ -90,11 +90,12 @@ py::tuple check_tuple(const read::ReadReport& report) {
 
 namespace {
 
-// Rows: offset, length, CRC-32 (-1: none).
+// Rows: file, offset, length, CRC-32 (-1: none).
 py::bytes places(const write::FileWriter& writer, const std::vector<write::PlacedRecord>& placed) {
   std::vector<int64_t> table;
-  table.reserve(3 * placed.size());
+  table.reserve(4 * placed.size());
   for (const write::PlacedRecord& record : placed) {
+    table.push_back(static_cast<int64_t>(record.file));
     table.push_back(static_cast<int64_t>(record.offset));
     table.push_back(static_cast<int64_t>(record.length));
     table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
@@ -180,12 +181,14 @@ void bind_engine(py::module_& module) {
            py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0, py::arg("read_gap") = 0);
 
   py::class_<write::FileWriter, Writer>(module, "FileWriter")
-      .def(py::init(
-               [](const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums) {
-                 return Writer(new write::FileWriter(path, expected_bytes, options, checksums));
-               }),
+      .def(py::init([](const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options,
+                       bool checksums, uint32_t most_files) {
+             return Writer(new write::FileWriter(path, expected_bytes, options, checksums, most_files));
+           }),
            py::arg("path"), py::arg("expected_bytes"), py::arg("options"), py::arg("checksums") = true,
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("most_files") = 1, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("wanted_files", &write::FileWriter::wanted_files)
+      .def("add_file", &write::FileWriter::add_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("write_tensors", &write_tensors)
       .def("write_objects", &write_objects)
       .def(
@@ -198,6 +201,21 @@ void bind_engine(py::module_& module) {
           },
           py::arg("address"), py::arg("bytes"), py::arg("offset"), py::call_guard<py::gil_scoped_release>(),
           "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
+      .def(
+          "write_dense",
+          [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {
+            const Table table(buffer);
+            const std::span<const int64_t> words = table.values();
+            std::vector<write::RecordSource> sources(words.size() / 2);
+            for (size_t i = 0; i < sources.size(); ++i) {
+              sources[i].data = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(words[2 * i]));
+              sources[i].bytes = static_cast<uint64_t>(words[2 * i + 1]);
+            }
+            return without_gil([&] { return writer.write_dense(sources, offset, write::Edges::shared); });
+          },
+          py::arg("table"), py::arg("offset"),
+          "rows: address, bytes. Writes them one behind another from `offset` on, where the call before ended; returns "
+          "the checksums of their blocks; ends with finish_bytes")
       .def(
           "finish_bytes",
           [](write::FileWriter& writer, const py::bytes& head, bool sync) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@ class Ranges {
       : shared_(edges == Edges::shared), options_(options), control_(control), stats_(stats) {
     for (const PlacedTensor& source : sources) add(source);
     close_extent();
+    if (!shared_) interleave();
   }
 
   // Edges come first: many small writes, which the disk does while the rest is sent.
@@ -198,6 +200,28 @@ class Ranges {
     if (range_.parts != 0) ranges_.push_back(range_);
     open_range(next);
   }
+
+  // Writes to one file may wait for each other: files of one writer take turns.
+  void interleave() {
+    if (ranges_.empty() || file_of(ranges_.front()) == file_of(ranges_.back())) return;
+    std::vector<size_t> number(ranges_.size()), order(ranges_.size()), place(ranges_.size());  // number: in its file
+    for (size_t at = 1; at < ranges_.size(); ++at) {
+      number[at] = file_of(ranges_[at]) == file_of(ranges_[at - 1]) ? number[at - 1] + 1 : 0;
+    }
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::ranges::stable_sort(order, {}, [&](size_t at) { return number[at]; });
+    std::vector<Range> ordered;
+    for (const size_t at : order) {
+      place[at] = ordered.size();
+      ordered.push_back(ranges_[at]);
+    }
+    for (Range& range : ordered) {
+      if (range.waiter != 0) range.waiter = place[range.waiter];
+    }
+    ranges_ = std::move(ordered);
+  }
+
+  io::File* file_of(const Range& range) const { return parts_[range.first_part].source->place.file; }
 
   // --- Sending.
 

@@ -1,6 +1,9 @@
 #include "write/writer.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <utility>
 
 namespace vescale_ckpt::write {
 namespace {
@@ -17,21 +20,34 @@ uint64_t place_in_block(const RecordSource& source) {
 }  // namespace
 
 FileWriter::FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options,
-                       bool checksums)
+                       bool checksums, uint32_t most_files)
     : options_(usable_for_writing(options)),
       checksums_(checksums),
-      file_(io::File::create(path, options.widest)),
+      expected_bytes_(expected_bytes),
       control_(path, options.bytes_per_second) {
-  try {
-    file_->begin(expected_bytes, options.slot_bytes);
-  } catch (...) {
-    file_->discard();
-    throw;
-  }
+  std::unique_ptr<io::File> file = io::File::create(path, options.widest);
+  if (file->access() != io::Access::direct && !io::is_remote(path)) wanted_files_ = most_files;
+  expected_bytes_ /= wanted_files_;
+  begin(std::move(file));
 }
 
 FileWriter::~FileWriter() {
-  if (!finished_) file_->discard();
+  if (finished_) return;
+  for (const DataFile& data : files_) data.file->discard();
+}
+
+void FileWriter::add_file(const std::string& path) {
+  begin(io::File::create(path, options_.widest));
+}
+
+void FileWriter::begin(std::unique_ptr<io::File> file) {
+  try {
+    file->begin(expected_bytes_, options_.slot_bytes);
+  } catch (...) {
+    file->discard();
+    throw;
+  }
+  files_.emplace_back().file = std::move(file);
 }
 
 uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
@@ -45,32 +61,73 @@ uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
 }
 
 std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> records) {
-  std::vector<PlacedTensor> tensors = lay_out(records);
-  const std::vector<uint32_t> blocks = send(tensors);
-  std::vector<PlacedRecord> placed;
-  placed.reserve(tensors.size());
-  for (const PlacedTensor& tensor : tensors) {
+  std::vector<uint32_t> file_of(records.size());
+  const std::vector<size_t> order = spread(records, file_of);
+  std::vector<PlacedTensor> tensors = lay_out(records, order, file_of);
+  const std::vector<uint32_t> blocks = send(tensors, Edges::ours);
+  std::vector<PlacedRecord> placed(records.size());
+  for (size_t at = 0; at < tensors.size(); ++at) {
+    const PlacedTensor& tensor = tensors[at];
     const TensorPlace& place = tensor.place;
-    const uint32_t crc = format::joined_crc(place.begin, place.end, place.blocks);
-    placed.push_back({tensor.begin(), tensor.end() - tensor.begin(), crc});
+    const uint32_t file = file_of[order[at]], crc = format::joined_crc(place.begin, place.end, place.blocks);
+    placed[order[at]] = {file, tensor.begin(), tensor.end() - tensor.begin(), crc};
     // Blocks are for parts of tensors; objects are read whole, and one checksum does.
     if (checksums_ && tensor.framing != nullptr) {
-      table_.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
+      files_[file].table.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
     }
-    cursor_ = align_up(tensor.end(), kBlock);
+    files_[file].cursor = align_up(tensor.end(), kBlock);
   }
   return placed;
 }
 
+std::vector<size_t> FileWriter::spread(std::span<const RecordSource> records, std::vector<uint32_t>& file_of) const {
+  std::vector<size_t> order(records.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (files_.size() == 1) return order;
+  // Small records that follow one another stay together, as far as a slot holds them. The largest come first, each to
+  // the file that has the least.
+  struct Group {
+    size_t first, end;
+    uint64_t bytes;
+  };
+  std::vector<Group> groups;
+  for (size_t at = 0; at < records.size(); ++at) {
+    const uint64_t bytes = records[at].bytes;
+    const bool fits = !groups.empty() && bytes < io::kLargeBody && groups.back().bytes + bytes <= options_.slot_bytes;
+    if (!fits) groups.push_back({at, at, 0});
+    groups.back().end = at + 1;
+    groups.back().bytes += bytes;
+  }
+  std::ranges::stable_sort(groups, std::greater(), &Group::bytes);
+  std::vector<uint64_t> filled;
+  for (const DataFile& data : files_) filled.push_back(data.cursor);
+  for (const Group& group : groups) {
+    const auto least = std::ranges::min_element(filled);
+    *least += group.bytes;
+    std::fill(file_of.begin() + static_cast<ptrdiff_t>(group.first),
+              file_of.begin() + static_cast<ptrdiff_t>(group.end), static_cast<uint32_t>(least - filled.begin()));
+  }
+  std::ranges::stable_sort(order, {}, [&](size_t record) { return file_of[record]; });
+  return order;
+}
+
 // See docs/format.md, "Where records lie".
-std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources) const {
+std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources, std::span<const size_t> order,
+                                              std::span<const uint32_t> file_of) const {
   // Room that a group leaves for the prologue and first bytes of a large record behind it.
   constexpr uint64_t kSlack = 4 * kBlock;
   std::vector<PlacedTensor> tensors;
   tensors.reserve(sources.size());
-  uint64_t cursor = cursor_, group = cursor_;  // where the latest record ends, and where its group begins
+  const DataFile* data = nullptr;
+  uint64_t cursor = 0, group = 0;  // where the latest record ends, and where its group begins
   bool after_large = false;
-  for (const RecordSource& source : sources) {
+  for (const size_t record : order) {
+    const RecordSource& source = sources[record];
+    if (data != &files_[file_of[record]]) {
+      data = &files_[file_of[record]];
+      cursor = group = data->cursor;
+      after_large = false;
+    }
     const uint64_t prologue = source.framing ? source.framing->prologue().size() : 0;
     const uint64_t epilogue = source.framing ? source.framing->epilogue_bytes() : 0;
     const uint64_t total = prologue + source.bytes + epilogue;
@@ -84,7 +141,7 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
       apart = true;
     }
     const uint64_t body = begin + prologue;
-    tensors.push_back({{file_.get(), body, body + source.bytes, body / format::kChecksumBlock, {}},
+    tensors.push_back({{data->file.get(), body, body + source.bytes, body / format::kChecksumBlock, {}},
                        source.data,
                        source.strided ? &*source.strided : nullptr,
                        source.framing.get(),
@@ -96,7 +153,7 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
   return tensors;
 }
 
-std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors) {
+std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors, Edges edges) {
   uint64_t count = 0;
   for (const PlacedTensor& tensor : tensors) count += format::cells(tensor.place.begin, tensor.place.end);
   std::vector<uint32_t> blocks(count);
@@ -106,51 +163,62 @@ std::vector<uint32_t> FileWriter::send(std::span<PlacedTensor> tensors) {
     if (checksums_) tensor.place.blocks = of_tensor;
     rest = rest.subspan(of_tensor.size());
   }
-  write_ranges(tensors, Edges::ours, options_, control_, stats_);
+  write_ranges(tensors, edges, options_, control_, stats_);
   return blocks;
 }
 
 uint64_t FileWriter::finish(bool sync) {
   control_.check();
-  if (checksums_) {
-    // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
-    const std::string table = table_.serialize(cursor_);
-    const PlacedTensor tensor{{file_.get(), cursor_, cursor_ + table.size(), 0, {}},
-                              reinterpret_cast<const std::byte*>(table.data())};
-    io::EngineOptions alone = options_;
-    alone.threads = 1;
-    io::TransferControl unlimited(file_->path(), 0);
-    io::TransferStats uncounted;
-    write_ranges({&tensor, 1}, Edges::ours, alone, unlimited, uncounted);
-    cursor_ += table.size();
+  uint64_t length = 0;
+  for (DataFile& data : files_) {
+    if (&data != &files_[0] && data.cursor == 0) {
+      data.file->discard();
+      continue;
+    }
+    if (checksums_) {
+      // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
+      const std::string table = data.table.serialize(data.cursor);
+      const PlacedTensor tensor{{data.file.get(), data.cursor, data.cursor + table.size(), 0, {}},
+                                reinterpret_cast<const std::byte*>(table.data())};
+      io::EngineOptions alone = options_;
+      alone.threads = 1;
+      io::TransferControl unlimited(data.file->path(), 0);
+      io::TransferStats uncounted;
+      write_ranges({&tensor, 1}, Edges::ours, alone, unlimited, uncounted);
+      data.cursor += table.size();
+    }
+    length += seal(data, sync);
   }
-  return seal(cursor_, sync);
+  finished_ = true;
+  return length;
 }
 
-std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset) {
+std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges) {
   std::vector<PlacedTensor> tensors;
   tensors.reserve(sources.size());
   for (const RecordSource& source : sources) {
-    tensors.push_back({{file_.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
+    tensors.push_back(
+        {{files_[0].file.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  std::vector<uint32_t> blocks = send(tensors);
-  cursor_ = offset;
+  std::vector<uint32_t> blocks = send(tensors, edges);
+  files_[0].cursor = offset;
   return blocks;
 }
 
 uint64_t FileWriter::finish_dense(std::span<const std::byte> head, bool sync) {
   control_.check();
-  io::write_exactly(*file_, 0, head);
-  return seal(cursor_, sync);
-}
-
-uint64_t FileWriter::seal(uint64_t length, bool sync) {
-  file_->complete(length, sync);
-  file_->close();
-  control_.check();  // syncing may have taken long
+  io::write_exactly(*files_[0].file, 0, head);
+  const uint64_t length = seal(files_[0], sync);
   finished_ = true;
   return length;
+}
+
+uint64_t FileWriter::seal(DataFile& data, bool sync) {
+  data.file->complete(data.cursor, sync);
+  data.file->close();
+  control_.check();  // syncing may have taken long
+  return data.cursor;
 }
 
 }  // namespace vescale_ckpt::write

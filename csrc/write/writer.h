@@ -1,4 +1,5 @@
-// Writes records (framing and bytes) to one data file, at the speed of the disk, with checksums on the way.
+// Writes records (framing and bytes) to a data file, at the speed of the disk, with checksums on the way. Writes
+// through the page cache take the lock of the file's inode, so there records may be spread over several files.
 //
 // The file is laid out so that loads can read large tensors straight into their memory: their bytes start as far behind
 // a block of the file as behind a page, which is 64 bytes where torch's CPU allocator put them. Offsets depend on
@@ -41,6 +42,7 @@ struct RecordSource {
 };
 
 struct PlacedRecord {
+  uint32_t file;    // 0, or the number of a file that was added
   uint64_t offset;  // where the record begins in the file
   uint64_t length;
   uint32_t crc;  // CRC-32 of the tensor's bytes, or the object's; 0 without checksums
@@ -49,9 +51,10 @@ struct PlacedRecord {
 class FileWriter {
  public:
   // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk. A remote file appears under its
-  // name when it is finished.
-  FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums);
-  // Removes the file unless finish() was reached.
+  // name when it is finished. `most_files`: how many this writer may fill, if others are added.
+  FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums,
+             uint32_t most_files = 1);
+  // Removes the files unless finish() was reached.
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -59,14 +62,20 @@ class FileWriter {
   // Upper bound of the file's length for records with so many bytes of data each, framing and padding included.
   static uint64_t space_for(std::span<const int64_t> body_bytes);
 
+  // How many files the records should be spread over: 1 where writes to one file do not wait for each other.
+  uint32_t wanted_files() const { return wanted_files_; }
+  // Creates one more file for the records of all calls of write(). Before the first of them.
+  void add_file(const std::string& path);
+
   std::vector<PlacedRecord> write(std::span<const RecordSource> records);
-  // Writes the checksum table, sets the length, syncs if asked to. Returns the length of the file.
+  // Writes the checksum table, sets the length, syncs if asked to, each file. Removes added files without records.
+  // Returns the length of all.
   uint64_t finish(bool sync);
 
   // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
-  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source; zeros if the
-  // writer has no checksums.
-  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset);
+  // zeros in the block before it, unless `edges` are shared: then several calls may follow one another. Returns the
+  // CRC-32 of each block (checksum_table.h), source by source; zeros if the writer has no checksums.
+  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges = Edges::ours);
   // Instead of finish(), after write_dense(): `head` is what stands before it. The file ends with the last source.
   uint64_t finish_dense(std::span<const std::byte> head, bool sync);
 
@@ -74,27 +83,36 @@ class FileWriter {
   // running.
   void cancel() {
     control_.cancel();
-    file_->cancel();
+    for (const DataFile& data : files_) data.file->cancel();
   }
   uint64_t progress() const { return stats_.bytes(); }  // bytes given to the file so far
 
   const io::TransferStats& stats() const { return stats_; }
-  io::Access access() const { return file_->access(); }
   bool checksums() const { return checksums_; }
 
  private:
-  std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources) const;
+  struct DataFile {
+    std::unique_ptr<io::File> file;
+    uint64_t cursor = 0;  // end of what was laid out, a multiple of kBlock
+    format::ChecksumTable table;
+  };
+
+  void begin(std::unique_ptr<io::File> file);
+  // The numbers of the records, file by file.
+  std::vector<size_t> spread(std::span<const RecordSource> records, std::vector<uint32_t>& file_of) const;
+  std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources, std::span<const size_t> order,
+                                    std::span<const uint32_t> file_of) const;
   // Writes the tensors. Returns the checksums of all their blocks, of which each is given its own; zeros without
   // checksums.
-  std::vector<uint32_t> send(std::span<PlacedTensor> tensors);
-  uint64_t seal(uint64_t length, bool sync);
+  std::vector<uint32_t> send(std::span<PlacedTensor> tensors, Edges edges);
+  uint64_t seal(DataFile& data, bool sync);
 
   const io::EngineOptions options_;
   const bool checksums_;
-  std::unique_ptr<io::File> file_;
+  uint32_t wanted_files_ = 1;
+  uint64_t expected_bytes_;  // of each file
+  std::vector<DataFile> files_;
   bool finished_ = false;
-  uint64_t cursor_ = 0;  // end of what was laid out, a multiple of kBlock
-  format::ChecksumTable table_;
   io::TransferStats stats_;
   io::TransferControl control_;
 };

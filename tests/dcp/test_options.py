@@ -32,6 +32,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt._engine.options import threads_of
 
 # --- Ways to and from the disk
 
@@ -120,6 +121,16 @@ def test_small_memory(
     cast = {key: torch.zeros(value.shape, dtype=torch.complex128) for key, value in state.items() if key == "conj"}
     dcp.load(cast, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
     assert torch.equal(cast["conj"], state["conj"].to(torch.complex128))
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 4), (12, 1, 12), (192, 8, 16), (64, 8, 8), (64, 32, 4)])
+def test_threads_are_the_share_of_a_rank(cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VESCALE_CKPT_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert (threads_of(), threads_of(3)) == (threads, 3)
+    monkeypatch.setenv("VESCALE_CKPT_THREADS", "7")
+    assert threads_of() == 7
 
 
 @pytest.mark.parametrize("number", [20, 300])

@@ -36,6 +36,7 @@ from vescale_ckpt._state.application import saved_form
 from vescale_ckpt._storage import locks, orphans
 from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt._storage.open_storage import checkpoint_path
+from vescale_ckpt._write import native_layout
 from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
@@ -125,6 +126,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
     "bytes of a slot": (options, "SLOT_BYTES"),
+    "least bytes of one of several files": (native_layout, "LEAST_FILE_BYTES"),
 }
 CALLS_OF_A_REPLACEMENT = [(_C, name) for name in ("rename_file", "exchange_names", "sync_directory", "remove_file")]
 CHANGES_BY_THE_ENGINE = [(_C, "commit_file"), (_C.PendingFile, "commit"), (_C, "sync_directory")]

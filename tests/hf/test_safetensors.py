@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -457,3 +459,18 @@ def test_the_names_in_headers_are_those_of_the_format(tmp_path: Path) -> None:
         header = json.loads(written.read(int.from_bytes(written.read(8), "little")))
     assert json.loads(header["__metadata__"][tied]) == {"b": "a"}
     assert checksums in header["__metadata__"]
+
+
+def test_the_module_is_light_and_its_calls_import_nothing_more(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+from vescale_ckpt import safetensors
+safetensors.save_file({"a": torch.arange(6.0)}, sys.argv[1])
+assert torch.equal(safetensors.load_file(sys.argv[1])["a"], torch.arange(6.0))
+with safetensors.safe_open(sys.argv[1]) as file:
+    assert file.get_slice("a")[2:3].tolist() == [2.0]
+print(len(sys.modules.keys() - before))
+"""
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "file"], capture_output=True, text=True, check=True)
+    assert 0 < int(ran.stdout) <= 60, "torch.distributed's tensors and checkpoints are hundreds"

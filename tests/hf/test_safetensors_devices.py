@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from harness import steps
-from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda, no_copies_from_cuda
+from harness.fake_cuda import FakeCuda, device_of, fake_cuda, needs_fake_cuda, no_copies_from_cuda
 from harness.files import flip, safetensors_dtypes
 from harness.ranks import forked
 from harness.states import MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
+from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.torch_copies import TorchCopies
 
 pytestmark = needs_fake_cuda
@@ -251,6 +252,37 @@ def test_memory_is_not_given_back_while_copies_write_it(tmp_path: Path) -> None:
         assert not any(block() is not None for block in memory.blocks)
         (copied,) = copied_when_freed
         assert copied >= sum(value.nbytes for value in values.values()), "nothing is written after it was freed"
+
+
+# --- Saving
+
+
+@forked
+def test_tensors_on_devices_are_saved_in_parts(tmp_path: Path) -> None:
+    values = all_kinds() | {"large as can be": numbers(5 * MiB)}
+    values["large"] = torch.full((12_000_000,), 3, dtype=torch.uint8).view(torch.float32)
+    safetensors.save_file(values, tmp_path / "from host memory")
+    values["large"].zero_()
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        patch.setattr(*steps.LIMITS["bytes of a slot"], 4 * MiB)
+        patch.setenv("VESCALE_CKPT_MEMORY_BYTES", str(8 * MiB))
+        fake.delay_copies(50)
+        fake.queue_fill(fake.streams[device_of(values["large"])], values["large"], 3, 20)  # by the trainer
+        safetensors.save_file(values, tmp_path / "from devices")
+        assert fake.count("copies of memory that is not locked") == 0
+        assert _C.snapshot_memory()["touched_bytes"] <= 12 * MiB, _C.snapshot_memory()
+    assert (tmp_path / "from devices").read_bytes() == (tmp_path / "from host memory").read_bytes()
+
+
+@forked
+def test_a_copy_that_fails_in_a_save_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+    with fake_cuda() as fake:
+        fake.fail("on the device", 3)
+        with pytest.raises(CheckpointError, match="device"):
+            safetensors.save_file(all_kinds(), tmp_path / "file")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"before")]
+    safetensors.save_file(all_kinds(), tmp_path / "file")
 
 
 def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._ranks.node import ranks_of_this_node
 from vescale_ckpt._routes.broadcast_load import BroadcastLoad
+from vescale_ckpt.settings import ranks_of_this_node
 
 FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)

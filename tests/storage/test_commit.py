@@ -71,9 +71,9 @@ def test_until_the_commit_the_old_checkpoint_is_untouched(checkpoint: Path, sing
 
 def test_the_file_of_a_save_that_goes_on_is_no_orphan(checkpoint: Path) -> None:
     save(checkpoint, small_state(1))
-    for name in ("__0_00000000.distcp", "__1_11111111_0.distcp", "__1_11111111_7.distcp"):
+    for name in ("__0_00000000.distcp", "__1_11111111.distcp", "__1_11111111_7.distcp"):
         (checkpoint / name).write_bytes(b"being written")
-    marks = [locks.lock(str(checkpoint / name)) for name in ("__0_00000000.distcp", "__1_11111111_0.distcp")]
+    marks = [locks.lock(str(checkpoint / name)) for name in ("__0_00000000.distcp", "__1_11111111.distcp")]
     save(checkpoint, small_state(2))
     assert len(data_files(checkpoint)) == 4
     for lock in marks:

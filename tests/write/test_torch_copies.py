@@ -304,9 +304,7 @@ def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
 def test_as_safetensors(tmp_path: Path) -> None:
     fake = _fakes()
     values = {key: value.contiguous() for key, value in _state().items() if not value.is_complex()}
-    fake.reset()
     safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, tmp_path / "file")
-    assert fake.count("stream synchronizations") == 1
     fake.reset()
     found = safetensors.load_file(tmp_path / "file", f"{KIND}:1")
     assert fake.count("stream synchronizations") == 1 and fake.count("copies that were waited for") == 0

@@ -15,6 +15,7 @@ from .._dcp.save_planner import SavePlanner
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.gc import gc_paused
+from .._engine.options import threads_of
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
 from .._ranks.exchange import Exchange, calling
@@ -123,6 +124,6 @@ def prepare_save(
                 devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
                 with named_errors(str, ""):
                     _C.prepare_devices(devices)
-                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
+                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), threads_of())
         finally:
             planner.forget_state()

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from .. import settings
 from .._engine import _C, torch_private
 from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
+from .._engine.options import threads_of
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.torch_copies import TorchCopies, device_notes
@@ -144,7 +144,7 @@ class Stager(AsyncStager):
     def _copied(self, sources: list[torch.Tensor], ready: list[int]) -> list[torch.Tensor]:
         devices = int_table(list(map(device_number, ready)))
         budget = snapshot_budget.snapshot_bytes() if self.budget_bytes is None else self.budget_bytes
-        snapshot = new_snapshot(write_table(sources), devices, budget, settings.number("threads"))
+        snapshot = new_snapshot(write_table(sources), devices, budget, threads_of())
         if snapshot.first:
             needed = sum(tensor.nbytes for tensor in sources)
             raise CheckpointError(

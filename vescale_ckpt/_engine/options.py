@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from .. import settings
@@ -11,6 +12,8 @@ from . import _C
 _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffered", False: "buffered"}
 
 SLOT_BYTES = 8 << 20  #: one piece of I/O, and one slot of memory
+#: Of the engine by default. Fewer than 4 leave a disk idle; 16 reach what the memory of a machine does.
+_LEAST_THREADS, _MOST_THREADS = 4, 16
 _NICENESS = 10  # how much the threads of asynchronous saves give way to training
 
 #: Bytes that are read and not wanted where a request for what is behind them would cost more: what a connection moves
@@ -27,9 +30,12 @@ def direct_io_setting(argument: DirectIO) -> DirectIO:
     return argument
 
 
-def threads_of(argument: int | None) -> int:
-    """The caller's `thread_count`, or the setting."""
-    return settings.number("threads") if argument is None else argument
+def threads_of(argument: int | None = None) -> int:
+    """The caller's `thread_count`, the setting, or this rank's share of the cores that this process may run on."""
+    if argument is None:
+        share = len(os.sched_getaffinity(0)) // settings.ranks_of_this_node(1)
+        return settings.number("threads") or min(max(share, _LEAST_THREADS), _MOST_THREADS)
+    return argument
 
 
 def batch_bytes() -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ..errors import CheckpointError
 from .torch_copies import TorchCopies
+from .torch_types import is_async_collective
 
 
 def is_plain_tensor(value: object) -> bool:
@@ -127,7 +127,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     Raises `CheckpointError` for tensors whose values are not in one dense storage.
     """
     plain = tensor.detach()
-    if isinstance(plain, AsyncCollectiveTensor):
+    if is_async_collective(plain):
         plain = plain.wait()
     if plain.is_meta:
         raise CheckpointError("a tensor on the meta device has no values to store")

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,26 +24,25 @@ from torch import _weights_only_unpickler
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import _version, state_dict_saver
-from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _StorageInfo,
-)
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from . import _C
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.checkpoint._async_process_executor import (
+        _ProcessBasedAsyncCheckpointExecutor as AsyncProcessExecutor,
+    )
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors as flatten_sharded_tensors
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -73,11 +73,27 @@ __all__ = [
     "weights_only_globals",
 ]
 
-flatten_sharded_tensors = _flatten_sharded_tensors
-StorageInfo = _StorageInfo
-MemoryFormatEncoding = _MEM_FORMAT_ENCODING
-StridedShard = _StridedShard
-AsyncProcessExecutor = _ProcessBasedAsyncCheckpointExecutor
+_DCP = "torch.distributed.checkpoint"
+#: {name here: (module, name there)} of what takes a second of CPU to import: it is imported at its first use.
+_IMPORTED_IN_USE = {
+    "AsyncProcessExecutor": (f"{_DCP}._async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
+    "CURRENT_DCP_VERSION": (f"{_DCP}.filesystem", "CURRENT_DCP_VERSION"),
+    "MemoryFormatEncoding": (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    "StorageInfo": (f"{_DCP}.filesystem", "_StorageInfo"),
+    "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
+    "flatten_sharded_tensors": (f"{_DCP}._sharded_tensor_utils", "_flatten_sharded_tensors"),
+    "flatten_state_dict": (f"{_DCP}._nested_dict", "flatten_state_dict"),
+    "set_element": (f"{_DCP}._traverse", "set_element"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_IN_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, name_there = _IMPORTED_IN_USE[name]
+    value = globals()[name] = getattr(import_module(module), name_there)
+    return value
+
 
 _SPEC_PATHS = [
     ("_spec", "placements"),
@@ -114,6 +130,8 @@ def dtensor_layouts(dtensors: list[DTensor], last: list[DTensorLayout] | None = 
 
 def chunk_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and size of what this rank holds of a DTensor, as the DTensor itself tells DCP, for any placements."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     size, offset = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
     return tuple(offset), tuple(size)
 
@@ -161,11 +179,15 @@ def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
 
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor with the layout of `like` and the local tensor `local`. Runs no collective."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor(local, like._spec, requires_grad=like.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTensor:
     """A ShardedTensor with the layout of `like` and the local shards `shards`. Runs no collective."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), like._process_group, like._init_rrefs
     )
@@ -173,6 +195,8 @@ def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTens
 
 def flattens_as_torch_2_3() -> bool:
     """Whether DCP currently flattens with the keys of a checkpoint that was saved before torch 2.4."""
+    from torch.distributed.checkpoint import _version
+
     return bool(_version._derived_version == "2_3")
 
 
@@ -243,6 +267,9 @@ def ranks_of_dcp_save() -> tuple[int, ...] | None:
     """The ranks, as the default group numbers them, of the `dcp.save` whose planner calls this. DCP does not tell
     planners the process group, and only the frame of its function knows it. (): one rank alone. None: no such frame is
     found."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_code.co_name == "local_step" and frame.f_globals is vars(state_dict_saver):

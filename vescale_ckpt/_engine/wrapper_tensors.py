@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from . import _C
-
-_NO_WRAPPERS = (DTensor, AsyncCollectiveTensor, FakeTensor)  # they have places of their own in this package
+from .torch_types import distributed_tensor_types, is_dtensor
 
 
 def is_wrapper_type(kind: type) -> bool:
@@ -26,7 +23,8 @@ def is_wrapper_type(kind: type) -> bool:
         hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
         and issubclass(kind, torch.Tensor)
-        and not issubclass(kind, _NO_WRAPPERS)
+        # These have places of their own in this package.
+        and not issubclass(kind, (FakeTensor, *distributed_tensor_types()))
         and not kind.__module__.startswith("torch.nested.")
     )
 
@@ -75,8 +73,8 @@ def stored_form(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in_own_storage(part: torch.Tensor) -> torch.Tensor:
     plain = part.detach()
-    if isinstance(plain, DTensor) or plain.is_meta or plain.layout is not torch.strided:
-        what = "a DTensor" if isinstance(plain, DTensor) else f"on {plain.device} in layout {plain.layout}"
+    if is_dtensor(plain) or plain.is_meta or plain.layout is not torch.strided:
+        what = "a DTensor" if is_dtensor(plain) else f"on {plain.device} in layout {plain.layout}"
         raise CheckpointError(f"one of its inner tensors is {what}: save the tensors that it is made of")
     plain = plain.cpu().resolve_conj().resolve_neg()
     if plain.untyped_storage().nbytes() == plain.nbytes:

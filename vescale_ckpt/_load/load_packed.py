@@ -13,11 +13,11 @@ from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolve_group
-from .._ranks.node import ranks_of_this_node
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats
+from ..settings import ranks_of_this_node
 from .rank_load import RankLoad
 
 _LEAST_OVERLAP = 1.5

@@ -24,13 +24,13 @@ from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
 from .._engine.torch_private import bump_versions
 from .._ranks.groups import resolve_group
-from .._ranks.node import ranks_of_this_node
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError
 from ..reports import LoadStats
+from ..settings import ranks_of_this_node
 
 
 class RankLoad(RecordReader):

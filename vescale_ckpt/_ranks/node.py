@@ -37,12 +37,6 @@ def memory_domain() -> str:
     return f"{node_of_this_process()} {namespace} {os.getuid()}"
 
 
-def ranks_of_this_node(otherwise: int) -> int:
-    """Returns `LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; otherwise `otherwise`."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else otherwise
-
-
 class Process:
     """A process of this machine. It is not confused with a later process of the same number."""
 

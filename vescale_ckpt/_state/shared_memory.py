@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
-from .describe import Description
+
+if TYPE_CHECKING:
+    from .describe import Description
 
 _Name = TypeVar("_Name", str, tuple[str, int])
 

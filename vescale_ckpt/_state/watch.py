@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
+from .._engine.torch_types import is_dtensor, is_sharded_tensor
 from ..errors import CheckpointError
 from .tensor_table import TensorReads
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 
 class Watch:
@@ -68,16 +70,16 @@ class WatchedState:
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:
     """Returns the tensors to watch for a value. A DTensor and its local tensor have separate counters."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return value, *local_parts(value)
-    return local_parts(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else ()
+    return local_parts(value) if isinstance(value, torch.Tensor) or is_sharded_tensor(value) else ()
 
 
 def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
     """Returns the tensors that hold a value on this rank."""
-    if isinstance(value, ShardedTensor):  # checked first, because it is a torch.Tensor, too
+    if is_sharded_tensor(value):  # checked first, because it is a torch.Tensor, too
         return [shard.tensor for shard in value.local_shards()]
-    return torch_private.local_tensors([value]) if isinstance(value, DTensor) else [value]
+    return torch_private.local_tensors([value]) if is_dtensor(value) else [value]
 
 
 def changed_meanwhile(key: str) -> CheckpointError:

@@ -23,7 +23,7 @@ from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
-from .._engine.options import engine_options, used_paths
+from .._engine.options import engine_options, threads_of, used_paths
 from .._engine.rows import LOCATION_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
 from .._observe.timeline import phase
@@ -40,6 +40,8 @@ from .._storage.storage import COMMITTED_MEANWHILE, Lease
 from ..errors import CheckpointError
 from .layout import Layout, SaveOptions, Written
 
+LEAST_FILE_BYTES = 64 << 20  #: of each, where a rank spreads its tensors over several
+
 
 class NativeLayout(Layout):
     """The files of one save in DCP's own layout. Those of this rank are locked until the save ends.
@@ -53,6 +55,7 @@ class NativeLayout(Layout):
         self._extra_files = extra_copies.check_files(extra_files)
         self._replaced = Replaced()  # the checkpoint that was there when the save began
         self._names: list[str] = []
+        self._first = 0  # the number of the open file, or of the first one
         self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
         self._token = ""
         self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
@@ -61,7 +64,7 @@ class NativeLayout(Layout):
         self._in_background = self._cancelled = False
         self._tensor_bytes = self._file_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
-        self._placed: list[tuple[int, Sequence[int], list[int]]] = []  # file, rows; offset, length and CRC-32 of each
+        self._placed: list[tuple[Sequence[int], list[int]]] = []  # rows; the places of each
         self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
 
     def begin(self, is_coordinator: bool) -> None:
@@ -125,6 +128,9 @@ class NativeLayout(Layout):
         self._in_background = in_background
         self._finish_file()
         options, self._needed = self.options, _C.expected_bytes(body_bytes)
+        most_files = 1
+        if part is None:
+            most_files = min(threads_of(options.thread_count), max(1, self._needed // LEAST_FILE_BYTES))
         name = ""
 
         def make() -> tuple[str, _C.FileWriter]:
@@ -135,13 +141,19 @@ class NativeLayout(Layout):
             path = os.path.join(options.path, name)
             with named_errors(str, options.path, self._needed):
                 storage_at(options.path).check_space(self._needed)
-                return path, _C.FileWriter(path, self._needed, self._for_engine(), options.checksums)
+                return path, _C.FileWriter(path, self._needed, self._for_engine(), options.checksums, most_files)
 
         if self._names:
-            _, self._file = make()
+            _, file = make()
         else:
-            self._file, self._lock = make_locked(make)
+            file, self._lock = make_locked(make)
+        self._first = len(self._names)
         self._names.append(name)
+        with named_errors(str, options.path, self._needed):
+            for number in range(1, file.wanted_files):
+                self._names.append(data_name(options.rank, self._token, number))
+                file.add_file(os.path.join(options.path, self._names[-1]))
+        self._file = file
         if self._cancelled:
             self.cancel()
         self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
@@ -151,8 +163,8 @@ class NativeLayout(Layout):
 
     @property
     def _path(self) -> str:
-        """The path of the open file."""
-        return os.path.join(self.options.path, self._names[-1])
+        """The path of the open file, or of the first one."""
+        return os.path.join(self.options.path, self._names[self._first])
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         assert self._file is not None
@@ -166,22 +178,25 @@ class NativeLayout(Layout):
             self._note(rows, words(self._file.write_objects(records)).tolist())
 
     def _note(self, rows: Sequence[int], placed: list[int]) -> None:
-        self._placed.append((len(self._names) - 1, rows, placed))
+        if self._first:
+            placed[::LOCATION_ROW] = [self._first + file for file in placed[::LOCATION_ROW]]
+        self._placed.append((rows, placed))
 
     def located(self) -> tuple[bytes, list[str]]:
         """A table of the places of all rows that were written, and the names of the files."""
-        table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for _, rows, _ in self._placed)))
-        for file, rows, placed in self._placed:
+        table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for rows, _ in self._placed)))
+        for rows, placed in self._placed:
             if isinstance(rows, range) and rows.step == 1:
-                at, end = rows.start * LOCATION_ROW, rows.stop * LOCATION_ROW
-                table[at:end:LOCATION_ROW] = array("q", [file]) * len(rows)
-                for column in range(3):
-                    table[at + column + 1 : end : LOCATION_ROW] = array("q", placed[column::3])
+                table[rows.start * LOCATION_ROW : rows.stop * LOCATION_ROW] = array("q", placed)
             else:
                 for index, row in enumerate(rows):
-                    place = file, *placed[3 * index : 3 * index + 3]
+                    place = placed[index * LOCATION_ROW : (index + 1) * LOCATION_ROW]
                     table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = array("q", place)
-        return table.tobytes(), self._names
+        used = sorted(set(table[::LOCATION_ROW]))
+        if len(used) < len(self._names):  # one large tensor leaves nothing for other files
+            numbers = {file: number for number, file in enumerate(used)}
+            table[::LOCATION_ROW] = array("q", map(numbers.__getitem__, table[::LOCATION_ROW]))
+        return table.tobytes(), [self._names[file] for file in used]
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""

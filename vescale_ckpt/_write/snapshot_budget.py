@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from .. import settings
-from .._ranks.node import ranks_of_this_node
 
 _SHARE = 0.5  # part of the free memory: training allocates, too
 
@@ -21,7 +20,7 @@ def snapshot_bytes() -> int:
 
 @functools.cache
 def _found(_: int) -> int:
-    return int(_SHARE * available_bytes() / ranks_of_this_node(1))
+    return int(_SHARE * available_bytes() / settings.ranks_of_this_node(1))
 
 
 def available_bytes() -> int:

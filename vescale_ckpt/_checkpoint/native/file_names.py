@@ -42,14 +42,14 @@ def rank_of_metadata(name: str) -> int | None:
 
 
 def data_name(rank: int, token: str, part: int | None = None) -> str:
-    """The name of a rank's data file. `part`: its number if the rank has several."""
-    middle = "" if part is None else f"_{part}"
+    """The name of a rank's data file. `part`: its number if the rank has several, from 0."""
+    middle = f"_{part}" if part else ""
     return f"__{rank}_{token}{middle}{DATA_SUFFIX}"
 
 
 def first_part(name: str) -> str:
     """Returns the data file that a save locks: the first one if a rank has several, otherwise `name` itself."""
-    return _PART.sub(rf"_0{DATA_SUFFIX}", name)
+    return _PART.sub(DATA_SUFFIX, name)
 
 
 def is_data_file(name: str) -> bool:

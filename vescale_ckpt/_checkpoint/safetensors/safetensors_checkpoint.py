@@ -116,7 +116,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
                 boxes.append((of, read.offsets, read.target))
         fill_parts(self._reader, self.parts(stored))
         if boxes:
-            fill(boxes, lambda of: fill_parts(self._reader, self.parts(of)), threads_of(None))
+            fill(boxes, lambda of: fill_parts(self._reader, self.parts(of)), threads_of())
 
 
 def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:
