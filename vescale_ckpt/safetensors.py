@@ -37,7 +37,7 @@ from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import TorchCopies, device_notes
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
-from ._state.watch import WatchedState
+from ._state.watch import WatchedState, changed_meanwhile
 from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
@@ -99,7 +99,7 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
         if in_place:
             _C.write_safetensors(writer, layout, reads.table, sync=True)
         else:
-            _write_copies(writer, layout, _Copies(names, values, reads.ready))
+            _write_copies(writer, layout, _Copies(names, values, reads))
         watch.check_unchanged()
         file.commit()
 
@@ -180,18 +180,24 @@ class _Part(NamedTuple):
 
 
 class _Copies:
-    """Tensors to save, by their place in the file. `ready`: as of `TensorReads`."""
+    """Tensors to save. Those in plain memory are read where they were at first, even if another thread gives a tensor
+    other memory: `reads` keeps the storages."""
 
-    def __init__(self, names: list[str], tensors: list[torch.Tensor], ready: bytes) -> None:
-        self._names, self._tensors, self._ready = names, tensors, ready
+    def __init__(self, names: list[str], tensors: list[torch.Tensor], reads: TensorReads) -> None:
+        self._names, self._tensors, self._reads = names, tensors, reads
+        table, at = words(reads.table), 0
+        self._addresses: list[int] = []
+        while at < len(table):
+            self._addresses.append(table[at])
+            at += 4 + 2 * table[at + 3]
         self._latest: tuple[int, torch.Tensor] | None = None  # copied without a snapshot; it may go on in the next part
 
     def parts(self, layout: _C.SafetensorsLayout) -> Iterator[_Part]:
         most = batch_bytes() // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK  # a tensor's blocks must not be cut
         begin = end = layout.data_begin
         pieces: list[tuple[int, int, int]] = []  # tensor, first byte, bytes
-        for number in layout.order():
-            done, size = 0, self._tensors[number].nbytes
+        for number, size in zip(layout.order(), layout.sizes(), strict=True):
+            done = 0
             while done < size:
                 limit = (begin + most) // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK
                 taken = min(size - done, limit - end)
@@ -207,14 +213,17 @@ class _Copies:
         table, rows, devices = int_table(), int_table(), int_table()
         on_devices, memory = [], {}
         for at, (number, begin, size) in enumerate(pieces):
-            tensor, device = self._tensors[number], device_number(self._ready[number])
-            if device >= 0:
+            ready, address = self._reads.ready[number], self._addresses[number] + begin
+            if (device := device_number(ready)) >= 0:
                 on_devices.append(at)
-                rows.extend((DTYPE_CODES[torch.uint8], tensor.data_ptr() + begin, 1, size, 1))
+                rows.extend((DTYPE_CODES[torch.uint8], address, 1, size, 1))
                 devices.append(device)
-            elif self._ready[number] != ON_HOST:
+            elif ready != ON_HOST:
                 tensor = memory[number] = self._in_host_memory(number)
-            table.extend((tensor.data_ptr() + begin, size))
+                if tensor.nbytes < begin + size:
+                    raise changed_meanwhile(self._names[number])
+                address = tensor.data_ptr() + begin
+            table.extend((address, size))
         if not on_devices:
             return _Part(offset, table, [*memory.values()], None)
         streams = producers(devices, torch.cuda.current_stream)

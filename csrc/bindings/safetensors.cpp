@@ -299,6 +299,10 @@ void bind_safetensors(py::module_& module) {
           [](const hf::SafetensorsLayout& layout) { return std::vector(layout.order().begin(), layout.order().end()); },
           "numbers of the tensors as they lie in the file")
       .def(
+          "sizes",
+          [](const hf::SafetensorsLayout& layout) { return std::vector(layout.bytes().begin(), layout.bytes().end()); },
+          "their bytes, in that order")
+      .def(
           "head",
           [](const hf::SafetensorsLayout& layout, const std::vector<uint32_t>& blocks) {
             return py::bytes(layout.head(blocks));

@@ -148,9 +148,9 @@ bool File::fall_back(Access refused) {
   return true;
 }
 
-void File::begin(uint64_t expected_size, uint64_t unit) {
+void File::begin(uint64_t expected_size, uint64_t unit, bool alone) {
   if (is_on_disk()) {
-    preallocate(expected_size);
+    preallocate(expected_size, alone);
     return;
   }
   const RemoteStore& store = remote_store();
@@ -188,9 +188,11 @@ void File::cancel() {
   if (window_) window_->cancel();
 }
 
-void File::preallocate(uint64_t size) {
-  // tmpfs takes pages from the machine one after another, which is a third of the time to fill them.
-  int result = system::is_in_memory(plain_) ? system::truncate(plain_, size) : system::allocate(plain_, size);
+void File::preallocate(uint64_t size, bool alone) {
+  // tmpfs takes pages from the machine in one thread, which is a third of the time to fill them; in several files they
+  // are taken by several threads while they are filled.
+  const bool reserves = alone || !system::is_in_memory(plain_);
+  int result = reserves ? system::allocate(plain_, size) : system::truncate(plain_, size);
   if (result == -EOPNOTSUPP || result == -ENOSYS || result == -EINVAL) result = system::truncate(plain_, size);
   if (result < 0) throw Error::system("reserve space for", path_, size, -result);
   size_ = size;

@@ -51,8 +51,8 @@ class File {
   PartWindow* window() const { return window_.get(); }
 
   // Where supported, reserves space: fails with Kind::full when there is none. A remote file begins to be sent, in
-  // parts of a multiple of `unit` bytes.
-  void begin(uint64_t expected_size, uint64_t unit);
+  // parts of a multiple of `unit` bytes. `alone`: it is not one of several files that are written at a time.
+  void begin(uint64_t expected_size, uint64_t unit, bool alone = true);
   // All is written, and so long is the file. It is durable afterwards, if asked for; a remote one always is.
   void complete(uint64_t size, bool sync);
   // Removes a file that was not completed. Throws nothing.
@@ -60,7 +60,7 @@ class File {
   // From any thread: makes calls that wait fail soon, or does nothing.
   void cancel();
 
-  void preallocate(uint64_t size);
+  void preallocate(uint64_t size, bool alone = true);
   void truncate(uint64_t size);
   void sync();
   // After the last write: throws where the system tells only now that it could not write.

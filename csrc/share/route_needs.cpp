@@ -36,8 +36,9 @@ bool equal_tables(const RankReads& left, const RankReads& right) {
   return same(left.files, right.files) && same(left.reads, right.reads);
 }
 
-// The row that begins at a word of a rank's table, not further checked.
-std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
+}  // namespace
+
+std::span<const int64_t> read_row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
   const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
   if (reads.size() - at < Need::kHead) throw malformed();
   const int64_t dims = reads[at + Need::kHead - 1];
@@ -46,8 +47,6 @@ std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint3
   if (reads.size() - at < words) throw malformed();
   return reads.subspan(at, words);
 }
-
-}  // namespace
 
 uint64_t item_bytes(const Need& need) {
   return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
@@ -90,7 +89,7 @@ Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> membe
     }
     const std::span<const int64_t> reads = ranks[rank].reads;
     for (size_t at = 0; at < reads.size();) {
-      Need need{rank, 0, row_at(reads, at, rank), &replicas};
+      Need need{rank, 0, read_row_at(reads, at, rank), &replicas};
       at += need.row.size();
       check(need, numbered ? UINT32_MAX : numbers.size());
       need.file = numbered ? static_cast<uint32_t>(need.row[1]) : numbers[static_cast<size_t>(need.row[1])];

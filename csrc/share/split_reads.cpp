@@ -14,7 +14,7 @@ namespace {
 template <typename Use>
 void for_each_row(std::span<const int64_t> reads, const Use& use) {
   for (size_t at = 0; at < reads.size();) {
-    const Need need{0, 0, share::row_at(reads, at, 0)};
+    const Need need{0, 0, read_row_at(reads, at, 0)};
     if (need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
     use(need);
     at += need.row.size();

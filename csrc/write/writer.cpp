@@ -42,7 +42,7 @@ void FileWriter::add_file(const std::string& path) {
 
 void FileWriter::begin(std::unique_ptr<io::File> file) {
   try {
-    file->begin(expected_bytes_, options_.slot_bytes);
+    file->begin(expected_bytes_, options_.slot_bytes, wanted_files_ == 1);
   } catch (...) {
     file->discard();
     throw;
@@ -70,12 +70,13 @@ std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> record
     const PlacedTensor& tensor = tensors[at];
     const TensorPlace& place = tensor.place;
     const uint32_t file = file_of[order[at]], crc = format::joined_crc(place.begin, place.end, place.blocks);
-    placed[order[at]] = {file, tensor.begin(), tensor.end() - tensor.begin(), crc};
+    placed[order[at]] = {tensor.begin(), tensor.end() - tensor.begin(), crc, file};
     // Blocks are for parts of tensors; objects are read whole, and one checksum does.
     if (checksums_ && tensor.framing != nullptr) {
       files_[file].table.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
     }
     files_[file].cursor = align_up(tensor.end(), kBlock);
+    files_[file].used = true;
   }
   return placed;
 }
@@ -171,7 +172,7 @@ uint64_t FileWriter::finish(bool sync) {
   control_.check();
   uint64_t length = 0;
   for (DataFile& data : files_) {
-    if (&data != &files_[0] && data.cursor == 0) {
+    if (&data != &files_[0] && !data.used) {
       data.file->discard();
       continue;
     }

@@ -42,10 +42,10 @@ struct RecordSource {
 };
 
 struct PlacedRecord {
-  uint32_t file;    // 0, or the number of a file that was added
   uint64_t offset;  // where the record begins in the file
   uint64_t length;
-  uint32_t crc;  // CRC-32 of the tensor's bytes, or the object's; 0 without checksums
+  uint32_t crc;       // CRC-32 of the tensor's bytes, or the object's; 0 without checksums
+  uint32_t file = 0;  // its number, where others were added
 };
 
 class FileWriter {
@@ -95,6 +95,7 @@ class FileWriter {
     std::unique_ptr<io::File> file;
     uint64_t cursor = 0;  // end of what was laid out, a multiple of kBlock
     format::ChecksumTable table;
+    bool used = false;  // has a record, perhaps one without bytes
   };
 
   void begin(std::unique_ptr<io::File> file);

@@ -21,8 +21,7 @@ from .safetensors.headers import HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 from .torch_checkpoint import TorchCheckpoint
 
-_MOST_INDEX_BYTES = 16 << 20  # a larger index of a folder is not sent: each rank reads the few pages that it needs
-_MOST_SENT_BYTES = 128 << 20  # the same of an object, of which each rank would read all
+_MOST_SENT_BYTES = 128 << 20  # of an index: each rank reads a larger one by itself
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -84,12 +83,12 @@ def fingerprint(path: str) -> str:
 
 def pack_for_ranks(path: str, verify: bool) -> bytes:
     """Reads the index, or all metadata if there is no index, and packs it for other ranks. Empty if the index is so
-    large that each rank should itself read what it needs."""
+    large that each rank should read it by itself."""
     if _is_safetensors(path):
         return pack(b"", b"", HeaderTables.read(path, verify).pack())
     with suppress(OSError):
         storage = storage_at(path)
-        if storage.stat(INDEX_NAME).size > (_MOST_SENT_BYTES if storage.by_requests else _MOST_INDEX_BYTES):
+        if storage.stat(INDEX_NAME).size > _MOST_SENT_BYTES:
             return b""
     index = metadata_file.index_bytes(path)
     if index is not None:

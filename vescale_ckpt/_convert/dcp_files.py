@@ -59,7 +59,7 @@ class DcpRankFiles:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
-                return pack(_C.pack_inventory([], [], 0), b"", b"", b"")
+                return pack(_C.pack_inventory([], [], 0), b"", b"")
             self._files.open(array("q", [piece.bytes for piece in pieces]))
             transfer(pieces, source, _Written(self._files), buffers)
             if contents:
@@ -73,17 +73,18 @@ class DcpRankFiles:
         own = dict.fromkeys(names)
         inventory = _C.pack_inventory(names, rows, 0)
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
-        locations, (file,) = self._files.located()
-        return pack(inventory, known, locations, file.encode())
+        locations, files = self._files.located()
+        return pack(inventory, known, locations, *map(str.encode, files))
 
     def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
         """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
         final path of the directory."""
-        inventories, paths, locations, names = zip(*map(unpack, messages), strict=True)
+        of_ranks = list(map(unpack, messages))
+        inventories, paths, locations = zip(*(parts[:3] for parts in of_ranks), strict=True)
         with named_errors(str, path):
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.local_plan(rank), own) for rank, own in enumerate(locations)]
-            files = [[name.decode()] if name else [] for name in names]
+            files = [[name.decode() for name in parts[3:]] for parts in of_ranks]
             save_id = self._files.options.save_id
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
         self._files.commit(content, index)

@@ -50,6 +50,8 @@ class NativeLayout(Layout):
         extra_files: contents by name, which the commit also copies into the directory.
     """
 
+    _may_spread = True  # over several data files, where that is faster
+
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options)
         self._extra_files = extra_copies.check_files(extra_files)
@@ -129,7 +131,7 @@ class NativeLayout(Layout):
         self._finish_file()
         options, self._needed = self.options, _C.expected_bytes(body_bytes)
         most_files = 1
-        if part is None:
+        if part is None and self._may_spread:
             most_files = min(threads_of(options.thread_count), max(1, self._needed // LEAST_FILE_BYTES))
         name = ""
 
@@ -149,10 +151,14 @@ class NativeLayout(Layout):
             file, self._lock = make_locked(make)
         self._first = len(self._names)
         self._names.append(name)
-        with named_errors(str, options.path, self._needed):
-            for number in range(1, file.wanted_files):
-                self._names.append(data_name(options.rank, self._token, number))
-                file.add_file(os.path.join(options.path, self._names[-1]))
+        try:
+            with named_errors(str, options.path, self._needed):
+                for number in range(1, file.wanted_files):
+                    self._names.append(data_name(options.rank, self._token, number))
+                    file.add_file(os.path.join(options.path, self._names[-1]))
+        except BaseException:
+            del file  # the error's traceback would keep its files, and the space that they have reserved
+            raise
         self._file = file
         if self._cancelled:
             self.cancel()

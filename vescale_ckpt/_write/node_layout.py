@@ -32,6 +32,10 @@ _DIGEST_BYTES = 32
 class NodeLayout(NativeLayout):
     """The files of one save in folders of the nodes. For plans of `NodePlanner`."""
 
+    # Replicas of a part are found by equal locations, and so must not depend on a node's threads; and a commit renames
+    # files one by one, of which the first must not go before the others.
+    _may_spread = False
+
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options, extra_files)
         self._planned = b""  # what this rank writes; equal on ranks that write the same

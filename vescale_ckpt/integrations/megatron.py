@@ -35,7 +35,7 @@ class SaveStrategy(_TorchStrategy):
 
     Args:
         options: those of Megatron's `TorchDistSaveShardedStrategy`, and `checksums`, `direct_io` and `sync_files` of
-            `StorageWriter`. `thread_count` is Megatron's number of files for each rank; there is always one.
+            `StorageWriter`. `thread_count` is Megatron's number of files for each rank; here it has no effect.
     """
 
     def __init__(self, backend: str = "torch_dist", version: int = 1, **options: Any) -> None:

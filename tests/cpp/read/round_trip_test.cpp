@@ -100,7 +100,8 @@ TEST_P(RoundTrip, RoundTripsTensorsOfEverySize) {
   expect_read_back(file.path, tensors, file.records, kTorchPlace, options());  // from the page cache now
   uint64_t end = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [offset, length, crc] = file.records[i];
+    const auto& [offset, length, crc, number] = file.records[i];
+    EXPECT_EQ(number, 0u);
     const write::RecordSource source = tensors[i].source();
     ASSERT_GE(offset, end) << "records overlap";
     ASSERT_EQ(length, source.framing->total_bytes());
