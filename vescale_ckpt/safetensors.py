@@ -26,13 +26,13 @@ from . import settings
 from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
 from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
-from ._engine.device_streams import copies_from_cuda, producers
+from ._engine.device_streams import copies_from_cuda, filled_snapshot
 from ._engine.dtype_codes import DTYPE_CODES
 from ._engine.engine_errors import check_space, named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import batch_bytes, direct_io_setting, engine_options, threads_of
 from ._engine.overlap import overlap
-from ._engine.rows import NO_LIMIT, int_table, words
+from ._engine.rows import int_table, words
 from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import TorchCopies, device_notes
 from ._state.shared_memory import shared_memory_error, sharing_memory
@@ -226,11 +226,7 @@ class _Copies:
             table.extend((address, size))
         if not on_devices:
             return _Part(offset, table, [*memory.values()], None)
-        streams = producers(devices, torch.cuda.current_stream)
-        snapshot = _C.Snapshot(rows, NO_LIMIT, threads_of(), devices, streams)
-        if snapshot.first:
-            raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
-        snapshot.copy()
+        snapshot = filled_snapshot(rows, devices, threads_of())
         for at, address in zip(on_devices, words(snapshot.table())[1::5], strict=True):
             table[2 * at] = address
         return _Part(offset, table, [*memory.values()], snapshot)

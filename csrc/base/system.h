@@ -34,8 +34,8 @@ enum class Call {
   close,
 };
 
-// What statx tells of direct I/O on a file; zeros where the file system refuses it, and on tmpfs, which takes O_DIRECT
-// and copies to the page cache all the same.
+// Alignments that direct I/O on a file requires, from statx. Zeros: no direct I/O, also on tmpfs, which accepts
+// O_DIRECT but copies to the page cache all the same.
 struct DirectRules {
   uint32_t memory_alignment = 0;  // bytes
   uint32_t offset_alignment = 0;  // bytes

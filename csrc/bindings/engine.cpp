@@ -19,6 +19,7 @@
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/commit.h"
+#include "io/table_cursor.h"
 #include "io/transfer.h"
 #include "read/archive_file.h"
 #include "read/read_plan.h"
@@ -205,11 +206,11 @@ void bind_engine(py::module_& module) {
           "write_dense",
           [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {
             const Table table(buffer);
-            const std::span<const int64_t> words = table.values();
-            std::vector<write::RecordSource> sources(words.size() / 2);
-            for (size_t i = 0; i < sources.size(); ++i) {
-              sources[i].data = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(words[2 * i]));
-              sources[i].bytes = static_cast<uint64_t>(words[2 * i + 1]);
+            std::vector<write::RecordSource> sources;
+            for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
+              write::RecordSource& source = sources.emplace_back();
+              source.data = cursor.address();
+              source.bytes = cursor.size();
             }
             return without_gil([&] { return writer.write_dense(sources, offset, write::Edges::shared); });
           },

@@ -291,7 +291,7 @@ def _call(module: str, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    """A module of tests as pytest has compiled it: of asserts that fail it tells what they have compared."""
+    """A module of tests as pytest has compiled it, with asserts that report the compared values."""
     if name not in sys.modules and (spec := importlib.util.find_spec(name)) and spec.origin:
         path = Path(spec.origin)
         if code := rewrite._read_pyc(path, rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)):

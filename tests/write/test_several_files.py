@@ -50,15 +50,26 @@ def assert_spread(folder: Path) -> None:
     assert max(sizes) - min(sizes) <= 9 * MiB, "the largest tensor has 8 MiB"
 
 
+def assert_loads(folder: Path, wanted: dict[str, Any]) -> None:
+    found = blank(wanted)
+    vescale_ckpt.load(folder, found)
+    assert_same(found, wanted)
+
+
+def assert_the_next_save_replaces(folder: Path, wanted: dict[str, Any]) -> None:
+    """The folder holds `wanted`, and the next save leaves nothing but its own files."""
+    assert_loads(folder, wanted)
+    vescale_ckpt.save(folder, state(3))
+    assert_spread(folder)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_tensors_are_spread_and_load_by_any_way(checkpoint: Path, is_async: bool) -> None:
     saved = state()
     vescale_ckpt.save(checkpoint, saved, async_checkpoint=is_async).result()
     assert_spread(checkpoint)
     assert verify(checkpoint).ok
-    found = blank(saved)
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, saved)
+    assert_loads(checkpoint, saved)
     stock = blank(saved)
     dcp.load(stock, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     assert_same(stock, saved)
@@ -77,9 +88,7 @@ def test_one_large_tensor_leaves_no_empty_files(checkpoint: Path) -> None:
     saved = {"all": torch.arange(3 * MiB, dtype=torch.float32)}
     vescale_ckpt.save(checkpoint, saved)
     assert len(data_file_names(checkpoint)) == 1
-    found = blank(saved)
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, saved)
+    assert_loads(checkpoint, saved)
     assert verify(checkpoint).ok
 
 
@@ -102,11 +111,7 @@ def test_a_full_disk_at_a_further_file_leaves_what_was_there(checkpoint: Path, c
     with fault(call, errno.ENOSPC, skip), pytest.raises(StorageFullError):
         vescale_ckpt.save(checkpoint, state(2))
     assert data_file_names(checkpoint) == before
-    found = blank(state())
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, state(1))
-    vescale_ckpt.save(checkpoint, state(3))
-    assert_spread(checkpoint)
+    assert_the_next_save_replaces(checkpoint, state(1))
 
 
 def test_a_file_that_cannot_be_opened_leaves_what_was_there(checkpoint: Path) -> None:
@@ -122,9 +127,7 @@ def test_a_file_that_cannot_be_opened_leaves_what_was_there(checkpoint: Path) ->
             failed += 1
             assert data_file_names(checkpoint) == before
     assert failed >= THREADS
-    found = blank(state())
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, state(newest))
+    assert_loads(checkpoint, state(newest))
 
 
 @pytest.mark.parametrize("skip", [0, 3, 7])
@@ -138,11 +141,7 @@ def test_a_kill_leaves_files_that_the_next_save_removes(checkpoint: Path, skip: 
     with pytest.raises(ChildError, match="died by signal 9"):
         in_child(killed)
     assert len(data_file_names(checkpoint)) == 2 * THREADS
-    found = blank(state())
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, state(1))
-    vescale_ckpt.save(checkpoint, state(3))
-    assert_spread(checkpoint)
+    assert_the_next_save_replaces(checkpoint, state(1))
 
 
 def test_files_of_a_running_save_are_no_orphans(checkpoint: Path) -> None:
@@ -158,9 +157,7 @@ def test_files_of_a_running_save_are_no_orphans(checkpoint: Path) -> None:
     with steps.before("finish files", clean_up_beside):
         vescale_ckpt.save(checkpoint, state(2))
     assert len(beside[0]) == 1 + THREADS
-    found = blank(state())
-    vescale_ckpt.load(checkpoint, found)
-    assert_same(found, state(2))
+    assert_loads(checkpoint, state(2))
 
 
 def test_a_manager_keeps_and_removes_whole_steps(checkpoint: Path) -> None:
@@ -186,6 +183,4 @@ def test_a_conversion(tmp_path: Path) -> None:
     vescale_ckpt.safetensors.save_file(saved, tmp_path / "model.safetensors")
     vescale_ckpt.convert(tmp_path / "model.safetensors", tmp_path / "converted", format="dcp")
     assert_spread(tmp_path / "converted")
-    found = blank(saved)
-    vescale_ckpt.load(tmp_path / "converted", found)
-    assert_same(found, saved)
+    assert_loads(tmp_path / "converted", saved)

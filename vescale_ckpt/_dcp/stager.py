@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
+from .._engine.device_streams import new_snapshot
 from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
 from .._engine.options import threads_of
@@ -26,7 +27,7 @@ from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
 from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
 from .._write import snapshot_budget
-from .._write.host_batches import new_snapshot, write_table
+from .._write.host_batches import write_table
 from ..errors import CheckpointError
 
 _Path = tuple[Any, ...]  # where a tensor is in a state

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from .. import settings
+from ..errors import CheckpointError
 from . import _C
+from .rows import NO_LIMIT
 from .torch_copies import has_streams
 
 #: The streams of the training thread: on each CUDA device, by its number, or on each device of another kind.
@@ -44,6 +46,23 @@ def producers(devices: Any, stream_of: Callable[[int], Any]) -> list[tuple[int, 
         return []
     numbers = {device for device in memoryview(devices).cast("B").cast("q") if device >= 0}
     return [(number, int(stream_of(number).cuda_stream)) for number in sorted(numbers)]
+
+
+def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
+    """An unfilled snapshot of the rows of a table. `devices`: the device of each row; empty if all are in host memory.
+
+    The copies run after the work that the current streams of the devices have queued when the copies start.
+    """
+    return _C.Snapshot(table, budget, threads, devices, producers(devices, torch.cuda.current_stream))
+
+
+def filled_snapshot(table: Any, devices: Any, threads: int) -> _C.Snapshot:
+    """A snapshot that holds copies of all rows. Raises `CheckpointError` if there is no memory for them."""
+    snapshot = new_snapshot(table, devices, NO_LIMIT, threads)
+    if snapshot.first:
+        raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
+    snapshot.copy()
+    return snapshot
 
 
 @contextmanager

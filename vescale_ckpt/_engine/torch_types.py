@@ -15,27 +15,30 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
+_SHARDED_TENSOR = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+_ASYNC_COLLECTIVE = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    return isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
+    return isinstance(value, _loaded(_DTENSOR))
 
 
 def is_sharded_tensor(value: object) -> TypeIs[ShardedTensor]:
-    return isinstance(value, _loaded("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"))
+    return isinstance(value, _loaded(_SHARDED_TENSOR))
 
 
 def is_async_collective(value: object) -> TypeIs[AsyncCollectiveTensor]:
-    return isinstance(value, _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor"))
+    return isinstance(value, _loaded(_ASYNC_COLLECTIVE))
 
 
 def distributed_tensor_types() -> tuple[type, ...]:
-    """The subclasses of `torch.Tensor` above whose modules are loaded."""
-    return _loaded("torch.distributed.tensor", "DTensor") + _loaded(
-        "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
-    )
+    """`DTensor` and `AsyncCollectiveTensor`, as far as their modules are loaded."""
+    return _loaded(_DTENSOR) + _loaded(_ASYNC_COLLECTIVE)
 
 
-def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """The type; () if its module is not loaded, or another thread is importing it."""
+def _loaded(of: tuple[str, str]) -> tuple[type, ...]:
+    """The type of a module and a name; () if the module is not loaded, or another thread is importing it."""
+    module, name = of
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)

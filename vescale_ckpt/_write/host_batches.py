@@ -14,12 +14,12 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .._engine import _C
-from .._engine.device_streams import producers
+from .._engine.device_streams import filled_snapshot
 from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import batch_bytes, threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import NO_LIMIT, PLAN_ROW, int_table, words
+from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.tensor_checks import as_host_tensor, dense, is_on_device
 from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import is_wrapper, stored_form
@@ -47,15 +47,6 @@ class ItemBatch(NamedTuple):
     items: list[WriteItem]
     tensors: list[torch.Tensor]
     archives: list[bytes]
-
-
-def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
-    """An unfilled snapshot of the rows of a table. `devices`: the device of each row; empty if all are in host memory.
-
-    The copies run after the work that the current streams of the devices have queued when the copies start.
-    """
-    streams = producers(devices, torch.cuda.current_stream)
-    return _C.Snapshot(table, budget, threads, devices, streams)
 
 
 def samples_of(table: Any, devices: Any = b"") -> memoryview:
@@ -104,10 +95,7 @@ def _batches(options: SaveOptions, items: PackedItems, rows: Sequence[int]) -> I
         yield _Batch(on_host, items.write_table(on_host), None)
     for some in _bounded(on_devices, items) if on_devices else ():
         with named_errors(items.key, options.path):
-            snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads_of(options.thread_count))
-            if snapshot.first:
-                raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
-            snapshot.copy()
+            snapshot = filled_snapshot(*items.copy_table(some), threads_of(options.thread_count))
         yield _Batch(some, snapshot.table(), snapshot)
     for some, batch in converted(items, not_ready):
         yield _Batch(some, write_table(batch.tensors), batch.tensors, batch.archives)

@@ -66,7 +66,7 @@ class NativeLayout(Layout):
         self._in_background = self._cancelled = False
         self._tensor_bytes = self._file_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
-        self._placed: list[tuple[Sequence[int], list[int]]] = []  # rows; the places of each
+        self._placed: list[tuple[Sequence[int], array[int]]] = []  # rows; the places of each
         self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
 
     def begin(self, is_coordinator: bool) -> None:
@@ -175,17 +175,18 @@ class NativeLayout(Layout):
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         assert self._file is not None
         with named_errors(key_of, self.options.path, self._needed):
-            self._note(rows, words(self._file.write_tensors(table)).tolist())
+            self._note(rows, self._file.write_tensors(table))
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
         assert self._file is not None
         needed = self._needed + sum(map(len, records))
         with named_errors(keys.__getitem__, self.options.path, needed):
-            self._note(rows, words(self._file.write_objects(records)).tolist())
+            self._note(rows, self._file.write_objects(records))
 
-    def _note(self, rows: Sequence[int], placed: list[int]) -> None:
+    def _note(self, rows: Sequence[int], places: bytes) -> None:
+        placed = array("q", places)
         if self._first:
-            placed[::LOCATION_ROW] = [self._first + file for file in placed[::LOCATION_ROW]]
+            placed[::LOCATION_ROW] = array("q", (self._first + file for file in placed[::LOCATION_ROW]))
         self._placed.append((rows, placed))
 
     def located(self) -> tuple[bytes, list[str]]:
@@ -193,11 +194,13 @@ class NativeLayout(Layout):
         table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for rows, _ in self._placed)))
         for rows, placed in self._placed:
             if isinstance(rows, range) and rows.step == 1:
-                table[rows.start * LOCATION_ROW : rows.stop * LOCATION_ROW] = array("q", placed)
+                table[rows.start * LOCATION_ROW : rows.stop * LOCATION_ROW] = placed
             else:
                 for index, row in enumerate(rows):
                     place = placed[index * LOCATION_ROW : (index + 1) * LOCATION_ROW]
-                    table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = array("q", place)
+                    table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = place
+        if len(self._names) < 2:
+            return table.tobytes(), self._names
         used = sorted(set(table[::LOCATION_ROW]))
         if len(used) < len(self._names):  # one large tensor leaves nothing for other files
             numbers = {file: number for number, file in enumerate(used)}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._engine import _C
+from .._engine.device_streams import new_snapshot
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, words
@@ -21,7 +22,7 @@ from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
 from . import snapshot_budget
-from .host_batches import converted, new_snapshot, on_devices, samples_of, write_rows, write_table
+from .host_batches import converted, on_devices, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
 from .torch_snapshot import TorchSnapshot
