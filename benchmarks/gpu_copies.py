@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 from vescale_ckpt import settings
 from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.device_streams import new_snapshot
 from vescale_ckpt._engine.rows import NO_LIMIT
 from vescale_ckpt._state.tensor_table import device_number, read_tensors
-from vescale_ckpt._write.host_batches import new_snapshot, write_table
+from vescale_ckpt._write.host_batches import write_table
 
 from .background import stock_stager
 from .gpu_rounds import KiB, MiB
