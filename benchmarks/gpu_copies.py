@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from vescale_ckpt import settings
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.device_streams import new_snapshot
+from vescale_ckpt._engine.options import threads_of
 from vescale_ckpt._engine.rows import NO_LIMIT
 from vescale_ckpt._state.tensor_table import device_number, read_tensors
 from vescale_ckpt._write.host_batches import write_table
@@ -48,13 +48,13 @@ def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     table, devices = write_table(tensors), array("q", map(device_number, ready))
 
     def ours() -> None:
-        snapshot = new_snapshot(table, devices, NO_LIMIT, settings.number("threads"))
+        snapshot = new_snapshot(table, devices, NO_LIMIT, threads_of())
         if snapshot.first:
             raise SystemExit("the system has no memory for a snapshot")
         snapshot.copy()
         snapshot.release()
 
-    _C.prepare_snapshots(sum(tensor.nbytes + 64 for tensor in tensors), settings.number("threads"))
+    _C.prepare_snapshots(sum(tensor.nbytes + 64 for tensor in tensors), threads_of())
     on_device = tensors[0].is_cuda
     pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in tensors[:4096]]
     stager, state = stock_stager(StagingOptions(on_device, False, False, on_device)), dict(enumerate(tensors))
