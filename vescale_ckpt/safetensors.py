@@ -34,7 +34,7 @@ from ._engine.options import batch_bytes, direct_io_setting, engine_options, thr
 from ._engine.overlap import overlap
 from ._engine.rows import int_table, words
 from ._engine.tensor_checks import as_host_tensor
-from ._engine.torch_copies import TorchCopies, device_notes
+from ._engine.torch_copies import device_notes, to_device
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
 from ._state.watch import WatchedState, changed_meanwhile
@@ -376,8 +376,7 @@ class _Opened:
     def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.device.type == "cpu" or self.cuda is not None:
             return read
-        with TorchCopies() as copies:
-            found = [copies.to_device(host, self.device) for host in read]
+        found = [to_device(host, self.device) for host in read]
         device_notes()  # logs new ones
         return found
 

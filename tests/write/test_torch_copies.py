@@ -73,14 +73,6 @@ def _save(folder: Path, state: dict[str, Any], is_async: bool) -> None:
         handle.result(BOUND)
 
 
-def _fakes(can_wait: bool = True) -> FakeDevice:
-    fake = fake_device()
-    for device in range(2):
-        torch.ops.fake_device.set_can_wait(can_wait, device)
-    assert torch_copies.can_queue(KIND) == can_wait  # asked once, by a wait
-    return fake
-
-
 def _run(test: Callable[..., Any], *args: Any) -> Any:
     return in_fork(_in_process, test, *args)
 
@@ -90,7 +82,7 @@ def _in_process(test: Callable[..., Any], *args: Any) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vescale_ckpt").addHandler(handler)
-    test(_fakes(can_wait=test is not _without_waits), *args)
+    test(fake_device(), *args)
     return [line for line in lines if "are copied by torch" in line]
 
 
@@ -102,7 +94,7 @@ def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
     fake.reset()
     handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
     assert fake.queued(0) == fake.queued(1) == 0, "they were waited for"
-    assert fake.count("copies to host") == SAVED - 1 and fake.count("stream synchronizations") == 2
+    assert fake.count("copies to host") == fake.count("copies that were waited for") == SAVED - 1
     if is_async:
         for value in state.values():
             if isinstance(value, torch.Tensor) and not value.is_cpu:
@@ -113,69 +105,44 @@ def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
     fake.reset()
     vescale_ckpt.load(folder, found)
     assert fake.queued(0) == fake.queued(1) == 0
-    assert fake.count("copies to devices") == SAVED - 1 and fake.count("stream synchronizations") == 2
-    assert fake.count("copies that were waited for") == 2, "those that also scatter"
+    assert fake.count("copies to devices") == fake.count("copies that were waited for") == SAVED - 1
     _expect(found, _state())
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_is_saved_is_loaded_by_one_copy_a_tensor_and_one_wait_a_device(tmp_path: Path, is_async: bool) -> None:
+def test_what_is_saved_is_loaded_by_one_copy_a_tensor(tmp_path: Path, is_async: bool) -> None:
     lines = _run(_save_and_load, tmp_path / "a", is_async)
     assert len(lines) == 1, "once in a process"
-    assert "tensors on faraway devices are copied by torch, many at a time" in lines[0]
+    assert "tensors on faraway devices are copied by torch, one after the other" in lines[0]
     assert "functions of CUDA alone" in lines[0]
-
-
-def _without_waits(fake: FakeDevice, folder: Path) -> None:
-    for is_async in (False, True):
-        fake.reset()
-        _save(folder / str(is_async), _on_devices(_state()), is_async)
-        assert fake.count("copies that were waited for") >= SAVED - 1
-        found = _blank()
-        vescale_ckpt.load(folder / str(is_async), found)
-        _expect(found, _state())
-
-
-def test_where_torch_cannot_wait_for_streams_each_copy_is_waited_for(tmp_path: Path) -> None:
-    lines = _run(_without_waits, tmp_path)
-    assert len(lines) == 1 and "copied by torch, one after the other" in lines[0]
-
-
-@forked
-def test_a_device_that_cannot_be_waited_for_leaves_no_copies_of_others_behind(tmp_path: Path) -> None:
-    fake = _fakes()
-    for is_async, device in ((False, 0), (False, 1), (True, 0), (True, 1)):
-        torch.ops.fake_device.set_can_wait(False, device)
-        with pytest.raises(Exception, match="no waits for streams"):
-            _save(tmp_path / "failed", _on_devices(_state()), is_async)
-        assert fake.queued(1 - device) == 0
-        assert not (tmp_path / "failed" / ".metadata").exists()
-        torch.ops.fake_device.set_can_wait(True, device)
-        _save(tmp_path / f"{is_async}{device}", _on_devices(_state()), is_async)
-        found = _blank()
-        vescale_ckpt.load(tmp_path / f"{is_async}{device}", found)
-        _expect(found, _state())
 
 
 @forked
 def test_a_copy_that_fails_is_named_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    fake = _fakes()
-    copy, state = torch.Tensor.copy_, _on_devices(_state())
+    fake = fake_device()
+    to, copy, state = torch.Tensor.to, torch.Tensor.copy_, _on_devices(_state())
     copied = 0
 
-    def fail(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def count(is_copy: bool) -> None:
         nonlocal copied
-        if target.device.type != source.device.type:
-            copied += 1
-            if copied == 3:
-                raise torch.OutOfMemoryError("the device is full")
-        return copy(target, source, non_blocking)
+        copied += is_copy
+        if is_copy and copied == 3:
+            raise torch.OutOfMemoryError("the device is full")
+
+    def to_fails(source: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        count(arguments == ("cpu",) and not source.is_cpu)
+        return to(source, *arguments, **options)
+
+    def copy_fails(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        count(target.device.type != source.device.type)
+        return copy(target, source)
 
     def expect_named(work: Callable[[], None]) -> None:
         nonlocal copied
         copied = 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", fail)
+            patch.setattr(torch.Tensor, "to", to_fails)
+            patch.setattr(torch.Tensor, "copy_", copy_fails)
             with pytest.raises(CheckpointError, match="the device is full") as failed:
                 work()
         assert failed.value.key in state and "layout" not in str(failed.value)
@@ -209,7 +176,7 @@ def test_functional_tensors_without_addresses(tmp_path: Path) -> None:
 
 @forked
 def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
-    _fakes()
+    fake_device()
     for state, reason in (
         ({"m": torch.empty(3, device="meta")}, "m: a tensor on the meta device has no values to store"),
         ({"f": cut_storage(torch.ones(5).to(KIND))}, "f: its storage was freed"),
@@ -223,7 +190,7 @@ def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
 @forked
 def test_copies_come_behind_the_work_of_the_current_stream(tmp_path: Path) -> None:
     """Work of a stream runs when it is waited for, the default stream's first: a copy that is queued there is early."""
-    fake = _fakes()
+    fake = fake_device()
     new, target = numbers(5000, first=9).to(KIND), numbers(5000).to(KIND)
     side = torch.Stream(KIND)
     torch.accelerator.current_stream(KIND).synchronize()
@@ -247,7 +214,7 @@ def test_copies_come_behind_the_work_of_the_current_stream(tmp_path: Path) -> No
 
 @forked
 def test_what_snapshots_have_no_room_for_is_written_at_once(tmp_path: Path) -> None:
-    fake = _fakes()
+    fake = fake_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", "100000")
         state = _on_devices(_state())
@@ -265,7 +232,7 @@ def test_what_snapshots_have_no_room_for_is_written_at_once(tmp_path: Path) -> N
 
 @forked
 def test_behind_a_gate_they_are_copied_before_save_returns(tmp_path: Path) -> None:
-    fake = _fakes()
+    fake = fake_device()
     weight = torch.nn.Parameter(numbers(300).to(KIND))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, foreach=False)
     weight.grad = torch.ones(300).to(KIND)
@@ -287,7 +254,7 @@ def test_behind_a_gate_they_are_copied_before_save_returns(tmp_path: Path) -> No
 
 @forked
 def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
-    _fakes()
+    fake_device()
     dcp.save(_on_devices(_state()), storage_writer=StorageWriter(tmp_path / "ours"))
     found = _blank()
     dcp.load(found, storage_reader=StorageReader(tmp_path / "ours"))
@@ -302,12 +269,10 @@ def test_through_dcp_and_its_stager(tmp_path: Path) -> None:
 
 @forked
 def test_as_safetensors(tmp_path: Path) -> None:
-    fake = _fakes()
+    fake_device()
     values = {key: value.contiguous() for key, value in _state().items() if not value.is_complex()}
     safetensors.save_file({key: value.to(KIND) for key, value in values.items()}, tmp_path / "file")
-    fake.reset()
     found = safetensors.load_file(tmp_path / "file", f"{KIND}:1")
-    assert fake.count("stream synchronizations") == 1 and fake.count("copies that were waited for") == 0
     assert {value.device for value in found.values()} == {torch.device(KIND, 1)}
     assert_same({key: value.cpu() for key, value in found.items()}, values)
     with safetensors.safe_open(tmp_path / "file", device=KIND) as file:
@@ -320,7 +285,7 @@ def test_as_safetensors(tmp_path: Path) -> None:
 
 @forked
 def test_a_managers_steps(tmp_path: Path) -> None:
-    _fakes()
+    fake_device()
     model = torch.nn.Linear(30, 40, device=KIND)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with CheckpointManager(tmp_path, save_interval_steps=1) as manager:
@@ -340,7 +305,7 @@ def test_a_managers_steps(tmp_path: Path) -> None:
 
 @forked
 def test_prepared_saves_and_asynchronous_saves_of_dcp(tmp_path: Path) -> None:
-    _fakes()
+    fake_device()
 
     def expect_saved(name: str) -> None:
         found = _blank()

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from .._engine import _C, device_streams
+from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors, of_system
 from .._engine.options import batch_bytes, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
-from .._engine.torch_copies import TorchCopies
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
@@ -247,9 +246,8 @@ class RecordReader:
             self.count(report)
             for row in report["unread"]:
                 self.fill_from_archive(group.targets[row])
-            with TorchCopies() as copies:
-                for target in group.targets:
-                    self.hand_over(target, copies)
+            for target in group.targets:
+                self.hand_over(target)
             for target in group.targets:
                 if target.commit is not None:
                     target.commit(target.tensor)
@@ -292,16 +290,15 @@ class RecordReader:
         if not for_others:
             self.bytes += report["needed_bytes"]
 
-    def hand_over(self, target: Target, copies: TorchCopies) -> None:
-        """Copies the values to the tensor itself, unless the engine has filled it. It has them when `copies` are
-        done."""
+    def hand_over(self, target: Target) -> None:
+        """Copies the values to the tensor itself, unless the engine has filled it."""
         if target.filled is target.tensor:
             return
         if is_wrapper(target.tensor):
             self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
             return
         try:
-            copies.copy(target.tensor, target.filled)
+            torch_copies.copy(target.tensor, target.filled)
         except (RuntimeError, NotImplementedError) as error:
             key, layout, why = target.record.key, target.tensor.layout, str(error)
             if layout is not torch.strided:

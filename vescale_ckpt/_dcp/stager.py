@@ -21,7 +21,7 @@ from .._engine.gc import gc_paused
 from .._engine.options import threads_of
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
-from .._engine.torch_copies import TorchCopies, device_notes
+from .._engine.torch_copies import device_notes
 from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
@@ -98,32 +98,31 @@ class Stager(AsyncStager):
         found = [part for of_value in parts.values() for part in of_value]
         flags = iter(read_tensors(found).ready)
         ready: list[int] = []
-        with TorchCopies() as copies:
-            for number, of_value in list(parts.items()):
-                ready_parts = [next(flags) for _ in of_value]
+        for number, of_value in list(parts.items()):
+            ready_parts = [next(flags) for _ in of_value]
+            try:
+                parts[number] = [
+                    part if flag != NOT_READY else as_host_tensor(part)[0]
+                    for part, flag in zip(of_value, ready_parts, strict=True)
+                ]
+            except Exception as error:  # a subclass may do anything
+                if any(_is_without_memory(part) for part in of_value):
+                    key = _text(keys[number])
+                    raise CheckpointError(f"{key}: {error}", key=key) from None
+                # Planning decides whether the tensor can be saved, and raises its key if not.
                 try:
-                    parts[number] = [
-                        part if flag != NOT_READY else as_host_tensor(part, copies)[0]
-                        for part, flag in zip(of_value, ready_parts, strict=True)
-                    ]
-                except Exception as error:  # a subclass may do anything
-                    if any(_is_without_memory(part) for part in of_value):
-                        key = _text(keys[number])
-                        raise CheckpointError(f"{key}: {error}", key=key) from None
-                    # Planning decides whether the tensor can be saved, and raises its key if not.
-                    try:
-                        known[number] = _copy_of(values[number])
-                    except Exception:
-                        key = _text(keys[number])
-                        raise CheckpointError(
-                            f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
-                        ) from error
-                    del parts[number]
-                else:
-                    ready += ready_parts
-                for part in parts.get(number, ()):
-                    if part.dtype not in DTYPE_CODES:
-                        dtype_code(part.dtype, _text(keys[number]))  # raises
+                    known[number] = _copy_of(values[number])
+                except Exception:
+                    key = _text(keys[number])
+                    raise CheckpointError(
+                        f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
+                    ) from error
+                del parts[number]
+            else:
+                ready += ready_parts
+            for part in parts.get(number, ()):
+                if part.dtype not in DTYPE_CODES:
+                    dtype_code(part.dtype, _text(keys[number]))  # raises
         device_notes()  # logs new ones
         staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
         if changed := watch.changed():

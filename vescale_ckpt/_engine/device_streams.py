@@ -12,7 +12,6 @@ from .. import settings
 from ..errors import CheckpointError
 from . import _C
 from .rows import NO_LIMIT
-from .torch_copies import has_streams
 
 #: The streams of the training thread: on each CUDA device, by its number, or on each device of another kind.
 Streams = Mapping[Any, Any]
@@ -30,7 +29,7 @@ def current_streams() -> Streams:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {number: torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())}
     device = torch.accelerator.current_accelerator()
-    if device is None or not has_streams(device.type):
+    if device is None or device.type == "mps":
         return {}
     is_in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
     if not is_in_use():

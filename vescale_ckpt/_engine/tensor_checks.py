@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CheckpointError
-from .torch_copies import TorchCopies
+from .torch_copies import to_host
 from .torch_types import is_async_collective
 
 
@@ -94,31 +94,24 @@ def can_be_filled(tensor: torch.Tensor) -> bool:
     return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
 
 
-def as_host_tensor(tensor: torch.Tensor, copies: TorchCopies | None = None) -> tuple[torch.Tensor, bool]:
-    """A tensor of the same values that is `is_host_memory`, and whether it is a copy. A copy from a device is one of
-    `copies` and has its values when these are done; None: at once.
+def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor of the same values that is `is_host_memory`, and whether it is a copy.
 
     Raises `CheckpointError` for tensors whose values are not in one dense storage.
     """
     if is_host_memory(tensor):
         return tensor, False
     plain = dense(tensor)
-    if copies is not None and is_on_device(plain):
-        return copies.to_host(plain), True
+    is_conj, is_neg = plain.is_conj(), plain.is_neg()
+    if not (plain.is_cpu or is_conj or is_neg):
+        return to_host(plain), True
     memory = plain.data_ptr()
     # What is lazy is done in host memory: not all backends of torch can do it while they copy.
-    is_conj, is_neg = plain.is_conj(), plain.is_neg()
     plain = torch._neg_view(plain) if is_neg else plain
     plain = (plain.conj() if is_conj else plain).to("cpu")
     plain = (plain.conj() if is_conj else plain).resolve_conj()
     plain = (torch._neg_view(plain) if is_neg else plain).resolve_neg()
     return plain, plain.data_ptr() != memory
-
-
-def is_on_device(plain: torch.Tensor) -> bool:
-    """Whether a `dense` tensor is memory of a device as it is: not in host memory, and no lazy conjugation or
-    negation."""
-    return not (plain.is_cpu or plain.is_conj() or plain.is_neg())
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from .._checkpoint.record_reader import Record, Target
-from .._engine.torch_copies import TorchCopies
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolve_group
@@ -119,8 +118,7 @@ def fill_packed(load: RankLoad, reads: PackedReads) -> None:
     for number in report["unread"]:
         target = _target(load, reads, row_at(number))
         load.fill_from_archive(target)
-        with TorchCopies() as copies:
-            load.hand_over(target, copies)
+        load.hand_over(target)
     if rest:
         wanted = set(rest)
         load.fill(

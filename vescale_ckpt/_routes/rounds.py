@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .._engine import _C, device_streams
+from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
-from .._engine.torch_copies import TorchCopies
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
@@ -192,7 +191,7 @@ class RoutedRead:
         placements = list(self._placements(rows, wanted, buffers))
         streams, table, devices = self._reader.streams, int_table(), int_table()
         # torch's allocator orders uses of memory within a stream, and torch's copies to other devices than CUDA's, too.
-        with device_streams.made_current(streams), TorchCopies() as by_torch:
+        with device_streams.made_current(streams):
             staged = [self._reader.on_device_of(to.target, to.lengths, to.piece.dtype) for to in placements]
             keys = []
             for placement, on_device in zip(placements, staged, strict=True):
@@ -205,7 +204,7 @@ class RoutedRead:
                     table, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
                 )
             for placement, on_device in zip(placements, staged, strict=True):
-                by_torch.copy(placement.target, placement.source() if on_device is None else on_device[0])
+                torch_copies.copy(placement.target, placement.source() if on_device is None else on_device[0])
 
     def _placements(
         self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]

@@ -20,8 +20,7 @@ from .._engine.engine_errors import named_errors
 from .._engine.options import batch_bytes, threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import PLAN_ROW, int_table, words
-from .._engine.tensor_checks import as_host_tensor, dense, is_on_device
-from .._engine.torch_copies import TorchCopies
+from .._engine.tensor_checks import as_host_tensor, dense
 from .._engine.wrapper_tensors import is_wrapper, stored_form
 from .._plan.save_plan import PackedItems
 from .._state import objects
@@ -129,42 +128,44 @@ def item_batches(
     written, two batches at a time."""
     budget = batch_bytes()
     batch, held = ItemBatch([], [], []), 0
-    with TorchCopies() as copies:
-        for item in items:
-            found, copied = _in_host_memory(item, _checked(item, resolve(item)), copies)
-            if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
-                copies.wait()
-                yield batch
-                batch, held = ItemBatch([], [], []), 0
-            batch.items.append(item)
-            if isinstance(found, torch.Tensor):
-                dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
-                batch.tensors.append(found)
-                held += found.nbytes if copied or makes_tensors else 0
-            else:
-                batch.archives.append(found)
-                held += len(found)
-            if held >= budget or len(batch.items) == GROUP_TENSORS:
-                copies.wait()
-                yield batch
-                batch, held = ItemBatch([], [], []), 0
+    for item in items:
+        found, copied = _in_host_memory(item, _checked(item, resolve(item)))
+        if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
+            yield batch
+            batch, held = ItemBatch([], [], []), 0
+        batch.items.append(item)
+        if isinstance(found, torch.Tensor):
+            dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
+            batch.tensors.append(found)
+            held += found.nbytes if copied or makes_tensors else 0
+        else:
+            batch.archives.append(found)
+            held += len(found)
+        if held >= budget or len(batch.items) == GROUP_TENSORS:
+            yield batch
+            batch, held = ItemBatch([], [], []), 0
     if batch.items:
         yield batch
 
 
-def on_devices(items: PackedItems, rows: Sequence[int]) -> dict[int, torch.Tensor]:
-    """{row: its tensor} of those of `rows` that lie on devices as they are, so that one copy each is a snapshot."""
+def on_accelerator(items: PackedItems, rows: Sequence[int]) -> dict[int, torch.Tensor]:
+    """{row: its tensor} of those of `rows` that lie on an accelerator as they are, so that one copy each is a
+    snapshot."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return {}
     found, description, local_plan = {}, items.description, words(items.local_plan)
     for row in rows:
         whole, _ = description.source(local_plan[row * PLAN_ROW])
-        if not (whole.is_cpu or is_wrapper(whole)):
-            item = items[row]
-            tensor = _checked(item, items.resolve(item.index))
-            with _of_item(item):
-                plain = dense(tensor)
-            if is_on_device(plain):
-                dtype_code(plain.dtype, item.index.fqn)  # raises for those that cannot be stored
-                found[row] = plain
+        if whole.device.type != accelerator.type or is_wrapper(whole):
+            continue
+        item = items[row]
+        tensor = _checked(item, items.resolve(item.index))
+        with _of_item(item):
+            plain = dense(tensor)
+        if not (plain.is_conj() or plain.is_neg()):
+            dtype_code(plain.dtype, item.index.fqn)  # raises for those that cannot be stored
+            found[row] = plain
     return found
 
 
@@ -185,13 +186,12 @@ def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
     return tensor
 
 
-def _in_host_memory(item: WriteItem, tensor: torch.Tensor, copies: TorchCopies) -> tuple[torch.Tensor | bytes, bool]:
-    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy, which has its
-    values when `copies` are done."""
+def _in_host_memory(item: WriteItem, tensor: torch.Tensor) -> tuple[torch.Tensor | bytes, bool]:
+    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
     with _of_item(item):
         if is_wrapper(tensor):
             return objects.dump(stored_form(tensor), item.index.fqn), True
-        return as_host_tensor(tensor, copies)
+        return as_host_tensor(tensor)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
 from . import snapshot_budget
-from .host_batches import converted, on_devices, samples_of, write_rows, write_table
+from .host_batches import converted, on_accelerator, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
 from .torch_snapshot import TorchSnapshot
@@ -146,7 +146,7 @@ class StagedPlan:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
             not_ready = [row for row, flag in enumerate(ready) if flag == NOT_READY]
-            by_torch = on_devices(items, not_ready)
+            by_torch = on_accelerator(items, not_ready)
             self._copy_by_torch(items, by_torch)
             self._copy_after_conversion(items, [row for row in not_ready if row not in by_torch])
         guarded = self._gate.rows(items, where_they_are) if self._gate is not None else []

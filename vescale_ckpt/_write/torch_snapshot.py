@@ -10,7 +10,7 @@ import torch
 from .._engine import _C
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
-from .._engine.torch_copies import TorchCopies
+from .._engine.torch_copies import note_device
 from ..errors import CheckpointError
 from .host_batches import write_table
 
@@ -35,19 +35,19 @@ class TorchSnapshot:
     def copy(self, key_of: Callable[[int], str]) -> None:
         """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
         one of the tensors, by its number, for errors."""
-        with TorchCopies() as copies:
-            for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
-                strides = torch.empty_like(source, device="meta").stride()
-                target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
-                if source.numel() != 0:
-                    body = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=offset)
-                    target = body.view(source.dtype).as_strided(source.shape, strides)
-                self._copies.append(target)
-                try:
-                    copies.copy(target, source)
-                except RuntimeError as error:  # of the backend, as that it has no memory
-                    key = key_of(self.first + number)
-                    raise CheckpointError(f"{key}: {error}", key=key) from error
+        for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
+            strides = torch.empty_like(source, device="meta").stride()
+            target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
+            if source.numel() != 0:
+                body = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=offset)
+                target = body.view(source.dtype).as_strided(source.shape, strides)
+            self._copies.append(target)
+            note_device(source.device.type)
+            try:
+                target.copy_(source)
+            except RuntimeError as error:  # of the backend, as that it has no memory
+                key = key_of(self.first + number)
+                raise CheckpointError(f"{key}: {error}", key=key) from error
         self._sources.clear()
 
     def table(self) -> Any:

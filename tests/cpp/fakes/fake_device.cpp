@@ -19,7 +19,6 @@
 
 #include <torch/library.h>
 #include <array>
-#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -45,8 +44,7 @@ struct State {
   std::map<std::string, int64_t> counts;
   std::array<std::map<c10::StreamId, std::deque<std::function<void()>>>, kDevices> queues;
   c10::StreamId last_stream = 0;
-  std::array<std::atomic<bool>, kDevices> can_wait{true, true};  // for streams; copies that wait can always
-  std::array<std::recursive_mutex, kDevices> running;            // held while work of a device runs
+  std::array<std::recursive_mutex, kDevices> running;  // held while work of a device runs
   // Memory, for all devices.
   char* addresses = nullptr;  // no access
   char* pages = nullptr;
@@ -54,11 +52,6 @@ struct State {
   std::multimap<size_t, size_t> free;  // {bytes: offset}
 };
 State& state = *new State;  // threads use it while the process ends
-
-int64_t count(const std::string& what) {
-  const std::lock_guard lock(state.mutex);
-  return ++state.counts[what];
-}
 
 char* behind(const void* address) {
   return state.pages + (static_cast<const char*>(address) - state.addresses);
@@ -147,11 +140,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const std::lock_guard lock(state.mutex);
     return state.queues[of.device_index()][of.id()].empty();
   }
-  void synchronizeStream(const c10::Stream& of) const override {
-    TORCH_CHECK(state.can_wait.at(of.device_index()), "no waits for streams");
-    count("stream synchronizations");
-    run(of.device_index(), of.id());
-  }
+  void synchronizeStream(const c10::Stream& of) const override { run(of.device_index(), of.id()); }
   void synchronizeDevice(const DeviceIndex device) const override {
     std::vector<c10::StreamId> streams;
     {
@@ -312,8 +301,6 @@ TORCH_LIBRARY(fake_device, library) {
       all += static_cast<int64_t>(queue.size());
     return all;
   });
-  library.def("set_can_wait(bool can, int device) -> ()",
-              [](bool can, int64_t device) { state.can_wait.at(static_cast<size_t>(device)) = can; });
   library.def("set_device(int device) -> ()",
               [](int64_t device) { current_device = static_cast<DeviceIndex>(device); });
   library.def("current_device() -> int", [] { return static_cast<int64_t>(current_device); });
