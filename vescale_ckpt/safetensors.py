@@ -159,7 +159,7 @@ def _write_copies(writer: _C.FileWriter, layout: _C.SafetensorsLayout, copies: _
 
     def write(part: _Part) -> list[int]:
         try:
-            return writer.write_dense(part.table, part.offset)
+            return writer.write_bytes(part.table, part.offset)
         finally:
             if part.snapshot is not None:
                 part.snapshot.release()

@@ -1,9 +1,10 @@
-// Runs one function on several threads until all return; the first error stops the others and is thrown to the caller.
+// Runs work on several threads until all return; the first error stops the others and is thrown to the caller.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -16,6 +17,24 @@ namespace vescale_ckpt {
 //
 // With `niceness` (1 to 19) all threads are new ones, with a priority lower by so much; the calling one only waits.
 void run_workers(unsigned count, const std::function<void(const std::atomic<bool>& stop)>& body, int niceness = 0);
+
+// Calls make_body() once a thread (for what that thread reuses), and what it returns as body(i) for each i < count, in
+// batches of `step`, in no order. Throws what the first failing call threw.
+template <typename MakeBody>
+void parallel_for(unsigned threads, size_t count, size_t step, const MakeBody& make_body, int niceness = 0) {
+  if (count == 0) return;
+  std::atomic<size_t> next{0};
+  const size_t batches = (count + step - 1) / step;
+  const auto work = [&](const std::atomic<bool>& stop) {
+    auto body = make_body();
+    while (!stop) {
+      const size_t begin = next.fetch_add(step);
+      if (begin >= count) return;
+      for (size_t i = begin; i < std::min(count, begin + step); ++i) body(i);
+    }
+  };
+  run_workers(static_cast<unsigned>(std::min<size_t>(threads, batches)), work, niceness);
+}
 
 // Work handed to several threads: a queue that knows how much is still to come, so that a worker with nothing to take
 // can tell "wait" from "done". T is cheap to move. Thread-safe.

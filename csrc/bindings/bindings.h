@@ -5,27 +5,25 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "io/transfer.h"
+#include "read/reader.h"
+#include "stage/device_load.h"
 #include "state/inventory.h"
-
-namespace vescale_ckpt::io {
-struct TransferStats;
-}
-namespace vescale_ckpt::read {
-struct ReadReport;
-}
 
 namespace vescale_ckpt::bindings {
 
 namespace py = pybind11;
 
-void bind_device(py::module_& module);        // device: accelerators
 void bind_bytes(py::module_& module);         // format, io: files made of pieces; archives
 void bind_engine(py::module_& module);        // io, read, write: bytes between memory and files
 void bind_export(py::module_& module);        // hf, write: sets of safetensors files that all ranks write
@@ -35,7 +33,7 @@ void bind_plan(py::module_& module);          // plan: which rank writes what
 void bind_remote(py::module_& module);        // io: files of object stores
 void bind_routes(py::module_& module);        // share: which rank reads what for others; copies from pieces to tensors
 void bind_safetensors(py::module_& module);   // hf: safetensors files
-void bind_stage(py::module_& module);         // stage: snapshots in memory
+void bind_stage(py::module_& module);         // stage, device: snapshots in memory, accelerators
 void bind_state_form(py::module_& module);    // state: the form of nested states
 void bind_tensors(py::module_& module);       // state: where torch's tensors are
 void bind_tensor_facts(py::module_& module);  // state: what else torch says of them
@@ -74,6 +72,27 @@ template <typename Work>
 auto without_gil(const Work& work) {
   const py::gil_scoped_release release;
   return work();
+}
+
+using Producers = std::vector<std::pair<int, device::StreamHandle>>;  // streams of the trainer, and their devices
+
+// `devices`: of the rows of a table, -1 for host memory. nullptr if all are there. Not to be called with the GIL.
+inline std::unique_ptr<stage::DeviceLoad> device_load(std::span<const int64_t> devices, const Producers& producers) {
+  if (std::ranges::all_of(devices, [](int64_t device) { return device < 0; })) return nullptr;
+  std::vector<stage::Producer> of_devices;
+  for (const auto& [device, stream] : producers) of_devices.push_back({device, stream});
+  return std::make_unique<stage::DeviceLoad>(stage::cuda_load_streams(), of_devices);
+}
+
+// `read` is given what copies to the devices of the rows, and reports. Returns when all copies are done.
+template <typename Read>
+py::dict read_to_devices(const Table& devices, const Producers& producers, const Read& read) {
+  return read_dict(*without_gil([&] {
+    const auto to_devices = device_load(devices.values(), producers);
+    auto report = read(to_devices.get());
+    if (to_devices) to_devices->finish();
+    return report;
+  }));
 }
 
 // Deletes what takes long to delete. A writer that is given up waits until its upload has ended, and that is a Python

@@ -15,7 +15,6 @@
 #include "base/crc32.h"
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "bindings/make_device_load.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/commit.h"
@@ -23,9 +22,7 @@
 #include "io/transfer.h"
 #include "read/archive_file.h"
 #include "read/read_plan.h"
-#include "read/read_table.h"
 #include "read/reader.h"
-#include "write/write_table.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::bindings {
@@ -194,16 +191,6 @@ void bind_engine(py::module_& module) {
       .def("write_objects", &write_objects)
       .def(
           "write_bytes",
-          [](write::FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
-            write::RecordSource source;
-            source.data = reinterpret_cast<const std::byte*>(address);
-            source.bytes = bytes;
-            writer.write_dense({&source, 1}, offset);
-          },
-          py::arg("address"), py::arg("bytes"), py::arg("offset"), py::call_guard<py::gil_scoped_release>(),
-          "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
-      .def(
-          "write_dense",
           [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {
             const Table table(buffer);
             std::vector<write::RecordSource> sources;
@@ -212,7 +199,7 @@ void bind_engine(py::module_& module) {
               source.data = cursor.address();
               source.bytes = cursor.size();
             }
-            return without_gil([&] { return writer.write_dense(sources, offset, write::Edges::shared); });
+            return without_gil([&] { return writer.write_dense(sources, offset); });
           },
           py::arg("table"), py::arg("offset"),
           "rows: address, bytes. Writes them one behind another from `offset` on, where the call before ended; returns "

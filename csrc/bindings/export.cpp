@@ -12,8 +12,8 @@
 #include "hf/export_layout.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
-#include "write/box_writer.h"
 #include "write/ordered_writer.h"
+#include "write/placed_boxes.h"
 
 namespace vescale_ckpt::bindings {
 namespace {

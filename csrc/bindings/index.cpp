@@ -24,13 +24,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-// Bytes that are filled in later.
-py::bytes room(uint64_t bytes) {
-  PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));
-  if (raw == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(raw);
-}
-
 std::byte* data(const py::bytes& bytes) {
   return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
 }
@@ -79,8 +72,8 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = structure_text;
-  py::bytes metadata =
-      room(target != nullptr ? metadata::MetadataTrailer::kBytes : metadata::most_metadata_bytes(content));
+  py::bytes metadata(  // filled in later
+      nullptr, target != nullptr ? metadata::MetadataTrailer::kBytes : metadata::most_metadata_bytes(content));
   const auto [pickle, image] = without_gil([&, out = data(metadata)] {
     auto of_index = std::async(std::launch::async, [&] { return metadata::IndexImage(catalog, of_ranks.first, save); });
     const auto written = metadata::write_metadata(content, std::max(1u, std::thread::hardware_concurrency()),
@@ -92,7 +85,7 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
     return std::make_pair(written, of_index.get());
   });
   if (target == nullptr) metadata = cut(std::move(metadata), pickle.bytes);
-  py::bytes index = room(image.bytes());
+  py::bytes index(nullptr, image.bytes());
   without_gil([&, &pickle = pickle, &image = image, out = data(index)] {
     image.write(out, pickle.pickle_bytes, pickle.pickle_crc);
   });

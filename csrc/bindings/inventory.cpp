@@ -94,7 +94,7 @@ state::InventoryParts inventory_view(const py::handle& inventory) {
 
 void bind_inventory(py::module_& module) {
   module.def("inventory_items", &items, "[(name, kind, dtype code, requires_grad, bytes, shape, offset, size)]");
-  module.def("inventory_kinds", &kinds, "one byte an item: csrc/plan/inventory.h, ItemKind");
+  module.def("inventory_kinds", &kinds, "one byte an item: csrc/state/inventory.h, ItemKind");
   module.def("inventory_objects", &objects, "the names of its objects");
   module.def("inventory_parts", &parts, "header, rows, numbers and names, which stand for the inventory");
   module.def("with_object_bytes", &with_object_bytes, "the same with the sizes of its objects, in their order");

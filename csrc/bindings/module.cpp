@@ -37,7 +37,6 @@ PYBIND11_MODULE(_C, module) {
   });
 
   bind_bytes(module);
-  bind_device(module);
   bind_engine(module);
   bind_export(module);
   bind_index(module);

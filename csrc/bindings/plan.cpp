@@ -19,9 +19,8 @@ plan::Placement placement_named(const std::string& name) {
 }
 
 std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::object>& inventories, const std::string& placement,
-                                            uint64_t least_piece_bytes, const std::vector<std::string>& whole,
-                                            const std::vector<py::bytes>& hashes) {
-  const plan::PlanOptions options{placement_named(placement), least_piece_bytes, whole};
+                                            uint64_t least_piece_bytes, const std::vector<py::bytes>& hashes) {
+  const plan::PlanOptions options{placement_named(placement), least_piece_bytes};
   std::vector<state::InventoryParts> views;
   views.reserve(inventories.size());
   for (const py::object& inventory : inventories) views.push_back(inventory_view(inventory));
@@ -77,7 +76,7 @@ void bind_plan(py::module_& module) {
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),
            py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
-           py::arg("whole") = std::vector<std::string>(), py::arg("hashes") = std::vector<py::bytes>())
+           py::arg("hashes") = std::vector<py::bytes>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("local_plan", &local_plan)

@@ -8,7 +8,6 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "io/part_window.h"
 #include "io/remote.h"
 
 namespace vescale_ckpt::bindings {

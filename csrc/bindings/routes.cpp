@@ -8,12 +8,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/make_device_load.h"
-#include "io/box_copy.h"
+#include "io/box.h"
 #include "io/shared_map.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
-#include "share/split_reads.h"
 
 namespace vescale_ckpt::bindings {
 namespace {

@@ -14,14 +14,12 @@
 #include "base/numbered_strings.h"
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
-#include "bindings/make_device_load.h"
 #include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
 #include "hf/dequantize.h"
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
 #include "hf/safetensors_load.h"
-#include "hf/safetensors_reads.h"
 #include "metadata/record_locations.h"
 #include "state/inventory.h"
 #include "state/tables.h"
@@ -310,12 +308,8 @@ void bind_safetensors(py::module_& module) {
           py::arg("blocks"), "the first data_begin bytes of a file whose tensors have such checksums of blocks");
 
   py::class_<hf::SafetensorsFile, std::shared_ptr<hf::SafetensorsFile>>(module, "SafetensorsFile")
-      .def_static(
-          "open",
-          [](const std::string& path, const io::EngineOptions& options, bool verify) {
-            return std::const_pointer_cast<hf::SafetensorsFile>(hf::SafetensorsFile::open(path, options, verify));
-          },
-          py::arg("path"), py::arg("options"), py::arg("verify"), py::call_guard<py::gil_scoped_release>())
+      .def_static("open", &hf::SafetensorsFile::open, py::arg("path"), py::arg("options"), py::arg("verify"),
+                  py::call_guard<py::gil_scoped_release>())
       .def("metadata", &metadata_of)
       .def("tensors", &tensors_of)
       .def("torch_shape",

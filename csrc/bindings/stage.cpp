@@ -1,12 +1,14 @@
-// Snapshots: the copies in memory that asynchronous saves are written from.
+// Snapshots: the copies in memory that asynchronous saves are written from. Accelerators: which there are.
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "device/cuda.h"
 #include "stage/snapshot.h"
 
 namespace vescale_ckpt::bindings {
@@ -16,7 +18,7 @@ namespace {
 class HeldSnapshot {
  public:
   HeldSnapshot(const py::buffer& buffer, uint64_t budget_bytes, unsigned threads, const py::buffer& device_buffer,
-               const std::vector<std::pair<int, device::StreamHandle>>& producers)
+               const Producers& producers)
       : threads_(threads) {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
@@ -71,6 +73,22 @@ class HeldSnapshot {
   unsigned threads_;
 };
 
+py::dict device_info() {
+  std::string reason;
+  without_gil([&] { return device::cuda_runtime(reason); });
+  py::dict result;
+  result["kernel_built"] = device::pack_image() != nullptr;
+  result["reason"] = text(reason);
+  return result;
+}
+
+bool copies_from_cuda(bool batches) {
+  std::string reason;
+  device::CudaRuntime* const runtime = device::cuda_runtime(reason);
+  if (runtime != nullptr) runtime->enable_batches(batches);
+  return runtime != nullptr;
+}
+
 py::dict memory_dict() {
   const stage::SnapshotMemory memory = stage::snapshot_arena().memory();
   py::dict result;
@@ -86,10 +104,9 @@ py::dict memory_dict() {
 void bind_stage(py::module_& module) {
   // As a buffer it is its memory, which must not be used after release().
   py::class_<HeldSnapshot>(module, "Snapshot", py::buffer_protocol())
-      .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&,
-                    const std::vector<std::pair<int, device::StreamHandle>>&>(),
-           py::arg("table"), py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
-           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>())
+      .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&, const Producers&>(), py::arg("table"),
+           py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
+           py::arg("producers") = Producers())
       .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
@@ -120,6 +137,11 @@ void bind_stage(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
   module.def("snapshot_memory", &memory_dict);
+  module.def("device_info", &device_info, "whether there is a kernel, and why CUDA cannot be used, empty if it can");
+  module.def("copies_from_cuda", &copies_from_cuda, py::arg("batches") = true, py::call_guard<py::gil_scoped_release>(),
+             "whether CUDA can be used, which it is from now on, with copies in batches or without");
+  module.def("device_notes", &device::notes, "what the devices of this process refused so far, each once, in words");
+  module.def("cuda_was_started", &device::cuda_was_started, "whether this process ever asked for CUDA");
 }
 
 }  // namespace vescale_ckpt::bindings

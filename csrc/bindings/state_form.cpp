@@ -187,6 +187,19 @@ class StateForm {
   size_t count_ = 0;
 };
 
+// A name that Python compares by address.
+py::object interned(const py::handle& name) {
+  PyObject* text = py::reinterpret_borrow<py::object>(name).release().ptr();
+  PyUnicode_InternInPlace(&text);
+  return py::reinterpret_steal<py::object>(text);
+}
+
+py::object attribute_of(PyObject* value, const py::object& name) {
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(value, name.ptr()));
+  if (!found) throw py::error_already_set();
+  return found;
+}
+
 // Whether `values` have these attributes, of attributes: for each value a tuple in `known`. Equal objects count as the
 // same.
 bool have_attributes(const py::list& values, const py::list& paths, const py::list& known) {
@@ -194,11 +207,7 @@ bool have_attributes(const py::list& values, const py::list& paths, const py::li
   std::vector<std::vector<py::object>> names;
   for (const py::handle path : paths) {
     std::vector<py::object>& of_path = names.emplace_back();
-    for (const py::handle name : py::cast<py::tuple>(path)) {
-      PyObject* interned = py::reinterpret_borrow<py::object>(name).release().ptr();
-      PyUnicode_InternInPlace(&interned);
-      of_path.push_back(py::reinterpret_steal<py::object>(interned));
-    }
+    for (const py::handle name : py::cast<py::tuple>(path)) of_path.push_back(interned(name));
   }
   // The steps that two paths have in common are taken once: they come in a row.
   for (size_t i = 0; i < values.size(); ++i) {
@@ -209,16 +218,10 @@ bool have_attributes(const py::list& values, const py::list& paths, const py::li
     py::object first;
     for (size_t path = 0; path < names.size(); ++path) {
       const bool again = path > 0 && names[path].front().is(names[path - 1].front());
-      if (!again) {
-        first = py::reinterpret_steal<py::object>(
-            PyObject_GetAttr(PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i)), names[path].front().ptr()));
-        if (!first) throw py::error_already_set();
-      }
+      PyObject* value = PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
+      if (!again) first = attribute_of(value, names[path].front());
       py::object found = first;
-      for (size_t step = 1; step < names[path].size(); ++step) {
-        found = py::reinterpret_steal<py::object>(PyObject_GetAttr(found.ptr(), names[path][step].ptr()));
-        if (!found) throw py::error_already_set();
-      }
+      for (size_t step = 1; step < names[path].size(); ++step) found = attribute_of(found.ptr(), names[path][step]);
       PyObject* wanted = PyTuple_GET_ITEM(expected.ptr(), static_cast<Py_ssize_t>(path));
       const int same = PyObject_RichCompareBool(found.ptr(), wanted, Py_EQ);
       if (same < 0) throw py::error_already_set();
@@ -243,12 +246,8 @@ PyObject* attribute(PyObject* value, PyObject* name) {
 // The positions of values that have an attribute of one of these names. Methods of the functions `known` do not count.
 // Looks as Python's `hasattr` does, but makes no error for the many values that have none.
 std::vector<size_t> with_attributes(const py::list& values, const std::vector<py::str>& names, const py::tuple& known) {
-  std::vector<py::object> interned;
-  for (const py::str& name : names) {
-    PyObject* text = py::reinterpret_borrow<py::object>(name).release().ptr();
-    PyUnicode_InternInPlace(&text);
-    interned.push_back(py::reinterpret_steal<py::object>(text));
-  }
+  std::vector<py::object> looked_for;
+  for (const py::str& name : names) looked_for.push_back(interned(name));
   const auto counts = [&](const py::object& found) {
     if (!PyMethod_Check(found.ptr())) return true;
     for (const py::handle function : known) {
@@ -259,7 +258,7 @@ std::vector<size_t> with_attributes(const py::list& values, const std::vector<py
   std::vector<size_t> positions;
   for (size_t i = 0; i < values.size(); ++i) {
     PyObject* value = PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
-    for (const py::object& name : interned) {
+    for (const py::object& name : looked_for) {
       const auto found = py::reinterpret_steal<py::object>(attribute(value, name.ptr()));
       if (!found || !counts(found)) continue;
       positions.push_back(i);

@@ -13,7 +13,6 @@
 #include "plan/replicas.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
-#include "state/shared_memory.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {

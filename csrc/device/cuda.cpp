@@ -1,12 +1,12 @@
 #include "device/cuda.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
 #include "base/error.h"
 #include "device/cuda_device.h"
 #include "device/cuda_stream.h"
-#include "device/notes.h"
 
 namespace vescale_ckpt::device {
 namespace {
@@ -18,6 +18,17 @@ using cuda::Current;
 using cuda::kSuccess;
 
 std::atomic<bool> started{false};
+
+struct Notes {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+};
+
+// Leaked on purpose: threads may copy while static destructors run.
+Notes& all_notes() {
+  static Notes& notes = *new Notes;
+  return notes;
+}
 
 class CudaAccelerator final : public Accelerator {
  public:
@@ -183,6 +194,18 @@ CudaRuntime* cuda_runtime(std::string& reason) {
   }
   if (reason.empty()) reason = "no runtime of CUDA: neither libcudart.so.13 nor libcudart.so.12 is loaded or found";
   return nullptr;
+}
+
+void note(const std::string& text) {
+  Notes& notes = all_notes();
+  const std::lock_guard lock(notes.mutex);
+  if (std::ranges::find(notes.texts, text) == notes.texts.end()) notes.texts.push_back(text);
+}
+
+std::vector<std::string> notes() {
+  Notes& notes = all_notes();
+  const std::lock_guard lock(notes.mutex);
+  return notes.texts;
 }
 
 }  // namespace vescale_ckpt::device

@@ -42,4 +42,9 @@ const unsigned char* pack_image();
 // Whether cuda_runtime was called, with success or not. Saves of states on the host never call it.
 bool cuda_was_started();
 
+// What the devices of this process refused, in words, each text once, for its log: copies are then correct, but slower.
+// Thread-safe.
+void note(const std::string& text);
+std::vector<std::string> notes();
+
 }  // namespace vescale_ckpt::device

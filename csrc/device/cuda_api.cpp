@@ -13,14 +13,12 @@ constexpr const char* kRuntimes[] = {"libcudart.so.13", "libcudart.so.12"};
 constexpr const char* kDriver = "libcuda.so.1";
 
 enum class Home { runtime, driver };
-enum class Need { always, if_there };
 
 // A function of Api, and its name.
 struct Function {
   size_t place;  // in Api
   const char* name;
   Home home = Home::runtime;
-  Need need = Need::always;
 };
 
 constexpr Function kFunctions[] = {
@@ -51,7 +49,7 @@ constexpr Function kFunctions[] = {
     {offsetof(Api, host_release), "cudaFreeHost"},
     {offsetof(Api, host_register), "cudaHostRegister"},
     {offsetof(Api, host_unregister), "cudaHostUnregister"},
-    {offsetof(Api, clear), "cudaMemsetAsync", Home::runtime, Need::if_there},
+    {offsetof(Api, clear), "cudaMemsetAsync"},
     {offsetof(Api, device_get), "cuDeviceGet", Home::driver},
     {offsetof(Api, context_retain), "cuDevicePrimaryCtxRetain", Home::driver},
     {offsetof(Api, context_release), "cuDevicePrimaryCtxRelease_v2", Home::driver},
@@ -99,7 +97,7 @@ bool load(void* runtime, Api& api, std::string& reason) {
   std::string missing;
   for (const Function& function : kFunctions) {
     void* const library = function.home == Home::driver ? driver : runtime;
-    if (!find(library, function.name, function.place, api) && function.need == Need::always) {
+    if (!find(library, function.name, function.place, api)) {
       missing += std::string(missing.empty() ? "" : ", ") + function.name;
     }
   }

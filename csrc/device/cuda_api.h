@@ -67,8 +67,6 @@ struct Api {
   int (*host_release)(void* memory);
   int (*host_register)(void* memory, size_t bytes, unsigned flags);
   int (*host_unregister)(void* memory);
-
-  // nullptr if the runtime lacks it.
   int (*clear)(void* memory, int value, size_t bytes, Stream stream);
 
   // One of these or neither is there: the first since CUDA 12.8, the second, without `failed`, since 13.0.

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/notes.h"
+#include "device/cuda.h"
 #include "device/pack_rows.h"
 
 namespace vescale_ckpt::device {
@@ -65,7 +65,7 @@ CudaSlab::~CudaSlab() {
 }
 
 void CudaSlab::clear_once(cuda::Stream stream) {
-  if (cleared_ || device_.api.clear == nullptr) return;
+  if (cleared_) return;
   check(device_.api, device_.api.clear(memory_, 0, bytes_, stream), [&] { return "clear a slab on " + device_.name; });
   cleared_ = true;
 }

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "base/parallel.h"
+#include "base/workers.h"
 
 // The compiler vectorises these loops. At -O2 it does so only where it is told to.
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,8 +1,11 @@
-// Writes whole safetensors files, and opens them.
+// Opens safetensors files, reads boxes of tensors out of them by the tables with which those of data files are read,
+// and writes whole ones.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -10,7 +13,8 @@
 #include "hf/safetensors.h"
 #include "hf/safetensors_layout.h"
 #include "io/file.h"
-#include "io/transfer_loop.h"
+#include "io/transfer.h"
+#include "read/reader.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::hf {
@@ -18,14 +22,40 @@ namespace vescale_ckpt::hf {
 // A file that stays open, so that what is read later is of the same file even if another takes its name.
 struct SafetensorsFile {
   // Reads and checks the header. Throws Error: io, corrupt, invalid.
-  static std::shared_ptr<const SafetensorsFile> open(const std::string& path, const io::EngineOptions& options,
-                                                     bool verify);
-  // Length and header. Throws Error: io, corrupt, invalid.
-  static std::string read_head(io::File& file);
+  static std::shared_ptr<SafetensorsFile> open(const std::string& path, const io::EngineOptions& options, bool verify);
 
   std::shared_ptr<io::File> file;
   SafetensorsHeader header;
   uint32_t head_crc = 0;  // CRC-32 of the bytes before the data: tells this file from another of its name
+};
+
+// Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Bytes without
+// checksums are counted as unverified. Thread-safe.
+//
+// The rows of its tables are those of read/reader.h, but for the CRC-32, which is that of the file's head. So all
+// ranks of a job read what one of them has planned.
+class SafetensorsReads {
+ public:
+  SafetensorsReads(bool verify, const io::EngineOptions& options) : verify_(verify), options_(options) {}
+  // `file` is read under its path, whatever has that name by now.
+  SafetensorsReads(std::shared_ptr<const SafetensorsFile> file, bool verify, const io::EngineOptions& options);
+
+  // `table`: rows as of parse_read_table. Throws Error: corrupt (with the row as item; also if a file has another head
+  // than its rows say), io, invalid.
+  // `devices` and `sink`: as for parse_read_table and read_tensors.
+  std::unique_ptr<read::ReadReport> read(std::span<const std::string> paths, std::span<const int64_t> table,
+                                         std::span<const int64_t> devices = {}, read::DeviceSink* sink = nullptr);
+  // `table`: rows as of parse_check_table. Damage is reported in ReadReport::damaged, but damage of a head is thrown.
+  std::unique_ptr<read::ReadReport> check(std::span<const std::string> paths, std::span<const int64_t> table);
+
+ private:
+  std::shared_ptr<io::File> open(const std::string& path);
+  read::OpenFile prepare(std::span<const std::string> paths, std::vector<read::ReadItem>& items);
+
+  const bool verify_;
+  const io::EngineOptions options_;
+  std::mutex mutex_;                                                     // guards `known_`
+  std::map<std::string, std::shared_ptr<const SafetensorsFile>> known_;  // those without a file are closed
 };
 
 // `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().

@@ -6,8 +6,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/memory.h"
+#include "format/checksum_table.h"
 #include "format/json.h"
-#include "hf/safetensors_checksums.h"
 
 namespace vescale_ckpt::hf {
 namespace {

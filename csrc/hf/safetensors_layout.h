@@ -1,7 +1,7 @@
 // Where tensors lie in a new safetensors file, and its header.
 //
 // Tensors come in the order in which the safetensors library writes them: by dtype, the widest first, then by name. The
-// header is padded with spaces so that the data begin where direct I/O suits torch's memory (safetensors_checksums.h).
+// header is padded with spaces so that the data begin where direct I/O suits torch's memory (safetensors.h).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// A box of a contiguous (row-major) chunk laid over strided memory, and copies between the two.
+// A box of a contiguous (row-major) chunk laid over strided memory, and copies between the two: of one, or of many at
+// once.
 //
 // "Body" offsets are bytes from the start of the chunk's data; memory offsets are bytes from the box's first element.
 // Immutable; thread-safe.
@@ -65,5 +66,23 @@ class Box {
   uint64_t bytes_ = 0, begin_ = 0, end_ = 0;
   bool whole_ = true;
 };
+
+struct BoxCopy {
+  Box box;  // which elements of the piece, and how they lie in `memory`
+  std::byte* piece;
+  std::byte* memory;  // where the box's first element is
+};
+
+enum class CopyWay {
+  scatter,  // out of the pieces
+  gather,   // into them
+};
+
+// Makes all copies on up to `threads` threads. No two may write the same bytes, or read what another writes.
+void copy_boxes(std::span<const BoxCopy> copies, unsigned threads, CopyWay way = CopyWay::scatter);
+
+// Rows: dtype, address of the piece, dimensions n, n sizes of the piece, n offsets of the box in it, n sizes of the
+// box, address of the box's first element, n strides (elements). Throws Error(invalid, row).
+std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table);
 
 }  // namespace vescale_ckpt::io

@@ -54,19 +54,6 @@ bool refuses_links(int result) {
   return std::find(kRefusals.begin(), kRefusals.end(), result) != kRefusals.end();
 }
 
-// A rename replaces, and only local file systems have one that does not (RENAME_NOREPLACE). All that have hard links
-// make them in one step, or refuse with EEXIST: so the file gets the name as its second one, and loses the first. The
-// two names are one file also where the answer to a link was lost and the second try failed.
-int rename_surely_if_free(const std::string& from, const std::string& to) {
-  const int result = system::link(from.c_str(), to.c_str());
-  if (result < 0 && !are_one_file(from, to)) {
-    if (!refuses_links(result)) return result;
-    return is_there(to) ? -EEXIST : rename_surely(from, to);
-  }
-  system::unlink(from.c_str());  // done already; a temporary name that stays is an orphan
-  return 0;
-}
-
 // The start of a small file of the kernel; empty if it cannot be read.
 std::string text_of(const char* path) {
   std::array<char, 64> text{};
@@ -208,10 +195,17 @@ void link_file(const std::string& from, const std::string& to) {
   }
 }
 
+// A rename replaces, and only local file systems have one that does not (RENAME_NOREPLACE). All that have hard links
+// make them in one step, or refuse with EEXIST: so the file gets the name as its second one, and loses the first. The
+// two names are one file also where the answer to a link was lost and the second try failed.
 void rename_if_free(const std::string& from, const std::string& to) {
-  if (const int result = rename_surely_if_free(from, to); result < 0) {
-    throw Error::system("rename without replacing", to, 0, -result);
+  int result = system::link(from.c_str(), to.c_str());
+  if (result >= 0 || are_one_file(from, to)) {
+    system::unlink(from.c_str());  // done already; a temporary name that stays is an orphan
+    return;
   }
+  if (refuses_links(result)) result = is_there(to) ? -EEXIST : rename_surely(from, to);
+  if (result < 0) throw Error::system("rename without replacing", to, 0, -result);
 }
 
 bool remove_file(const std::string& path) {

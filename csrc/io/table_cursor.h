@@ -9,7 +9,7 @@
 
 namespace vescale_ckpt::io {
 
-// A bit in the dtype of a row of a write table (write/write_table.h): no thread changes the row's memory before it is
+// A bit in the dtype of a row of a write table (write/writer.h): no thread changes the row's memory before it is
 // written.
 inline constexpr uint64_t kUnchanging = 1 << 16;
 

@@ -5,14 +5,6 @@
 #include "base/overlap.h"
 
 namespace vescale_ckpt::metadata {
-namespace {
-
-// Nodes are untrusted: a sum that is too large wraps around.
-int64_t end_of(int64_t offset, int64_t size) {
-  return static_cast<int64_t>(static_cast<uint64_t>(offset) + static_cast<uint64_t>(size));
-}
-
-}  // namespace
 
 struct BoxTree::Query {
   std::span<const int64_t> offset, size, nodes;

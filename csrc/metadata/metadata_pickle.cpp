@@ -12,7 +12,7 @@
 #include "base/crc32.h"
 #include "base/error.h"
 #include "base/numbered_strings.h"
-#include "base/parallel.h"
+#include "base/workers.h"
 #include "format/torch_record.h"
 #include "metadata/pickle_out.h"
 

@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "plan/balance.h"
-#include "plan/holder_sets.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -28,8 +27,8 @@ void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
 // tensor).
 class Assigner {
  public:
-  Assigner(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options)
-      : layout_(layout), nodes_(nodes), options_(options) {}
+  Assigner(Layout& layout, std::span<const uint32_t> nodes, const std::vector<bool>& whole, const PlanOptions& options)
+      : layout_(layout), nodes_(nodes), whole_(whole), options_(options) {}
 
   Assignment run() {
     if (options_.placement == Placement::local) sort_by_node(layout_, nodes_);
@@ -48,7 +47,6 @@ class Assigner {
   void group();
   void add_group(const Layout::Class& of, uint32_t chunk, uint64_t weight, std::span<const Holder> holders);
   void share();
-  std::vector<bool> whole_keys() const;
   std::span<const Shared> shared_of(uint32_t number) const {
     const uint32_t* first = result_.first_shared_chunk.data() + number;
     return std::span(shared_).subspan(first[0], first[1] - first[0]);
@@ -56,6 +54,7 @@ class Assigner {
 
   Layout& layout_;
   std::span<const uint32_t> nodes_;
+  const std::vector<bool>& whole_;
   const PlanOptions& options_;
   HolderSets sets_;
   std::vector<int64_t> bytes_, numbers_;  // what each rank alone can write
@@ -123,16 +122,7 @@ void Assigner::add_group(const Layout::Class& of, uint32_t chunk, uint64_t weigh
   result_.shared_chunks.push_back(chunk);
 }
 
-std::vector<bool> Assigner::whole_keys() const {
-  std::vector<bool> whole(layout_.class_of.size());
-  for (const std::string& name : options_.whole) {
-    if (const auto key = layout_.names.find(name)) whole[*key] = true;
-  }
-  return whole;
-}
-
 void Assigner::share() {
-  const std::vector<bool> whole = whole_keys();
   std::vector<SharedChunk> sized, weightless;
   for (uint32_t key = 0; key < layout_.class_of.size(); ++key) {
     const uint32_t number = layout_.class_of[key];
@@ -140,7 +130,7 @@ void Assigner::share() {
     for (const Shared& shared : shared_of(number)) {
       const std::span<const int64_t> size = layout_.size(layout_.classes[number], *chunk++);
       const bool marked = layout_.classes[number].flags & state::kUncut;
-      const bool uncut = shared.weight == 0 || whole[key] || marked;
+      const bool uncut = shared.weight == 0 || whole_[key] || marked;
       (shared.weight == 0 ? weightless : sized)
           .push_back({.set = shared.set,
                       .bytes = std::max<int64_t>(1, static_cast<int64_t>(shared.weight)),
@@ -178,8 +168,9 @@ void Assigner::share() {
 
 }  // namespace
 
-Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options) {
-  return Assigner(layout, nodes, options).run();
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const std::vector<bool>& whole,
+                  const PlanOptions& options) {
+  return Assigner(layout, nodes, whole, options).run();
 }
 
 }  // namespace vescale_ckpt::plan

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "base/large_vector.h"
@@ -21,7 +20,6 @@ enum class Placement : uint8_t {
 struct PlanOptions {
   Placement placement = Placement::balanced;
   uint64_t least_piece_bytes = uint64_t{1} << 20;  // pieces of a split chunk have at least so many bytes
-  std::vector<std::string> whole = {};             // chunks of these keys are not split
 };
 
 // A whole chunk or a piece of it.
@@ -68,8 +66,10 @@ struct Assignment {
   }
 };
 
-// `nodes[rank]` is the number of the rank's node. With Placement::local, sorts the holders in `layout` by it. Throws
-// Error (invalid) if there are more bytes than can be counted.
-Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options);
+// `nodes[rank]` is the number of the rank's node. `whole`: of each key whether its chunks are not split. With
+// Placement::local, sorts the holders in `layout` by it. Throws Error (invalid) if there are more bytes than can be
+// counted.
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const std::vector<bool>& whole,
+                  const PlanOptions& options);
 
 }  // namespace vescale_ckpt::plan

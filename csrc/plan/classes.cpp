@@ -1,4 +1,4 @@
-#include "plan/classes.h"
+#include "plan/layout.h"
 
 #include <array>
 #include <string_view>

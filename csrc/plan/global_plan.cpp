@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/parallel.h"
+#include "base/workers.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -26,8 +26,7 @@ unsigned thread_count(std::span<const state::InventoryParts> inventories) {
 }  // namespace
 
 GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options,
-                       std::span<const std::span<const uint64_t>> hashes)
-    : options_(options) {
+                       std::span<const std::span<const uint64_t>> hashes) {
   if (inventories.empty()) throw Error::invalid("a plan needs at least one rank");
   if (inventories.size() >= UINT32_MAX) throw Error::invalid("more than 4 billion ranks");
   const size_t ranks = inventories.size();
@@ -55,17 +54,10 @@ GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const
 
   layout_ = merge(parsed, threads_);
   replicas_ = Replicas(layout_, hashes);
-  for (const Difference& difference : replicas_.differences()) options_.whole.emplace_back(key(difference.key));
-  assignment_ = assign(layout_, nodes_, options_);
+  assignment_ = assign(layout_, nodes_, replicas_.differs(), options);
   layout_.holders = {};
   layout_.first_holder = {};
   local_plans_ = LocalPlans(layout_, assignment_, this->ranks());
-}
-
-std::vector<int64_t> GlobalPlan::local_plan(uint32_t rank) const {
-  std::vector<int64_t> words(local_plan_words(rank));
-  local_plan(rank, words);
-  return words;
 }
 
 uint64_t GlobalPlan::local_plan_words(uint32_t rank) const {

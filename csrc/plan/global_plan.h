@@ -29,10 +29,10 @@ class GlobalPlan {
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   uint64_t rows() const { return local_plans_.rows(); }  // sum over all local plans
 
-  // Returns the local plan of `rank`: rows of item, dim (-1: the whole chunk), start, length. Each call computes it.
-  std::vector<int64_t> local_plan(uint32_t rank) const;
+  // Fills `words`, of local_plan_words, with the local plan of `rank`: rows of item, dim (-1: the whole chunk), start,
+  // length. Each call computes it.
+  void local_plan(uint32_t rank, std::span<int64_t> words) const;
   uint64_t local_plan_words(uint32_t rank) const;
-  void local_plan(uint32_t rank, std::span<int64_t> words) const;  // fills `words`, of local_plan_words
   std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes(); }
 
   // Returns what the rank needs to compare replicas at later saves: see Replicas. Each call computes it.
@@ -45,7 +45,6 @@ class GlobalPlan {
   metadata::Catalog catalog() const;
 
  private:
-  PlanOptions options_;
   std::vector<uint32_t> nodes_;  // node of each rank
   unsigned threads_ = 1;
   Layout layout_;  // without the holders

@@ -85,4 +85,8 @@ struct Layout {
 // shape. The error is about the first wrong key. Leaves out empty chunks, unless a tensor has no other.
 Layout merge(std::span<const state::Inventory> ranks, unsigned threads);
 
+// The first step of it: fills in the keys, classes and blocks of a layout: names, class_of, classes without chunks,
+// shapes, key_lists, blocks, block_of. The traits of a class come from the first rank that has it.
+void find_classes(std::span<const state::Inventory> ranks, Layout& layout);
+
 }  // namespace vescale_ckpt::plan

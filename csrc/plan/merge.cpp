@@ -1,13 +1,17 @@
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
-#include "base/parallel.h"
-#include "plan/classes.h"
-#include "plan/group.h"
+#include "base/large_vector.h"
+#include "base/workers.h"
 #include "plan/layout.h"
 #include "plan/row_check.h"
+#include "plan/validate.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -38,6 +42,139 @@ class Faults {
   size_t keys_ = 0;
   std::string text_;
 };
+
+// One inventory row of each slot of all ranks, sorted by class; rows of one class are in the order of their ranks.
+struct Rows {
+  std::vector<uint64_t> begin;  // start of each class's rows, and the end
+  LargeVector<uint64_t> places;
+  LargeVector<Holder> holders;
+  std::vector<uint64_t> dims_begin;        // start of each class's words in dims
+  LargeVector<int64_t> dims;               // offset[ndim], size[ndim] of row after row
+  LargeVector<uint32_t> holders_of_chunk;  // after grouping: the number of holders of each chunk, and one more
+};
+
+// Makes chunks from the rows of one class of keys: equal rows of several ranks become one chunk with several holders.
+// One thread uses one Grouping for many classes. Several Groupings may work on different classes of the same rows at a
+// time.
+class Grouping {
+ public:
+  Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
+
+  // Returns the number of chunks of the class. If the rows do not fit together, writes the reason to `fault`.
+  uint32_t group(uint32_t number, std::string& fault);
+
+ private:
+  void sort(uint64_t* places, Holder* holders, int64_t* dims, size_t rows, size_t words);
+
+  struct Ordered {
+    uint64_t place;
+    uint32_t row;
+  };
+
+  const Layout& layout_;
+  Rows& rows_;
+  bool covers_all_;
+  std::vector<Ordered> order_;
+  std::vector<Holder> holders_copy_;
+  std::vector<int64_t> dims_copy_;
+};
+
+std::vector<uint32_t> ranks_of(const Holder* begin, const Holder* end) {
+  std::vector<uint32_t> ranks;
+  for (const Holder* holder = begin; holder != end; ++holder) ranks.push_back(holder->rank);
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+void Grouping::sort(uint64_t* places, Holder* holders, int64_t* dims, size_t rows, size_t words) {
+  if (std::is_sorted(places, places + rows)) return;
+  order_.resize(rows);
+  for (size_t row = 0; row < rows; ++row) order_[row] = {places[row], static_cast<uint32_t>(row)};
+  std::sort(order_.begin(), order_.end(),
+            [](const Ordered& a, const Ordered& b) { return a.place != b.place ? a.place < b.place : a.row < b.row; });
+  holders_copy_.assign(holders, holders + rows);
+  dims_copy_.assign(dims, dims + rows * words);
+  for (size_t i = 0; i < rows; ++i) {
+    const size_t row = order_[i].row;
+    places[i] = order_[i].place;
+    holders[i] = holders_copy_[row];
+    std::copy_n(dims_copy_.data() + row * words, words, dims + i * words);
+  }
+}
+
+uint32_t Grouping::group(uint32_t number, std::string& fault) {
+  const Layout::Class& facts = layout_.classes[number];
+  const uint64_t base = rows_.begin[number];
+  const size_t words = 2 * size_t{facts.ndim};
+  uint64_t* places = rows_.places.data() + base;
+  Holder* holders = rows_.holders.data() + base;
+  int64_t* dims = rows_.dims.data() + rows_.dims_begin[number];
+  uint32_t* counts = rows_.holders_of_chunk.data() + base;
+  size_t rows = rows_.begin[number + 1] - base;
+  sort(places, holders, dims, rows, words);
+
+  const Boxes chunks{dims, facts.ndim};
+  const auto text = [&](size_t chunk, const Holder* from, const Holder* to) {
+    const std::span<const int64_t> offset(chunks.offset(chunk), facts.ndim), size(chunks.size(chunk), facts.ndim);
+    const std::vector<uint32_t> ranks = ranks_of(from, to);
+    return ranks_text(ranks) + (ranks.size() == 1 ? " has" : " have") + " offset " + tuple_text(offset) + " of size " +
+           tuple_text(size);
+  };
+  const bool empty = places[0] == kEmptyChunk;
+  if (!empty) {  // drops the empty chunks
+    while (places[rows - 1] == kEmptyChunk) --rows;
+  }
+
+  uint32_t count = 0;
+  size_t kept = 0;  // number of holders that are kept
+  for (size_t row = 0; row < rows; ++row) {
+    const int64_t* chunk = dims + row * words;
+    if (row > 0 && places[row] == places[row - 1]) {
+      const bool equal = std::equal(chunk, chunk + words, dims + (count - 1) * words);
+      if (!equal && empty) continue;
+      if (!equal) {
+        fault = text(count - 1, holders + kept - counts[count - 1], holders + kept) + ", " +
+                text(row, holders + row, holders + row + 1) + ": they overlap";
+        return 0;
+      }
+      if (holders[row].rank == holders[kept - 1].rank) {
+        if (empty) continue;
+        fault = (facts.kind == state::ItemKind::object ? "rank " + std::to_string(holders[row].rank) + " has it"
+                                                       : text(row, holders + row, holders + row + 1)) +
+                " twice";
+        return 0;
+      }
+      ++counts[count - 1];
+    } else {
+      std::copy(chunk, chunk + words, dims + count * words);
+      counts[count++] = 1;
+    }
+    holders[kept++] = holders[row];
+  }
+  if (facts.kind == state::ItemKind::object) return count;
+
+  const Tiling tiling = check_tiling(layout_.shape(facts), chunks, empty ? 0 : count);
+  if (tiling.overlap) {
+    const auto holders_text = [&](size_t chunk) {
+      const Holder* from = holders;
+      for (size_t before = 0; before < chunk; ++before) from += counts[before];
+      return text(chunk, from, from + counts[chunk]);
+    };
+    fault = holders_text(tiling.overlap->first) + ", " + holders_text(tiling.overlap->second) + ": they overlap";
+    return 0;
+  }
+  if (tiling.missing > 0 && covers_all_) {
+    const bool exact = !tiling.hole_size.empty();
+    fault = std::to_string(tiling.missing) + " elements are held by no rank" +
+            (exact ? ", such as those at offset " + tuple_text(tiling.hole_offset) + " of size " +
+                         tuple_text(tiling.hole_size)
+                   : "") +
+            " (" + ranks_text(ranks_of(holders, holders + kept)) + " hold the rest)";
+    return 0;
+  }
+  return count;
+}
 
 class Merge {
  public:

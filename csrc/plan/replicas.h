@@ -35,6 +35,7 @@ class Replicas {
 
   // Returns one difference for each key that differs, in the order of the keys.
   const std::vector<Difference>& differences() const { return differences_; }
+  const std::vector<bool>& differs() const { return differs_; }  // one for each key
 
   // Returns the table for `replica_summands`: uint32 count of places, places, and the index of the place of each item
   // of the rank, as uint16. An item has place 0 if it has one holder, or if its key differs, because differences are
@@ -48,7 +49,7 @@ class Replicas {
   std::vector<uint64_t> first_slot_;  // start of each rank in places_
   std::vector<HolderPlace> places_;   // place of each slot, rank after rank
   std::vector<Difference> differences_;
-  std::vector<bool> differs_;  // whether each key differs
+  std::vector<bool> differs_;
 };
 
 struct Summand {

@@ -1,9 +1,11 @@
-// Checks one inventory row of a rank against its key's class, and explains rows that do not fit.
+// Checks one inventory row of a rank against its key's class, and writes what does not fit as text for errors.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "plan/layout.h"
@@ -41,6 +43,12 @@ inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::C
   if (item.bytes != bytes || (item.kind == state::ItemKind::tensor && !whole)) return std::nullopt;
   return bytes == 0 ? kEmptyChunk : place;
 }
+
+// Returns "(4, 8)".
+std::string tuple_text(std::span<const int64_t> values);
+
+// Returns "rank 3" or "ranks 0, 5-7, ... (1200 in all)". `ranks` are ascending.
+std::string ranks_text(std::span<const uint32_t> ranks);
 
 struct RankRow {
   uint32_t rank;

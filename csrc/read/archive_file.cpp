@@ -52,6 +52,19 @@ std::optional<Contents> contents_of(io::File& file, uint64_t offset, uint64_t le
   return Contents{*directory, std::move(*entries)};
 }
 
+// Returns where the entry's body is in the archive; 0 if its local header is not where the directory says, or the body
+// leaves the archive.
+uint64_t body_of(io::File& file, uint64_t offset, uint64_t length, const format::Directory& directory,
+                 const format::ArchiveEntry& entry) {
+  std::vector<std::byte> header(kLocalHeader + entry.name.size());
+  if (header.size() > length - entry.header_offset) return 0;
+  io::read_exactly(file, offset + entry.header_offset, header);
+  const uint64_t body = format::body_offset(header, entry);
+  if (body == 0 || body > directory.offset || entry.size > directory.offset - body) return 0;
+  const std::string_view name(reinterpret_cast<const char*>(header.data()) + kLocalHeader, entry.name.size());
+  return name == entry.name ? body : 0;
+}
+
 class Checker {
  public:
   Checker(io::File& file, uint64_t offset, uint64_t length) : file_(file), offset_(offset), length_(length) {
@@ -98,7 +111,7 @@ class Checker {
   }
 
   bool check_entry(const format::Directory& directory, const format::ArchiveEntry& entry) {
-    const uint64_t body = body_in_archive(directory, entry);
+    const uint64_t body = body_of(file_, offset_, length_, directory, entry);
     if (body == 0) {
       wrong("the header of " + entry.name + " is damaged", offset_ + entry.header_offset);
       return false;
@@ -142,16 +155,6 @@ class Checker {
     }
   }
 
-  uint64_t body_in_archive(const format::Directory& directory, const format::ArchiveEntry& entry) {
-    std::vector<std::byte> header(kLocalHeader + entry.name.size());
-    if (header.size() > length_ - entry.header_offset) return 0;
-    io::read_exactly(file_, offset_ + entry.header_offset, header);
-    const uint64_t body = format::body_offset(header, entry);
-    if (body == 0 || body > directory.offset || entry.size > directory.offset - body) return 0;
-    const std::string_view name(reinterpret_cast<const char*>(header.data()) + kLocalHeader, entry.name.size());
-    return name == entry.name ? body : 0;
-  }
-
   io::File& file_;
   const uint64_t offset_, length_;
   ArchiveCheck found_;
@@ -168,31 +171,22 @@ std::optional<TensorBody> find_tensor(io::File& file, uint64_t offset, uint64_t 
   constexpr uint64_t kMostDirectory = 1 << 20, kMostEntry = 4096;
   const auto contents = contents_of(file, offset, length, kMostDirectory);
   if (!contents) return std::nullopt;
-  // Returns the offset in the file; 0 if the local header is not where the directory says, or the body leaves the
-  // archive.
-  const auto body_of = [&](const format::ArchiveEntry& entry) -> uint64_t {
-    std::array<std::byte, kLocalHeader> header;
-    if (entry.header_offset + header.size() > length) return 0;
-    io::read_exactly(file, offset + entry.header_offset, header);
-    const uint64_t end = contents->directory.offset, at = format::body_offset(header, entry);
-    return at == 0 || at > end || entry.size > end - at ? 0 : offset + at;
-  };
   const format::ArchiveEntry* body = nullptr;
   bool pickle_matches = false, little = true;
   for (const format::ArchiveEntry& entry : contents->entries) {
     if (entry.name.ends_with("/data/0")) body = &entry;
     const bool is_pickle = entry.name.ends_with("/data.pkl"), is_order = entry.name.ends_with("/byteorder");
     if (!is_pickle && !is_order) continue;
-    const uint64_t at = entry.size > kMostEntry ? 0 : body_of(entry);
+    const uint64_t at = entry.size > kMostEntry ? 0 : body_of(file, offset, length, contents->directory, entry);
     if (at == 0) return std::nullopt;
     std::string text(entry.size, '\0');
-    io::read_exactly(file, at, std::as_writable_bytes(std::span(text)));
+    io::read_exactly(file, offset + at, std::as_writable_bytes(std::span(text)));
     if (is_pickle) pickle_matches = text == framing.pickle();
     if (is_order) little = text == "little";
   }
   if (body == nullptr || !pickle_matches || !little || body->size != framing.body_bytes()) return std::nullopt;
-  const uint64_t at = body_of(*body);
-  return at == 0 ? std::nullopt : std::optional(TensorBody{at, body->crc});
+  const uint64_t at = body_of(file, offset, length, contents->directory, *body);
+  return at == 0 ? std::nullopt : std::optional(TensorBody{offset + at, body->crc});
 }
 
 }  // namespace vescale_ckpt::read

@@ -1,6 +1,5 @@
-#include "read/read_table.h"
-
 #include "io/table_cursor.h"
+#include "read/reader.h"
 
 namespace vescale_ckpt::read {
 namespace {

@@ -16,7 +16,7 @@
 #include "base/new_memory.h"
 #include "format/torch_record.h"
 #include "io/box.h"
-#include "io/transfer_loop.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::read {
 
@@ -91,5 +91,16 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
 // error or a missing file, for each affected item. Needs only slots of memory, whatever the tensors' sizes.
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const io::EngineOptions& options, const OpenFile& open = nullptr);
+
+// --- The tables of reads that Python gives once a load: rows of 64-bit integers, one after another (read_table.cpp).
+
+// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box
+// offsets, n box sizes, address of the box's first element, n strides (elements). `devices`: the device of each row,
+// -1: host memory; empty: all rows are in host memory. Throws Error(invalid, row).
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table, std::span<const int64_t> devices = {});
+
+// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n sizes. They are whole
+// tensors without memory, for check_tensors. Throws Error(invalid, row).
+std::vector<ReadItem> parse_check_table(std::span<const int64_t> table);
 
 }  // namespace vescale_ckpt::read

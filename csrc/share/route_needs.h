@@ -45,9 +45,6 @@ struct Needs {
   std::vector<Need> rows;
 };
 
-// The row that begins at a word of a rank's table, not further checked.
-std::span<const int64_t> read_row_at(std::span<const int64_t> reads, size_t at, uint32_t rank);
-
 uint64_t item_bytes(const Need& need);
 
 // The ranks `members` in groups that have equal tables, by their lowest rank.

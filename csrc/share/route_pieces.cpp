@@ -7,15 +7,18 @@
 #include <numeric>
 #include <utility>
 
-#include "base/append.h"
 #include "base/error.h"
+#include "base/memory.h"
 #include "base/overlap.h"
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
-#include "io/transfer_loop.h"
+#include "io/transfer.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::share {
 namespace {
+
+using state::append;
 
 constexpr int64_t kUnknownCrc = -1;
 
@@ -291,9 +294,7 @@ uint64_t staging_offset(const Need& need, const Box& box, bool in_file, uint64_t
     element = element * static_cast<uint64_t>(need.chunk()[dim]) + static_cast<uint64_t>(box.offset[dim]);
   }
   const uint64_t body = in_file ? static_cast<uint64_t>(need.record_offset()) : kBodyInPage;
-  const uint64_t within = (element * item_bytes(need) + body) % kPage;
-  const uint64_t page = cursor / kPage * kPage;
-  return page + within >= cursor ? page + within : page + kPage + within;
+  return first_congruent(cursor, element * item_bytes(need) + body);
 }
 
 void append_staged(std::vector<int64_t>& staged, const Need& need, const Box& box, uint64_t offset) {

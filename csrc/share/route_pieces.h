@@ -1,4 +1,5 @@
-// Cuts what ranks need of stored records into pieces that are read once, for a load with shared reads.
+// Cuts what ranks need of stored records into pieces that are read once, for a load with shared reads, and schedules
+// them in rounds (route_rounds.cpp).
 #pragma once
 
 #include <cstdint>
@@ -87,12 +88,6 @@ void split_among_nodes(Pieces& pieces, std::span<const RankReads> ranks, size_t 
 // Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);
 
-constexpr uint64_t kPage = 4096;
-
-constexpr uint64_t align_up(uint64_t value, uint64_t to) {
-  return (value + to - 1) / to * to;
-}
-
 // Where in a rank's memory of a round, from `cursor` on, a box of a record is read to: bytes at the same place within a
 // page as in the file go there, or come from there, without a copy. `in_file`: the record's offset is that of its first
 // element, and what is one behind another in the file is so in memory.
@@ -106,5 +101,10 @@ void append_place(std::vector<int64_t>& places, int64_t peer, uint64_t offset, c
 // The most bytes of one piece, and of all pieces that one rank reads in one round. `senders`: how many ranks may send
 // to one rank in a round.
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
+
+// Adds rounds to the routes of the ranks `members`, in which all pieces are read and delivered. `senders` as for
+// most_bytes_at_once.
+void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
+                 size_t senders, const RouteOptions& options, std::span<RankRoutes> routes);
 
 }  // namespace vescale_ckpt::share

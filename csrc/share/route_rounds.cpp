@@ -1,4 +1,4 @@
-#include "share/route_rounds.h"
+#include "share/route_pieces.h"
 
 #include <algorithm>
 #include <array>
@@ -9,10 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "base/append.h"
+#include "base/memory.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::share {
 namespace {
+
+using state::append;
 
 constexpr uint64_t kAlignment = 64;
 constexpr int64_t kOwnMemory = -1;
@@ -223,7 +226,7 @@ class Rounds {
       if (after(receiver_of(message, round), message.bytes, kAlignment) > options_.budget_bytes) return false;
       if (message.takes_memory()) mine = align_up(mine, kAlignment) + message.bytes;
     }
-    return after(reader, mine, kPage) <= options_.budget_bytes;
+    return after(reader, mine, kBlock) <= options_.budget_bytes;
   }
 
   static uint64_t take_memory(RouteRound& round, uint64_t bytes, uint64_t alignment) {
@@ -244,7 +247,7 @@ class Rounds {
 
   void deliver(const Bucket& bucket, const Messages& messages, uint32_t reader, size_t round) {
     RouteRound& mine = routes_[reader].rounds[round];
-    const uint64_t staging = take_memory(mine, bucket.staging_bytes, kPage);
+    const uint64_t staging = take_memory(mine, bucket.staging_bytes, kBlock);
     for (const Bucket::Entry& entry : bucket.entries) {
       stage(mine, *entry.piece, reader, staging + entry.offset);
       for (const Piece::Receiver& to : entry.piece->receivers) {

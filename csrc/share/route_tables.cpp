@@ -4,7 +4,6 @@
 #include <array>
 #include <utility>
 
-#include "base/append.h"
 #include "base/error.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
@@ -13,6 +12,8 @@
 
 namespace vescale_ckpt::share {
 namespace {
+
+using state::append;
 
 constexpr size_t kStagedHead = 8, kPackHead = 4, kOwnHead = 7, kPlaceHead = 5, kMemoryRow = 3;
 constexpr size_t kNotHeld = SIZE_MAX;

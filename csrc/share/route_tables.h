@@ -9,17 +9,17 @@
 
 namespace vescale_ckpt::share {
 
-// The engine's read table (read/read_table.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave
+// The engine's read table (read/reader.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave
 // the memory; the engine checks what concerns the chunk.
 std::vector<int64_t> make_staging_table(std::span<const int64_t> staged, std::span<const std::byte> memory);
 
-// The engine's copy table (io/box_copy.h) for RouteRound::packs. Throws Error (invalid, row) in the same way.
+// The engine's copy table (io/box.h) for RouteRound::packs. Throws Error (invalid, row) in the same way.
 std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<const std::byte> memory);
 
 // What a rank holds for an export, by the rows of its part of the plan. A view of the table.
 class HeldRows {
  public:
-  // `table`: to write (write/write_table.h); `rows`: of the part, for each of its rows. Throws Error (invalid, row).
+  // `table`: to write (write/writer.h); `rows`: of the part, for each of its rows. Throws Error (invalid, row).
   HeldRows(std::span<const int64_t> table, std::span<const int64_t> rows);
 
   struct Held {

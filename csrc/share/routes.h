@@ -93,6 +93,16 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
 std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
                                     const RouteOptions& options, std::span<uint64_t> bytes);
 
+// Where the last record starts, in bytes of its file; 0 if there is none. Throws Error (invalid) for malformed reads.
+int64_t last_record(std::span<const int64_t> reads);
+
+// The rows of `reads` in `parts` tables, so that a plan for many ranks and tensors is made part by part in bounded
+// memory. Rows of one record are in the same part on all ranks:
+// files are cut into ranges of `range_bytes`, by where records start, and ranges are dealt out in turn. Throws
+// Error (invalid) for malformed reads.
+std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
+                                              uint32_t parts, uint64_t range_bytes);
+
 // Estimates the bytes that a rank reads for `reads` without sharing. Ranges that lie close together are read as one.
 // Throws Error (invalid).
 uint64_t bytes_read_alone(const RankReads& reads, bool verify);

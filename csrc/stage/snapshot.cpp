@@ -6,22 +6,74 @@
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-#include "base/append.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "base/error.h"
 #include "base/system.h"
 #include "base/workers.h"
 #include "io/table_cursor.h"
 #include "stage/snapshot_layout.h"
-#include "stage/stream_copy.h"
-#include "write/write_table.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
+namespace {
+
+#if defined(__SSE2__)
+
+// Copies like memcpy, but past the processor's caches: a snapshot is not read before it is written to disk, so in the
+// cache it would only replace the trainer's data. Target lines are not fetched before they are overwritten, which saves
+// a third of the memory traffic. Call finish_stream_copies() before another thread uses the bytes. `next`: the source
+// of the next copy, which is prefetched; null: unknown. It may be any address.
+//
+// Uses SSE2, which every x86-64 has. Wider registers were not faster, because memory is the limit.
+void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, const std::byte* next = nullptr) {
+  constexpr uint64_t kLine = 64;
+  constexpr uint64_t kAhead = 1024;  // the processor's own prefetching ends at each page, and starts late in the next
+  constexpr uint64_t kLeast = 512;   // in smaller copies, the ends that are copied as usual are too large a part
+  if (bytes < kLeast) {
+    if (bytes != 0) std::memcpy(target, source, bytes);
+    return;
+  }
+  const uint64_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
+  std::memcpy(target, source, head);
+  const uint64_t own = bytes > kAhead ? bytes - kAhead : 0;  // lines before it can prefetch from the source itself
+  if (next == nullptr) next = source;
+  uint64_t at = head;
+  for (; at + kLine <= bytes; at += kLine) {
+    __builtin_prefetch(at < own ? source + at + kAhead : next + (at - own));
+    __m128i words[4];
+    std::memcpy(words, source + at, kLine);
+    auto* to = reinterpret_cast<__m128i*>(target + at);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(to + i, words[i]);
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+}
+
+// Orders all copies of this thread before its later writes. One call is enough for many copies.
+void finish_stream_copies() {
+  _mm_sfence();  // without it, such stores may come after the release of a lock
+}
+
+#else
+
+void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, const std::byte* = nullptr) {
+  if (bytes != 0) std::memcpy(target, source, bytes);
+}
+
+void finish_stream_copies() {}
+
+#endif
+
+}  // namespace
 
 class Snapshot::Copy {
  public:
@@ -222,15 +274,11 @@ class Snapshot::Copy {
   }
 
   void copy_from_host(unsigned threads) {
-    const size_t pieces = cuts_.size() - 1;
-    std::atomic<size_t> next{0};
-    run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
-      for (size_t piece = 0; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
-        if (stop.load(std::memory_order_relaxed)) return;
-        if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
-        control.copied_bytes.fetch_add(copy_piece(cuts_[piece], cuts_[piece + 1]), std::memory_order_relaxed);
-      }
-    });
+    const auto copy = [this](size_t piece) {
+      if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
+      control.copied_bytes.fetch_add(copy_piece(cuts_[piece], cuts_[piece + 1]), std::memory_order_relaxed);
+    };
+    parallel_for(threads, cuts_.size() - 1, 1, [&] { return copy; });
   }
 
   uint64_t copy_piece(const Cut& from, const Cut& to) {
@@ -301,7 +349,8 @@ class Snapshot::Copy {
     rows.insert(rows.end(), row.begin(), row.end());
     rows[rows.size() - row.size()] |= int64_t{io::kUnchanging};
     rows[rows.size() - row.size() + 1] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
-    append(rows, format::contiguous_strides(row.subspan(3)));
+    const std::vector<int64_t> strides = format::contiguous_strides(row.subspan(3));
+    rows.insert(rows.end(), strides.begin(), strides.end());
   }
 
   const std::vector<int64_t> table_;

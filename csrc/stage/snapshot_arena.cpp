@@ -142,16 +142,14 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
     }
   }
   std::byte* const data = address(run.first);
-  std::atomic<size_t> next{0};
-  run_workers(static_cast<unsigned>(std::min<size_t>(threads, parts.size())), [&](const std::atomic<bool>&) {
-    for (size_t index = 0; (index = next.fetch_add(1, std::memory_order_relaxed)) < parts.size();) {
-      const auto [begin, end] = parts[index];
-      uint64_t limit = touched.load(std::memory_order_relaxed);
-      if (begin >= limit || take_pages(data + begin, end - begin)) continue;
-      while (begin < limit && !touched.compare_exchange_weak(limit, begin)) {
-      }
+  const auto take = [&](size_t index) {
+    const auto [begin, end] = parts[index];
+    uint64_t limit = touched.load(std::memory_order_relaxed);
+    if (begin >= limit || take_pages(data + begin, end - begin)) return;
+    while (begin < limit && !touched.compare_exchange_weak(limit, begin)) {
     }
-  });
+  };
+  parallel_for(threads, parts.size(), 1, [&] { return take; });
   return align_down(touched, kGranule);
 }
 

@@ -1,4 +1,5 @@
-// Translates a rank's local plan into the engine's tables, which have the memory address of each row.
+// Tells where a state's tensors are, and translates a rank's local plan into the engine's tables, which have the memory
+// address of each row.
 //
 // All tables are rows of 64-bit integers. These describe a state, together with its inventory:
 //   tensors:  address, dtype or -1, device or -1, dimensions n, n sizes, n strides (elements)
@@ -22,6 +23,10 @@ constexpr int64_t kHostDevice = 1, kCudaDevice = 2;  // DLPack's codes
 // A flag for each tensor, one byte. kOnHost: the engine may use its memory in any way. kOnDevice + i: a snapshot may
 // copy it from device i.
 constexpr uint8_t kNotReady = 0, kOnHost = 1, kOnDevice = 2;
+
+inline void append(std::vector<int64_t>& row, std::span<const int64_t> words) {
+  row.insert(row.end(), words.begin(), words.end());
+}
 
 struct LocalTensor {
   int64_t address;
@@ -50,6 +55,9 @@ bool same_shapes(const TensorTable& left, const TensorTable& right);
 // Returns the indices of tensors that are not contiguous, or have no plain memory, so that this is unknown.
 std::vector<size_t> not_contiguous(const TensorTable& tensors);
 
+// Whether each tensor has memory and is contiguous, and no two tensors overlap.
+bool are_dense_and_apart(const TensorTable& tensors);
+
 // Whether a tensor is in host memory or, with `with_cuda`, in the memory of a CUDA device.
 bool has_memory(const LocalTensor& tensor, bool with_cuda);
 
@@ -72,7 +80,12 @@ struct StateTables {
   std::span<const std::byte> ready;
 };
 
-// Makes the engine's write table (write/write_table.h) from rows of a local plan: item, dim, start, length. Dim -1
+// Returns groups of items whose memory overlaps between first and last byte. Each group has items of at least two keys,
+// because chunks of one key may interleave without sharing an element. Items and groups are in the order of the
+// inventory.
+std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
+
+// Makes the engine's write table (write/writer.h) from rows of a local plan: item, dim, start, length. Dim -1
 // means the whole chunk; any other dim means `length` indices along it. Objects have no row. Throws Error (invalid,
 // row) for a part that is not in memory or leaves its tensor.
 std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan);
@@ -101,7 +114,7 @@ FillTable make_read_table(const StateTables& state, std::span<const int64_t> rea
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
                    int64_t row);
 
-// Makes the engine's copy table (io/box_copy.h) from RouteRound::places (share/routes.h). `memories`: rows of peer (-1:
+// Makes the engine's copy table (io/box.h) from RouteRound::places (share/routes.h). `memories`: rows of peer (-1:
 // this rank), address, bytes. The rest also has rows whose tensor has another than the stored dtype. Throws as above,
 // and for rows that leave a memory.
 FillTable make_place_table(const StateTables& state, std::span<const int64_t> places,

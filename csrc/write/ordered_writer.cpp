@@ -117,7 +117,7 @@ void OrderedWriter::write_in_order(std::span<const PlacedBox> boxes) {
   }
   if (steps.empty()) return;
   std::atomic<size_t> taken{0};
-  // Steps are taken in rising order, so whoever has the lowest goes on (io/part_window.h).
+  // Steps are taken in rising order, so whoever has the lowest goes on (io/remote.h).
   run_workers(
       static_cast<unsigned>(std::min<size_t>(options_.threads, steps.size())),
       [&](const std::atomic<bool>& stop) {

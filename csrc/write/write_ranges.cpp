@@ -240,7 +240,7 @@ class Ranges {
     return source.box->dense() ? source.data + (part.body() - source.box->begin()) : nullptr;
   }
 
-  // A remote file is sent in order, so writers may be ahead of it only so far (io/part_window.h). They wait before they
+  // A remote file is sent in order, so writers may be ahead of it only so far (io/remote.h). They wait before they
   // have a slot: whoever has one goes on. And no writer waits for ever, because the lowest range that is not written
   // is soon taken by one, and then has room:
   // - If it was ready from the start, nobody took a higher one before it, for the queue is in order.

@@ -21,8 +21,7 @@
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/file.h"
-#include "io/transfer_control.h"
-#include "io/transfer_loop.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::write {
 

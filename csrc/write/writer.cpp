@@ -61,16 +61,16 @@ uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
 }
 
 std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> records) {
-  std::vector<uint32_t> file_of(records.size());
-  const std::vector<size_t> order = spread(records, file_of);
-  std::vector<PlacedTensor> tensors = lay_out(records, order, file_of);
+  const Spread where = spread(records);
+  std::vector<PlacedTensor> tensors = lay_out(records, where);
   const std::vector<uint32_t> blocks = send(tensors, Edges::ours);
   std::vector<PlacedRecord> placed(records.size());
   for (size_t at = 0; at < tensors.size(); ++at) {
     const PlacedTensor& tensor = tensors[at];
     const TensorPlace& place = tensor.place;
-    const uint32_t file = file_of[order[at]], crc = format::joined_crc(place.begin, place.end, place.blocks);
-    placed[order[at]] = {tensor.begin(), tensor.end() - tensor.begin(), crc, file};
+    const size_t record = where.order[at];
+    const uint32_t file = where.file_of[record], crc = format::joined_crc(place.begin, place.end, place.blocks);
+    placed[record] = {tensor.begin(), tensor.end() - tensor.begin(), crc, file};
     // Blocks are for parts of tensors; objects are read whole, and one checksum does.
     if (checksums_ && tensor.framing != nullptr) {
       files_[file].table.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
@@ -81,10 +81,11 @@ std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> record
   return placed;
 }
 
-std::vector<size_t> FileWriter::spread(std::span<const RecordSource> records, std::vector<uint32_t>& file_of) const {
-  std::vector<size_t> order(records.size());
+FileWriter::Spread FileWriter::spread(std::span<const RecordSource> records) const {
+  Spread spread{std::vector<uint32_t>(records.size()), std::vector<size_t>(records.size())};
+  auto& [file_of, order] = spread;
   std::iota(order.begin(), order.end(), size_t{0});
-  if (files_.size() == 1) return order;
+  if (files_.size() == 1) return spread;
   // Small records that follow one another stay together, as far as a slot holds them. The largest come first, each to
   // the file that has the least.
   struct Group {
@@ -108,13 +109,12 @@ std::vector<size_t> FileWriter::spread(std::span<const RecordSource> records, st
     std::fill(file_of.begin() + static_cast<ptrdiff_t>(group.first),
               file_of.begin() + static_cast<ptrdiff_t>(group.end), static_cast<uint32_t>(least - filled.begin()));
   }
-  std::ranges::stable_sort(order, {}, [&](size_t record) { return file_of[record]; });
-  return order;
+  std::ranges::stable_sort(order, {}, [&files = file_of](size_t record) { return files[record]; });
+  return spread;
 }
 
 // See docs/format.md, "Where records lie".
-std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources, std::span<const size_t> order,
-                                              std::span<const uint32_t> file_of) const {
+std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources, const Spread& spread) const {
   // Room that a group leaves for the prologue and first bytes of a large record behind it.
   constexpr uint64_t kSlack = 4 * kBlock;
   std::vector<PlacedTensor> tensors;
@@ -122,10 +122,10 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
   const DataFile* data = nullptr;
   uint64_t cursor = 0, group = 0;  // where the latest record ends, and where its group begins
   bool after_large = false;
-  for (const size_t record : order) {
+  for (const size_t record : spread.order) {
     const RecordSource& source = sources[record];
-    if (data != &files_[file_of[record]]) {
-      data = &files_[file_of[record]];
+    if (const DataFile& file = files_[spread.file_of[record]]; data != &file) {
+      data = &file;
       cursor = group = data->cursor;
       after_large = false;
     }
@@ -194,7 +194,7 @@ uint64_t FileWriter::finish(bool sync) {
   return length;
 }
 
-std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges) {
+std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sources, uint64_t offset) {
   std::vector<PlacedTensor> tensors;
   tensors.reserve(sources.size());
   for (const RecordSource& source : sources) {
@@ -202,7 +202,8 @@ std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sour
         {{files_[0].file.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  std::vector<uint32_t> blocks = send(tensors, edges);
+  // Calls share blocks. To a remote file nothing is sent before what lies in front of it, as edges are.
+  std::vector<uint32_t> blocks = send(tensors, files_[0].file->window() == nullptr ? Edges::shared : Edges::ours);
   files_[0].cursor = offset;
   return blocks;
 }

@@ -20,8 +20,7 @@
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/file.h"
-#include "io/transfer_control.h"
-#include "io/transfer_loop.h"
+#include "io/transfer.h"
 #include "write/write_ranges.h"
 
 namespace vescale_ckpt::write {
@@ -72,10 +71,10 @@ class FileWriter {
   // Returns the length of all.
   uint64_t finish(bool sync);
 
-  // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
-  // zeros in the block before it, unless `edges` are shared: then several calls may follow one another. Returns the
-  // CRC-32 of each block (checksum_table.h), source by source; zeros if the writer has no checksums.
-  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset, Edges edges = Edges::ours);
+  // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on,
+  // where the call before ended; to a remote file from a block on, unless it is the first call. Returns the CRC-32 of
+  // each block (checksum_table.h), source by source; zeros if the writer has no checksums.
+  std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset);
   // Instead of finish(), after write_dense(): `head` is what stands before it. The file ends with the last source.
   uint64_t finish_dense(std::span<const std::byte> head, bool sync);
 
@@ -99,10 +98,12 @@ class FileWriter {
   };
 
   void begin(std::unique_ptr<io::File> file);
-  // The numbers of the records, file by file.
-  std::vector<size_t> spread(std::span<const RecordSource> records, std::vector<uint32_t>& file_of) const;
-  std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources, std::span<const size_t> order,
-                                    std::span<const uint32_t> file_of) const;
+  struct Spread {
+    std::vector<uint32_t> file_of;  // of each record
+    std::vector<size_t> order;      // the records, file by file
+  };
+  Spread spread(std::span<const RecordSource> records) const;
+  std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources, const Spread& spread) const;
   // Writes the tensors. Returns the checksums of all their blocks, of which each is given its own; zeros without
   // checksums.
   std::vector<uint32_t> send(std::span<PlacedTensor> tensors, Edges edges);
@@ -117,5 +118,24 @@ class FileWriter {
   io::TransferStats stats_;
   io::TransferControl control_;
 };
+
+// --- The table of what to write that crosses from Python once a save: rows of 64-bit integers, one after another
+// (write_table.cpp).
+
+// Rows: dtype (and io::kUnchanging, so that the writer needs no copy), address, dimensions n, n sizes, n strides
+// (elements). Throws Error(invalid, row).
+std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
+
+// The bytes of each row's tensor. Throws as above.
+std::vector<int64_t> body_bytes(std::span<const int64_t> table);
+
+// Hashes of a few elements of tensors, by which a save notices that memory was changed without a word.
+//
+// One hash for each row of a table for parse_write_table, of at most so many elements, evenly from one end to the other
+// in C's order: copies with other strides have the same. `devices`: the device of each row, -1 for host memory; empty:
+// all are there. The hash of a row on a device, or without elements, is 0. The memory of the tensors must be there.
+// Throws Error(invalid, row).
+std::vector<uint64_t> sample_hashes(std::span<const int64_t> table, std::span<const int64_t> devices,
+                                    uint32_t elements);
 
 }  // namespace vescale_ckpt::write

@@ -1,4 +1,5 @@
-// Data files written and read with small slots, so that small tensors meet every border.
+// Data files written and read with small slots, so that small tensors meet every border, and tests that run with each
+// way that bytes may take to a file.
 #pragma once
 
 #include <fcntl.h>
@@ -8,11 +9,37 @@
 #include <string>
 #include <vector>
 
-#include "access_test.h"
 #include "base/crc32.h"
+#include "io/file.h"
+#include "scratch.h"
 #include "tensors.h"
 
 namespace vescale_ckpt {
+
+inline std::vector<io::Access> every_access() {
+#if defined(__SANITIZE_THREAD__)
+  return {io::Access::direct, io::Access::buffered};  // threads do the same with uncached files
+#else
+  return {io::Access::direct, io::Access::uncached, io::Access::buffered};
+#endif
+}
+
+inline std::string access_test_name(const ::testing::TestParamInfo<io::Access>& info) {
+  return io::access_name(info.param);
+}
+
+class AccessTest : public ScratchTest, public ::testing::WithParamInterface<io::Access> {
+ protected:
+  io::Access access() const { return GetParam(); }
+
+  void SetUp() override {
+    ScratchTest::SetUp();
+    if (access() != io::Access::direct) return;
+    const bool has_direct = io::File::create(path("probe"), access())->access() == io::Access::direct;
+    std::filesystem::remove(path("probe"));
+    if (!has_direct) GTEST_SKIP() << "no direct I/O in " << directory();
+  }
+};
 
 // The smallest slots that hold every record that is packed: nine cells.
 inline constexpr uint64_t kSlotBytes = 9 * (256 << 10);

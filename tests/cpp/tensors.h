@@ -54,19 +54,21 @@ inline void fill_random(std::span<std::byte> bytes, uint64_t seed) {
 }
 
 inline uint32_t dtype_code(std::string_view name) {
-  for (uint32_t code = 0; code < format::dtypes().size(); ++code) {
-    if (format::dtypes()[code].name == name) return code;
-  }
-  throw std::invalid_argument("no such dtype");
+  return format::dtype_named(name).value();
+}
+
+inline int64_t address(const std::byte* data) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
+}
+
+inline int64_t address(const Memory& memory) {
+  return address(memory.data());
 }
 
 using Sizes = std::vector<int64_t>;
 
 inline Sizes row_major(const Sizes& sizes) {
-  Sizes strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0; stride *= sizes[dim]) strides[dim] = stride;
-  return strides;
+  return format::contiguous_strides(sizes);
 }
 
 // A contiguous tensor with random contents.

@@ -120,7 +120,7 @@ class _Pages:
         whole = end if batch.last else end // PAGE * PAGE
         self._rest = bytes(image[whole:end])
         if whole:
-            self._writer.write_bytes(batch.buffer.data_ptr(), whole, batch.file_offset)
+            self._writer.write_bytes(int_table([batch.buffer.data_ptr(), whole]), batch.file_offset)
 
 
 def safetensors_files(outputs: Sequence[Output], ties: Mapping[str, str], in_folder: bool, most_bytes: int) -> Files:

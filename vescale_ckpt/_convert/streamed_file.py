@@ -14,6 +14,7 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
+from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
 from .._storage.pending import PendingFile
 from .batches import Buffers, memory_of
@@ -112,7 +113,7 @@ class _Stream(io.RawIOBase):
     def _send(self) -> None:
         try:
             if self._filled:
-                self._writer.write_bytes(self._buffer.data_ptr(), self._filled, self._sent)
+                self._writer.write_bytes(int_table([self._buffer.data_ptr(), self._filled]), self._sent)
         except Exception as error:
             self._error = error
         if self._buffers.written is not None:

@@ -75,7 +75,7 @@ class Transfer:
             writer = create(lambda path: _C.FileWriter(path, before.size, self._options, False))
 
             def write(piece: _Piece) -> int:
-                writer.write_bytes(piece.buffer.data_ptr(), piece.bytes, piece.offset)
+                writer.write_bytes(int_table([piece.buffer.data_ptr(), piece.bytes]), piece.offset)
                 return _C.crc32_of_memory(piece.buffer.data_ptr(), piece.bytes)
 
             crc = self._through(source, before.size, write)

@@ -227,7 +227,7 @@ class _IncomingFile:
                     self._writer = self._pending.create(lambda path: _C.FileWriter(path, length, options, False))
                 if piece.bytes:
                     assert self._writer is not None
-                    self._writer.write_bytes(address, piece.bytes, piece.offset)
+                    self._writer.write_bytes(int_table([address, piece.bytes]), piece.offset)
         except Exception as error:
             self._fail(error)
 

@@ -1,8 +1,7 @@
 // A CUDA runtime and driver for tests: the functions that the engine looks up (csrc/device/cuda_api.h), over the host's
-// memory. Streams are threads, so that copies
-// are late and ThreadSanitizer sees every order that is missing. Allocations of a device have borders, which no copy
-// may cross, and addresses that crash who follows them, except those of fake_allocation. Any call can fail. Python's
-// tests load it as a library (tests/harness/fake_cuda.py).
+// memory. Streams are threads, so that copies are late and ThreadSanitizer sees every order that is missing.
+// Allocations of a device have borders, which no copy may cross, and addresses that crash who follows them, except
+// those of fake_allocation. Any call can fail. Python's tests load it as a library (tests/harness/fake_cuda.py).
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -339,9 +338,6 @@ void fake_drain(void* stream) {
 int cudaGetDeviceCount(int* count) {
   return *count = 2, called(__func__, false);
 }
-int cudaGetDevice(int* device) {
-  return *device = contexts.empty() ? 0 : contexts.back(), called(__func__, false);
-}
 int cudaDeviceGetAttribute(int* value, int, int) {
   return *value = answer("host addresses are the device's"), called(__func__, false);
 }
@@ -512,9 +508,6 @@ int cudaHostUnregister(void* memory) {
 
 int cuDeviceGet(int* device, int ordinal) {
   return *device = ordinal, called(__func__, false);
-}
-int cuDeviceGetName(char* name, int, int) {
-  return std::strcpy(name, "Fake"), 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__, false);

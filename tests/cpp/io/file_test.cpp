@@ -1,29 +1,16 @@
 #include "io/file.h"
 
-#include <fcntl.h>
-
 #include <cerrno>
 
 #include "base/error.h"
 #include "base/memory.h"
+#include "data_files.h"
 #include "error_of.h"
-#include "scratch.h"
 
 namespace vescale_ckpt::io {
 namespace {
 
-class FileTest : public ScratchTest {
- protected:
-  // A file of `bytes` of which nothing is in the page cache.
-  std::string cold_file(uint64_t bytes) const {
-    write_file(path("cold"), std::string(bytes, 'c'));
-    const int fd = system::open(path("cold").c_str(), O_RDONLY, 0);
-    EXPECT_EQ(system::sync(fd), 0);
-    EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
-    system::close(fd);
-    return path("cold");
-  }
-};
+class FileTest : public ScratchTest {};
 
 TEST_F(FileTest, IsCreatedWhereThereIsNone) {
   {
@@ -71,7 +58,9 @@ TEST_F(FileTest, FallsBackStepByStep) {
 }
 
 TEST_F(FileTest, ReadsWhatIsCachedFromTheCache) {
-  const std::string cold = cold_file(1 << 20);
+  const std::string cold = path("cold");
+  write_file(cold, std::string(1 << 20, 'c'));
+  drop_cache(cold);
   const auto file = File::open(cold, Access::direct);
   EXPECT_EQ(file->size(), 1u << 20);
   EXPECT_NE(file->access(), Access::buffered);

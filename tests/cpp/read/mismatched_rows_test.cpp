@@ -5,7 +5,8 @@
 
 #include "base/error.h"
 #include "data_files.h"
-#include "tables.h"
+#include "error_of.h"
+#include "tensors.h"
 
 namespace vescale_ckpt::read {
 namespace {

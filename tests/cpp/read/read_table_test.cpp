@@ -1,13 +1,13 @@
-#include "read/read_table.h"
+#include "read/reader.h"
 
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <random>
 
-#include "io/box_copy.h"
-#include "tables.h"
-#include "write/write_table.h"
+#include "error_of.h"
+#include "io/box.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::read {
 namespace {

@@ -10,13 +10,12 @@
 #include <set>
 #include <tuple>
 
-#include "base/append.h"
 #include "base/error.h"
-#include "io/box_copy.h"
-#include "read/read_table.h"
+#include "error_of.h"
+#include "io/box.h"
+#include "read/reader.h"
 #include "share/route_tables.h"
-#include "share/split_reads.h"
-#include "tables.h"
+#include "state/tables.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::share {
@@ -673,8 +672,8 @@ TEST(SplitReads, RowsOfARecordStayTogetherOnAllRanks) {
   };
   Words first, second;  // which number files differently
   for (int64_t i = 0; i < 60; ++i) {
-    append(first, row(i, i % 2, 1000 * (i / 2)));
-    append(second, row(59 - i, 1 - i % 2, 1000 * (i / 2)));
+    state::append(first, row(i, i % 2, 1000 * (i / 2)));
+    state::append(second, row(59 - i, 1 - i % 2, 1000 * (i / 2)));
   }
   const std::vector<std::string> ab{"a", "b"}, ba{"b", "a"};
   EXPECT_EQ(last_record(first), 29000);

@@ -9,11 +9,11 @@
 #include <set>
 
 #include "base/error.h"
-#include "io/box_copy.h"
-#include "read/read_table.h"
+#include "error_of.h"
+#include "io/box.h"
+#include "read/reader.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
-#include "tables.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::share {
@@ -290,20 +290,20 @@ TEST(WriteRoutes, RefusesFilesWithoutWriters) {
 
 TEST(WriteRoutes, TablesOfWhatIsHeldNameTheRowThatMakesNoSense) {
   const Memory memory(400);
-  const Words table = {code_of("float32"), address(memory), 1, 10, 1}, rows = {3};
+  const Words table = {dtype_code("float32"), address(memory), 1, 10, 1}, rows = {3};
   const HeldRows held(table, rows);
   EXPECT_NE(held.find(3), nullptr);
   EXPECT_EQ(held.find(0), nullptr);
   EXPECT_EQ(held.find(4), nullptr);
   const auto own = [&](int64_t row, int64_t size, int64_t offset) {
-    return Words{row, 0, 64, 400, -1, code_of("float32"), 1, 100, 0, size, offset};
+    return Words{row, 0, 64, 400, -1, dtype_code("float32"), 1, 100, 0, size, offset};
   };
   EXPECT_EQ(make_box_table(own(3, 4, 6), held),
-            (Words{0, 64, 400, -1, code_of("float32"), 1, 100, 0, 4, address(memory) + 24, 1}));
+            (Words{0, 64, 400, -1, dtype_code("float32"), 1, 100, 0, 4, address(memory) + 24, 1}));
   EXPECT_TRUE(make_box_table(own(2, 4, 6), held).empty());
   EXPECT_EQ(row_of_error([&] { make_box_table(own(3, 4, 7), held); }), 0);
   EXPECT_EQ(row_of_error([&] { make_box_table(Words{3, 0, 64}, held); }), 0);
-  const Words place = {-1, 0, 3, code_of("float32"), 1, 4, 0, 4, 6}, memories = {-1, address(memory), 16};
+  const Words place = {-1, 0, 3, dtype_code("float32"), 1, 4, 0, 4, 6}, memories = {-1, address(memory), 16};
   EXPECT_EQ(row_of_error([&] { make_gather_table(place, held, memories); }), -2);
   EXPECT_EQ(row_of_error([&] { make_gather_table(place, held, Words{-1, address(memory), 15}); }), 0);
   EXPECT_EQ(row_of_error([&] { make_gather_table(place, held, Words{}); }), 0);

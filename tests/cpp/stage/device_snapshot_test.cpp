@@ -7,12 +7,12 @@
 #include <thread>
 
 #include "base/error.h"
-#include "device/notes.h"
+#include "device/cuda.h"
 #include "error_of.h"
 #include "fakes/fake_runtime.h"
 #include "stage/snapshot.h"
 #include "tensors.h"
-#include "write/write_table.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
 namespace {

@@ -14,8 +14,8 @@
 #include "base/system.h"
 #include "error_of.h"
 #include "io/table_cursor.h"
-#include "tables.h"
-#include "write/write_table.h"
+#include "tensors.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -124,6 +124,16 @@ State some_of_everything() {
   state.add_view("int32", matrix, {400, 350}, {1, 400});
   state.add("int8", {});
   return state;
+}
+
+TEST_F(SnapshotTest, CopiesAnyLengthFromAndToAnyAddress) {
+  State state;
+  for (const int64_t bytes : {1, 63, 64, 511, 512, 513, 640, 4095, 4096, 4097, 4160, 8191, 70'000, (4 << 20) + 1}) {
+    for (const uint64_t from : {0, 1, 24, 64}) state.add("uint8", {bytes}, from);  // the large ones are cut anywhere
+  }
+  Snapshot snapshot(state.table(), kUnlimited, 1, arena_);
+  snapshot.copy(1);
+  state.expect_copied(snapshot);
 }
 
 TEST_F(SnapshotTest, HoldsWhatTheStateWas) {

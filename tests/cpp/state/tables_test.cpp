@@ -1,14 +1,14 @@
 #include "state/tables.h"
-#include "state/shared_memory.h"
 
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <random>
 
-#include "read/read_table.h"
-#include "tables.h"
-#include "write/write_table.h"
+#include "error_of.h"
+#include "read/reader.h"
+#include "tensors.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::state {
 namespace {
@@ -25,7 +25,7 @@ Words joined(const std::vector<Words>& rows) {
 
 // A state of three items: a chunk [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
 struct State {
-  Words tensors = {1000, code_of("int16"), kHostDevice, 2, 8, 5, 5, 1, 5000, code_of("float64"), kHostDevice, 0};
+  Words tensors = {1000, dtype_code("int16"), kHostDevice, 2, 8, 5, 5, 1, 5000, dtype_code("float64"), kHostDevice, 0};
   Words sources = {0, 2, 2, 1, -1, 0, 1, 0};
   std::vector<std::byte> ready{std::byte{1}, std::byte{1}};
   std::vector<std::byte> packed = pack();
@@ -34,9 +34,9 @@ struct State {
   static std::vector<std::byte> pack() {
     const Words shape = {100, 50}, offset = {40, 10}, size = {4, 3};
     InventoryBuilder builder;
-    builder.add({"chunk", ItemKind::shard, static_cast<uint8_t>(code_of("int16")), 0, 24, shape, offset, size});
+    builder.add({"chunk", ItemKind::shard, static_cast<uint8_t>(dtype_code("int16")), 0, 24, shape, offset, size});
     builder.add({"object", ItemKind::object, 0, 0, 7, {}, {}, {}});
-    builder.add({"scalar", ItemKind::tensor, static_cast<uint8_t>(code_of("float64")), 0, 8, {}, {}, {}});
+    builder.add({"scalar", ItemKind::tensor, static_cast<uint8_t>(dtype_code("float64")), 0, 8, {}, {}, {}});
     return builder.pack();
   }
   StateTables tables() const { return {inventory, sources, tensors, ready}; }
@@ -65,7 +65,7 @@ TEST(SameShapes, LooksAtDtypesAndShapesAlone) {
 
 TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
   const auto ready = [](int64_t rows, int64_t stride, int64_t offset, int64_t bytes, int lazy = 0) {
-    const Words table = {4096, code_of("int16"), kHostDevice, 2, rows, 3, stride, 1};
+    const Words table = {4096, dtype_code("int16"), kHostDevice, 2, rows, 3, stride, 1};
     const Words offsets = {offset}, storage = {bytes};
     const std::vector<std::byte> flags = {static_cast<std::byte>(lazy)};
     return ready_tensors(TensorTable(table), false, flags, offsets, storage)[0] == kOnHost;
@@ -86,7 +86,7 @@ TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
 
 TEST(ReadyTensors, HaveMemory) {
   const auto ready = [](int64_t address, int64_t rows, int64_t offset) {
-    const Words table = {address, code_of("int16"), kHostDevice, 1, rows, 1}, offsets = {offset}, storage = {1000};
+    const Words table = {address, dtype_code("int16"), kHostDevice, 1, rows, 1}, offsets = {offset}, storage = {1000};
     return ready_tensors(TensorTable(table), false, std::vector<std::byte>(1), offsets, storage)[0] == kOnHost;
   };
   EXPECT_TRUE(ready(4096, 3, 0));
@@ -97,7 +97,7 @@ TEST(ReadyTensors, HaveMemory) {
 }
 
 TEST(DenseAndApart, MayTouchAndMayBeEmpty) {
-  const int64_t float32 = code_of("float32");
+  const int64_t float32 = dtype_code("float32");
   const Words apart = {4096, float32, 1, 2, 2, 3, 3, 1, 4120, float32, 1, 0, 4000, float32, 1, 3, 4, 1, 6, 6, 9, 1};
   EXPECT_TRUE(are_dense_and_apart(TensorTable(apart)));
   EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 9, 1, 4100, float32, 1, 2, 5, 0, 7, 7})));
@@ -106,7 +106,7 @@ TEST(DenseAndApart, MayTouchAndMayBeEmpty) {
 }
 
 TEST(DenseAndApart, IsFalseOfGapsAndOfSharedBytes) {
-  const int64_t float32 = code_of("float32");
+  const int64_t float32 = dtype_code("float32");
   EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 2, 2, 3, 1, 2})));
   EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 0})));
   EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 1, 4107, float32, 1, 0})));
@@ -161,7 +161,7 @@ TEST(MakeCopyTable, SaysOnWhichDeviceEachRowIs) {
 
 TEST(MakeWriteTable, FindsChunks) {
   const State state;
-  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const int64_t int16 = dtype_code("int16"), float64 = dtype_code("float64");
   const Words table = state.write({0, -1, 0, 0,  //
                                    1, -1, 0, 0,  // an object has no row
                                    0, 0,  1, 2,  // two of its rows
@@ -181,9 +181,9 @@ TEST(MakeWriteTable, FindsChunksInStridedMemory) {
   State state;
   state.tensors[6] = 1;  // transposed: strides 1, 8
   state.tensors[7] = 8;
-  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{code_of("int16"), 1000 + 2 * (3 + 8), 2, 2, 3, 1, 8}));
+  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{dtype_code("int16"), 1000 + 2 * (3 + 8), 2, 2, 3, 1, 8}));
   state.tensors[6] = 0;  // expanded
-  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{code_of("int16"), 1000 + 2 * 8, 2, 2, 3, 0, 8}));
+  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{dtype_code("int16"), 1000 + 2 * 8, 2, 2, 3, 0, 8}));
 }
 
 TEST(MakeWriteTable, NamesTheRowThatMakesNoSense) {
@@ -214,8 +214,8 @@ TEST(MakeWriteTable, RefusesWhatIsNotInItsTensor) {
   EXPECT_EQ(after([](State& state) { state.sources[3] = 3; }), 1);
   EXPECT_EQ(after([](State& state) { state.sources[2] = -1; }), 1);
   EXPECT_EQ(after([](State& state) { state.sources[2] = kMost; }), 1);
-  EXPECT_EQ(after([](State& state) { state.tensors[6] = kMost; }), 1);               // stride
-  EXPECT_EQ(after([](State& state) { state.tensors[1] = code_of("float16"); }), 1);  // dtype
+  EXPECT_EQ(after([](State& state) { state.tensors[6] = kMost; }), 1);                  // stride
+  EXPECT_EQ(after([](State& state) { state.tensors[1] = dtype_code("float16"); }), 1);  // dtype
   EXPECT_EQ(after([](State& state) { state.tensors[1] = -1; }), 1);
   EXPECT_EQ(after([](State& state) { state.tensors[2] = 2; }), 1);  // device
   EXPECT_EQ(after([](State& state) { state.tensors[2] = -1; }), 1);
@@ -241,7 +241,7 @@ TEST(StateTables, BelongTogether) {
 
 TEST(MakeReadTable, FindsChunks) {
   const State state;
-  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const int64_t int16 = dtype_code("int16"), float64 = dtype_code("float64");
   const FillTable made = state.read({0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
                                      2, 0, 64,   500,  -1, float64, 0});
   const Words& table = made.copies.rows;
@@ -256,10 +256,10 @@ TEST(MakeReadTable, FindsChunks) {
 
 TEST(MakeReadTable, LeavesOutWhatTheEngineCannotFillFast) {
   State state;
-  const int64_t int16 = code_of("int16");
-  const Words rows = {0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 2, 1, 1, 2,  //
-                      0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 1, 3, 1, 0, 2, 0, 64, 500, -1, code_of("float64"),
-                      0};
+  const int64_t int16 = dtype_code("int16");
+  const Words rows = {
+      0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 2, 1, 1, 2,  //
+      0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 1, 3, 1, 0, 2, 0, 64, 500, -1, dtype_code("float64"), 0};
   state.tensors[2] = kCudaDevice + (int64_t{3} << 32);
   state.ready[0] = std::byte{kOnDevice + 3};
   FillTable made = state.read(rows);
@@ -273,7 +273,7 @@ TEST(MakeReadTable, LeavesOutWhatTheEngineCannotFillFast) {
 
 TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
   const State state;
-  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const int64_t int16 = dtype_code("int16"), float64 = dtype_code("float64");
   const auto with = [&](const Words& row) {
     return row_of_error([&] { state.read(joined({{2, 0, 64, 500, -1, float64, 0}, row})); });
   };
@@ -304,7 +304,7 @@ TEST(MakeTables, SurviveRandomNumbers) {
   for (int round = 0; round < 20000; ++round) {
     State state;
     Words part = {0, 0, 1, 2, 2, -1, 0, 0};
-    Words reads = {0, 7, 0, 50, 9, code_of("int16"), 2, 10, 20, 3, 5, 2, 1, 1, 2};
+    Words reads = {0, 7, 0, 50, 9, dtype_code("int16"), 2, 10, 20, 3, 5, 2, 1, 1, 2};
     for (Words* words : {&state.tensors, &state.sources, &part, &reads}) noise(*words);
     for (const auto& make :
          std::vector<std::function<void()>>{[&] { state.write(part); }, [&] { state.read(reads); }}) {
@@ -323,7 +323,7 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   State state;
   const Memory own(100), of_peer(50);
   const Words memories = {-1, address(own), 100, 7, address(of_peer), 50};
-  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const int64_t int16 = dtype_code("int16"), float64 = dtype_code("float64");
   // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's chunk; the scalar.
   const Words places = {-1, 10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 7, 40, 2, float64, 0};
   const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
@@ -333,7 +333,7 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   EXPECT_TRUE(make(places).rest.empty());
 
   Words other = places;
-  other[3] = code_of("float16");  // as it is stored: what is to be filled is of another dtype
+  other[3] = dtype_code("float16");  // as it is stored: what is to be filled is of another dtype
   EXPECT_EQ(make(other).rest, (Words{0}));
   state.ready[1] = std::byte{0};
   EXPECT_EQ(make(places).rest, (Words{1}));

@@ -1,16 +1,15 @@
 // Files that several writers fill: each only its own bytes, whatever way they take, and checksums of the whole.
-#include "write/box_writer.h"
+#include "write/placed_boxes.h"
 
 #include <algorithm>
 #include <functional>
 #include <numeric>
 #include <thread>
 
-#include "access_test.h"
 #include "base/error.h"
 #include "data_files.h"
 #include "error_of.h"
-#include "tables.h"
+#include "tensors.h"
 
 namespace vescale_ckpt::write {
 namespace {

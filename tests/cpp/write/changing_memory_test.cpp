@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "data_files.h"
-#include "tables.h"
-#include "write/box_writer.h"
+#include "tensors.h"
+#include "write/placed_boxes.h"
 
 namespace {
 std::function<void()>* before_write = nullptr;

@@ -32,13 +32,16 @@ class Failure : public AccessTest {
     return file;
   }
 
-  void expect_readable(const WrittenFile& file) const {
+  void expect_readable(const WrittenFile& file) const { expect_readable(file, options()); }
+
+  static void expect_readable(const WrittenFile& file, const io::EngineOptions& options) {
     std::vector<Memory> targets;
     std::vector<read::ReadItem> items;
     for (size_t i = 0; i < tensors().size(); ++i) {
-      items.push_back(tensors()[i].item(0, file.records[i], targets.emplace_back(tensors()[i].memory.size()).data()));
+      const Memory& target = targets.emplace_back(tensors()[i].memory.size(), i % 2 == 0 ? kTorchPlace : 24);
+      items.push_back(tensors()[i].item(0, file.records[i], target.data()));
     }
-    EXPECT_TRUE(read_items(file.path, items, options())->unread.empty());
+    EXPECT_TRUE(read_items(file.path, items, options)->unread.empty());
     for (size_t i = 0; i < items.size(); ++i) EXPECT_TRUE(targets[i].text() == tensors()[i].memory.text());
   }
 };
@@ -113,14 +116,7 @@ TEST_P(Failure, OfMemoryToGrowIsNoFailure) {
     for (size_t i = 0; i < written.size(); ++i) {
       threads.emplace_back([&, i] {
         written[i] = write_data_file(path(std::to_string(i)), sources_of(tensors()), tight);
-        std::vector<Memory> targets;
-        std::vector<read::ReadItem> items;
-        for (size_t j = 0; j < tensors().size(); ++j) {
-          targets.emplace_back(tensors()[j].memory.size(), 24);
-          items.push_back(tensors()[j].item(0, written[i].records[j], targets.back().data()));
-        }
-        read_items(written[i].path, items, tight);
-        for (size_t j = 0; j < items.size(); ++j) EXPECT_TRUE(targets[j].text() == tensors()[j].memory.text());
+        expect_readable(written[i], tight);
       });
     }
   }

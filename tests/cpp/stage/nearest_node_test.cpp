@@ -1,11 +1,10 @@
-#include "device/nearest_node.h"
-
 #include <filesystem>
 #include <fstream>
 
 #include "scratch.h"
+#include "stage/device_pipelines.h"
 
-namespace vescale_ckpt::device {
+namespace vescale_ckpt::stage {
 namespace {
 
 class NearestNodeTest : public ScratchTest {
@@ -19,6 +18,7 @@ class NearestNodeTest : public ScratchTest {
   void place(const std::string& pci_address, const std::string& node) {
     write("bus/pci/devices/" + pci_address + "/numa_node", node);
   }
+  std::optional<int> nearest(std::vector<std::string> addresses) { return nearest_node(addresses, path("sys")); }
 };
 
 TEST_F(NearestNodeTest, IsThatOfAllAcceleratorsInUse) {
@@ -26,14 +26,10 @@ TEST_F(NearestNodeTest, IsThatOfAllAcceleratorsInUse) {
   place("0000:3b:00.0", "1");
   place("0000:5e:00.0", "1");
   place("0000:af:00.0", "0");
-  NearestNode nearest(path("sys"));
-  EXPECT_EQ(nearest.node(), std::nullopt);
-  nearest.add("0000:3B:00.0");  // as CUDA writes it
-  EXPECT_EQ(nearest.node(), 1);
-  nearest.add("0000:5e:00.0");
-  EXPECT_EQ(nearest.node(), 1);
-  nearest.add("0000:af:00.0");
-  EXPECT_EQ(nearest.node(), std::nullopt);
+  EXPECT_EQ(nearest({}), std::nullopt);
+  EXPECT_EQ(nearest({"0000:3B:00.0"}), 1);  // as CUDA writes it
+  EXPECT_EQ(nearest({"0000:3b:00.0", "0000:5e:00.0"}), 1);
+  EXPECT_EQ(nearest({"0000:3b:00.0", "0000:5e:00.0", "0000:af:00.0"}), std::nullopt);
 }
 
 TEST_F(NearestNodeTest, IsNoneWhereTheSystemDoesNotKnowIt) {
@@ -41,27 +37,20 @@ TEST_F(NearestNodeTest, IsNoneWhereTheSystemDoesNotKnowIt) {
   place("0000:3b:00.0", "-1");
   place("0000:5e:00.0", "2");
   for (const char* unknown : {"0000:3b:00.0", "0000:ff:00.0", ""}) {
-    NearestNode nearest(path("sys"));
-    nearest.add(unknown);
-    EXPECT_EQ(nearest.node(), std::nullopt);
-    nearest.add("0000:5e:00.0");
-    EXPECT_EQ(nearest.node(), std::nullopt);
+    EXPECT_EQ(nearest({unknown}), std::nullopt);
+    EXPECT_EQ(nearest({unknown, "0000:5e:00.0"}), std::nullopt);
   }
-  NearestNode nearest(path("sys"));
-  nearest.add("0000:5e:00.0");
-  EXPECT_EQ(nearest.node(), 2);
+  EXPECT_EQ(nearest({"0000:5e:00.0"}), 2);
 }
 
 TEST_F(NearestNodeTest, IsNoneOnMachinesOfOneNode) {
   place("0000:3b:00.0", "0");
-  NearestNode nearest(path("sys"));
-  nearest.add("0000:3b:00.0");
-  EXPECT_EQ(nearest.node(), std::nullopt);  // no such file
+  EXPECT_EQ(nearest({"0000:3b:00.0"}), std::nullopt);  // no such file
   have_nodes("0");
-  EXPECT_EQ(nearest.node(), std::nullopt);
+  EXPECT_EQ(nearest({"0000:3b:00.0"}), std::nullopt);
   have_nodes("0-1");
-  EXPECT_EQ(nearest.node(), 0);
+  EXPECT_EQ(nearest({"0000:3b:00.0"}), 0);
 }
 
 }  // namespace
-}  // namespace vescale_ckpt::device
+}  // namespace vescale_ckpt::stage
