@@ -21,15 +21,15 @@ from .._checkpoint.native.lazy_metadata import metadata_of_plan
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
-from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._engine.tensor_checks import holds_any
 from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
 from .._engine.wrapper_tensors import type_name
 from .._plan import replicas
-from .._plan.plan_cache import KeptLocalPlan, PlanCache, describe_changes
+from .._plan.plan_cache import KeptLocalPlan, MadeFor, PlanCache, describe_changes
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
-from .._state.chunks import needs_fields, tells_chunks
+from .._state.chunks import needs_fields
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrap_per_rank
@@ -205,10 +205,6 @@ class SavePlanner(DefaultSavePlanner):
                 if write_item.type == WriteItemType.BYTE_IO
                 else resolved
             )
-        value: Any = self.state_dict.get(write_item.index.fqn)
-        looks_up = self._overrides("lookup_object", "transform_object") or tells_chunks(value, loading=False)
-        if is_plain_tensor(value) and not looks_up:
-            return value  # type: ignore[no-any-return]  # a plain tensor: no lookup is needed
         return super().resolve_data(write_item)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -247,17 +243,14 @@ class SavePlanner(DefaultSavePlanner):
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
 
         `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
-        kept = self._cache.local_plan(*self._made_for(description))
+        kept = self._cache.local_plan(self._made_for(description))
         if kept is not None:
             check, checked = replicas.replica_sum(description, kept.holders, on_devices)
             return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position, check=check, checked=checked)
         return self.full_local_plan(description, on_devices)
 
-    def _made_for(
-        self, description: Description
-    ) -> tuple[bytes, dict[str, Any] | None, str, bool, tuple[int, ...] | None]:
-        """What a local plan depends on. The coordinator of another group does not have the global plan."""
-        return description.inventory, self._paths, self._structure, self.is_coordinator, self.ranks
+    def _made_for(self, description: Description) -> MadeFor:
+        return MadeFor(self.is_coordinator, self.ranks, description.inventory, self._structure, self._paths)
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
@@ -324,9 +317,9 @@ class SavePlanner(DefaultSavePlanner):
         made_for = self._made_for(description)
         kept: KeptLocalPlan | None
         if plan.local_plan is not None:
-            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for, holders=plan.holders)
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, made_for, plan.holders)
         else:
-            kept = self._cache.local_plan(*made_for)
+            kept = self._cache.local_plan(made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and plan.plan_id != NOT_KEPT:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -21,19 +22,20 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
 from .._observe.timeline import Timeline
-from .._plan.save_plan import PackedResults
+from .._plan.save_plan import PackedItems, PackedResults
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
 from .._write.layout import Layout, SaveOptions, new_save_id
 from .._write.native_layout import NativeLayout
+from .._write.rank_save import RankSave
 from .._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
+from .overrides import is_method_of
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
-from .write_plan import write_plan
 
 FORMATS = ("dcp", "safetensors")
 
@@ -168,7 +170,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         future: Future[list[WriteResult]] = Future()
         with gc_paused(), self._in_phase("write"):
             try:
-                results, self.last_stats = write_plan(self._this_layout, plan, planner)
+                results, self.last_stats = _write(self._this_layout, plan, planner)
             except BaseException:
                 self._end()
                 raise
@@ -230,6 +232,26 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def close(self) -> None:
         Stager().close()
+
+
+def _write(layout: Layout, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:
+    """Writes the plan that the coordinator answered with. Returns what it needs from this rank to commit."""
+    items, save = layout.take_answer(plan), RankSave(layout)
+    if layout.options.single_file and isinstance(items, PackedItems) and items.is_of(planner):
+        stats = save.write(items)
+    else:
+        state = getattr(planner, "state_dict", None)
+        state = state if isinstance(state, dict) else {}
+        items, stats = save.write_items(items, planner.resolve_data, state, makes_tensors=_makes_tensors(planner))
+    return layout.results(items), stats
+
+
+def _makes_tensors(planner: SavePlanner) -> bool:
+    """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
+    return not isinstance(planner, DefaultSavePlanner) or not all(
+        is_method_of(planner, name, DefaultSavePlanner, OurSavePlanner)
+        for name in ("resolve_data", "lookup_object", "transform_object")
+    )
 
 
 def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:

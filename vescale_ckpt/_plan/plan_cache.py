@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C
 from .._engine.rows import OBJECT
@@ -13,19 +13,25 @@ from .save_plan import GlobalSavePlan
 MOST_PLANS = 4  # one planner may save so many forms of state in turn
 
 
+class MadeFor(NamedTuple):
+    """What a local plan depends on. The coordinator of another group does not have the global plan."""
+
+    coordinates: bool  #: whether this rank coordinates
+    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
+    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
+    structure: str  #: `Structure.pack`: what the paths leave out
+    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
+
+
 @dataclass(frozen=True)
 class KeptLocalPlan:
-    """This rank's local plan of a global plan that all ranks agreed on, with the inputs of the plan."""
+    """This rank's local plan of a global plan that all ranks agreed on."""
 
     plan_id: bytes  #: id of the global plan
     position: int  #: the rank that the local plan is for, within the group of the global plan
     local_plan: bytes
-    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
-    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
-    structure: str  #: `Structure.pack`: what the paths leave out
-    coordinates: bool  #: whether this rank coordinated
-    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
-    holders: bytes = b""  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
+    made_for: MadeFor
+    holders: bytes  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
 
 
 Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
@@ -46,30 +52,16 @@ class PlanCache:
 
     def begin(self) -> None:
         if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
-            self.forget_local_plans()
+            self._local_plans.clear()  # global plans stay, because other ranks may still name them
         self._is_planning = True
 
     def end(self) -> None:
         """Notes that this rank has accepted its local plan."""
         self._is_planning = False
 
-    def forget_local_plans(self) -> None:
-        """Forgets the local plans. Keeps global plans, because other ranks may still name them."""
-        self._local_plans.clear()
-
-    def local_plan(
-        self,
-        inventory: bytes,
-        paths: Mapping[str, Any] | None,
-        structure: str,
-        coordinates: bool,
-        ranks: tuple[int, ...] | None,
-    ) -> KeptLocalPlan | None:
-        inputs = coordinates, ranks, inventory, structure, paths
+    def local_plan(self, made_for: MadeFor) -> KeptLocalPlan | None:
         for kept in reversed(self._local_plans.values()):
-            if (kept.coordinates, kept.ranks, kept.inventory, kept.structure, kept.paths) != inputs:
-                continue
-            if not coordinates or self.global_plan(kept.plan_id) is not None:
+            if kept.made_for == made_for and (not made_for.coordinates or kept.plan_id in self._global_plans):
                 return kept
         return None
 
@@ -78,7 +70,7 @@ class PlanCache:
 
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.inventory for kept in reversed(self._local_plans.values())), None)
+        return next((kept.made_for.inventory for kept in reversed(self._local_plans.values())), None)
 
     def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
         return self._global_plans.get(plan_id)

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -17,7 +17,7 @@ from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
-from .lazy_list import LazyList
+from .save_plan import LazyList
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class ReadRow:
     dest_offset: tuple[int, ...] = ()  #: within the item's chunk
 
 
-class PlannedReads(Protocol):
-    """The attributes of `_C.LoadPlan` that this module uses."""
+@dataclass(frozen=True)
+class ItemReads:
+    """The reads of DCP's items, in the form of `_C.LoadPlan`."""
 
-    @property
-    def reads(self) -> bytes: ...
-    @property
-    def objects(self) -> bytes: ...
-    @property
-    def files(self) -> list[str]: ...
+    reads: bytes
+    objects: bytes
+    files: list[str]
+
+
+PlannedReads = _C.LoadPlan | ItemReads
 
 
 class PackedReads(LazyList):

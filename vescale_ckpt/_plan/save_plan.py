@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
 from ..settings import Placement
-from .lazy_list import LazyList
 
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
@@ -114,6 +113,32 @@ class SavePlans(list[SavePlan]):
     def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
         super().__init__(answers)
         self.planned = planned
+
+
+class LazyList(Sequence[Any]):
+    """A sequence whose items are built at the first access. Pickles as a list."""
+
+    _built: list[Any] | None = None
+
+    def _build(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _items(self) -> list[Any]:
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self._items()),)
 
 
 class PackedItems(LazyList):
