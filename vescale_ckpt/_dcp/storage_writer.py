@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -49,7 +48,7 @@ def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
     return Safetensors() if format == "safetensors" else None
 
 
-class StorageWriter(DcpStorageWriter, AsyncStager):
+class StorageWriter(DcpStorageWriter, Stager):
     """Writes a DCP checkpoint that every DCP reads, with checksums and an atomic commit.
 
     Args:
@@ -66,7 +65,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             is not possible.
         process_group: has no effect: DCP tells the writer its rank.
 
-    `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
+    `dcp.async_save` uses the writer as a `Stager` unless another is given: torch's own stager ignores that a tensor is
     lazily conjugated or negated, and saves wrong values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
@@ -221,17 +220,6 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layout": None, "_timeline": None}
-
-    # --- `dcp.async_save` uses the writer as its stager
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return Stager().stage(state_dict)
-
-    def synchronize_staging(self) -> None:
-        """Does nothing: the copy is complete when `stage` returns."""
-
-    def close(self) -> None:
-        Stager().close()
 
 
 def _write(layout: Layout, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:

@@ -50,7 +50,8 @@ class ItemTargets:
     #: planners may hand out memory item by item, and need `commit_tensor` called for each
     are_views: bool = False
     are_covered: bool = False  #: whether the planner has checked that its items fill the tensors
-    put_object: Callable[[ReadItem, Any], None] | None = None  #: takes an object; None: the planner takes its bytes
+    #: takes an object with its key in the state; None: the planner takes its bytes
+    put_object: Callable[[str, Any], None] | None = None
 
 
 class ItemLoad:
@@ -146,7 +147,7 @@ class ItemLoad:
             return
         value = objects.load(data, weights_only=self._load.options.weights_only, key=key)
         if put is not None:
-            put(item, value)
+            put(item.dest_index.fqn, value)
         else:
             # Stock planners unpickle bytes without restriction: they get a pickle that was made here.
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))

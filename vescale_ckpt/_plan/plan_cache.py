@@ -37,22 +37,31 @@ class KeptLocalPlan:
 Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
 
 
+class _LastPlans(dict[bytes, Plan]):
+    """The last `MOST_PLANS` plans by the id of the global plan, in the order of last use."""
+
+    def keep(self, plan: Plan) -> None:
+        self.pop(plan.plan_id, None)
+        self[plan.plan_id] = plan
+        while len(self) > MOST_PLANS:
+            del self[next(iter(self))]
+
+
 class PlanCache:
-    """Local plans, and on the coordinator also global plans: the last `MOST_PLANS` of each.
+    """Local plans, and on the coordinator also global plans.
 
     All ranks put a plan when they use it, and a look-up changes no order. So the coordinator keeps every global plan of
     which some rank keeps its local plan.
     """
 
     def __init__(self) -> None:
-        # {id of the global plan: plan}, in the order of last use.
-        self._local_plans: dict[bytes, KeptLocalPlan] = {}
-        self._global_plans: dict[bytes, GlobalSavePlan] = {}
+        self.local_plans = _LastPlans[KeptLocalPlan]()
+        self.global_plans = _LastPlans[GlobalSavePlan]()
         self._is_planning = False
 
     def begin(self) -> None:
         if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
-            self._local_plans.clear()  # global plans stay, because other ranks may still name them
+            self.local_plans.clear()  # global plans stay, because other ranks may still name them
         self._is_planning = True
 
     def end(self) -> None:
@@ -60,30 +69,14 @@ class PlanCache:
         self._is_planning = False
 
     def local_plan(self, made_for: MadeFor) -> KeptLocalPlan | None:
-        for kept in reversed(self._local_plans.values()):
-            if kept.made_for == made_for and (not made_for.coordinates or kept.plan_id in self._global_plans):
+        for kept in reversed(self.local_plans.values()):
+            if kept.made_for == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
                 return kept
         return None
 
-    def keep_local_plan(self, plan: KeptLocalPlan) -> None:
-        _put(self._local_plans, plan)
-
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.made_for.inventory for kept in reversed(self._local_plans.values())), None)
-
-    def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
-        return self._global_plans.get(plan_id)
-
-    def keep_global_plan(self, plan: GlobalSavePlan) -> None:
-        _put(self._global_plans, plan)
-
-
-def _put(plans: dict[bytes, Plan], plan: Plan) -> None:
-    plans.pop(plan.plan_id, None)
-    plans[plan.plan_id] = plan
-    while len(plans) > MOST_PLANS:
-        del plans[next(iter(plans))]
+        return next((kept.made_for.inventory for kept in reversed(self.local_plans.values())), None)
 
 
 def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:

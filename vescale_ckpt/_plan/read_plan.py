@@ -54,11 +54,10 @@ class PackedReads(LazyList):
     def __init__(
         self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
     ) -> None:
-        self._planner = weakref.ref(planner)
+        self.planner = weakref.ref(planner)
         self.description = description
         self.plan = plan
         self.reads = plan.reads if reads is None else reads  #: reads of tensors: rows of `LoadPlan.reads`
-        self._bytes_alone: dict[bool, int] = {}
 
     def with_reads(self, reads: bytes) -> PackedReads:
         """Returns the same plan with `reads` as its rows of tensors."""
@@ -94,9 +93,7 @@ class PackedReads(LazyList):
 
     def bytes_read_alone(self, verify: bool) -> int:
         """Estimates how many bytes this rank reads for its tensors if no other rank reads for it."""
-        if verify not in self._bytes_alone:
-            self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
-        return self._bytes_alone[verify]
+        return _C.bytes_read_alone(self.reads, self.plan.files, verify)
 
     def _build(self) -> list[ReadItem]:
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
@@ -113,9 +110,6 @@ class PackedReads(LazyList):
             end = at + 7 + 4 * reads[at + 6]
             yield reads[at:end]
             at = end
-
-    def planner(self) -> object | None:
-        return self._planner()
 
     def count_tensors(self) -> int:
         kinds = _C.inventory_kinds(self.description.inventory)

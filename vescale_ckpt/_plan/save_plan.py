@@ -11,6 +11,7 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,7 +86,6 @@ class GlobalSavePlan:
         # The id is random, not a hash of the inputs: equal inputs may give different plans, and all local plans must
         # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
-        self._catalog: _C.Catalog | None = None
 
     def files(
         self,
@@ -98,13 +98,12 @@ class GlobalSavePlan:
         """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank. With
         `target`, writes `.metadata` to it as it is made, and returns its last `TRAILER_BYTES` only."""
         return _C.checkpoint_files(
-            self.catalog(), locations, names, self.paths, directory, save_id, self.structure, target
+            self.catalog, locations, names, self.paths, directory, save_id, self.structure, target
         )
 
+    @cached_property
     def catalog(self) -> _C.Catalog:
-        if self._catalog is None:
-            self._catalog = self.plan.catalog()
-        return self._catalog
+        return self.plan.catalog()
 
 
 class SavePlans(list[SavePlan]):

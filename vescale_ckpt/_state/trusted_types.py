@@ -29,7 +29,7 @@ import torch
 from .._engine import _C, torch_private
 
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
-_KINDS_OF_ARRAYS = "?biufcSUMm"  # objects and fields are refused, because they may contain anything
+_KINDS_OF_ARRAYS = "biufcSUMm"  # objects and fields are refused, because they may contain anything
 
 
 def _fraction(*arguments: Any) -> fractions.Fraction:
@@ -38,7 +38,7 @@ def _fraction(*arguments: Any) -> fractions.Fraction:
     return fractions.Fraction(*arguments)
 
 
-def _bytes(*arguments: Any) -> bytes:
+def no_bytes(*arguments: Any) -> bytes:
     if arguments:  # bytes(n) would take n of memory
         raise pickle.UnpicklingError("bytes with arguments")
     return b""
@@ -63,7 +63,7 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     frozenset: frozenset,
     range: range,
     slice: slice,
-    bytes: _bytes,
+    bytes: no_bytes,
     io.BytesIO: io.BytesIO,
     **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
@@ -97,9 +97,9 @@ class Recorder:
     def _see(self, value: Any) -> None:
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             name = (getattr(value, "__module__", None), value.__qualname__)
-            if not (name in _BY_NAME or _is_torch_s(value, *name) or _is_numpy_s(*name)):
+            if not (name in _BY_NAME or name in _NUMPY or _is_torch_s(value, *name)):
                 self.refused[f"{name[0]}.{name[1]}"] = None
-        elif _is_numpy_dtype(value) and value.kind not in _KINDS_OF_ARRAYS.replace("?", "b"):
+        elif _is_numpy_dtype(value) and value.kind not in _KINDS_OF_ARRAYS:
             self.refused[f"numpy.dtype {value.str}"] = None
 
 
@@ -107,12 +107,6 @@ def _is_torch_s(value: Any, module: str | None, name: str) -> bool:
     if module in ("torch", "torch.storage") and name.endswith("Storage"):
         return True
     return any(value is known for known in (*torch_private.weights_only_globals().values(), *_of_the_user().values()))
-
-
-def _is_numpy_s(module: str | None, name: str) -> bool:
-    return (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")) or (
-        module in _ARRAYS and name in ("_reconstruct", "scalar")
-    )
 
 
 def _is_numpy_dtype(value: Any) -> bool:
@@ -155,9 +149,6 @@ class _Unfinished:
 
     def __init__(self) -> None:
         self.memos: list[int] = []  #: the memo numbers of the value in the pickle
-
-    def built(self, state: Any) -> Any:
-        raise NotImplementedError
 
 
 class _Dtype(_Unfinished):
