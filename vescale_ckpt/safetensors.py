@@ -37,7 +37,7 @@ from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import device_notes, to_device
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
-from ._state.watch import WatchedState, changed_meanwhile
+from ._state.watch import Watch, changed_meanwhile, watch_values
 from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
@@ -82,7 +82,9 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     reads = _read_as_they_are(tensors)
     if reads is None:
         _check_tensors(tensors)
-    watch = WatchedState(tensors, reads)
+        watch = watch_values(tensors.items())
+    else:
+        watch = Watch(list(tensors), list(tensors.values()), reads)
     texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
     if any(value in tensors for _, value in texts):
         texts = with_ties(texts, {})

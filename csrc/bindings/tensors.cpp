@@ -88,15 +88,13 @@ py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad
 }
 
 // (inventory, table of sources) of a state of whole tensors, in the order of the names, and of objects, whose positions
-// and sizes are given. None if a tensor is of a dtype that no checkpoint can hold.
+// are given. None if a tensor is of a dtype that no checkpoint can hold.
 py::object inventory_of_tensors(const py::list& names, const py::bytes& table, const py::bytes& requires_grad,
-                                const std::vector<size_t>& objects, const std::vector<uint64_t>& object_bytes,
-                                int64_t node) {
+                                const std::vector<size_t>& objects, int64_t node) {
   const Table words(table);
   const state::TensorTable tensors(words.values());
   const std::span<const std::byte> flags = view(requires_grad);
-  if (objects.size() != object_bytes.size() || flags.size() != tensors.size() ||
-      names.size() != tensors.size() + objects.size()) {
+  if (flags.size() != tensors.size() || names.size() != tensors.size() + objects.size()) {
     throw Error::invalid("expected as many names as tensors and objects");
   }
   state::InventoryBuilder builder;
@@ -107,7 +105,7 @@ py::object inventory_of_tensors(const py::list& names, const py::bytes& table, c
     state::Item item;
     const std::string name = utf8(names[position]);
     if (object < objects.size() && objects[object] == position) {
-      item.bytes = object_bytes[object++];
+      ++object;
       add_source(-1, 0, sources);
     } else {
       const size_t number = position - object;
@@ -226,7 +224,7 @@ void bind_tensors(py::module_& module) {
       },
       "the numbers of tensors that are not contiguous, or have no plain memory");
   module.def("inventory_of_tensors", &inventory_of_tensors, py::arg("names"), py::arg("table"),
-             py::arg("requires_grad"), py::arg("objects"), py::arg("object_bytes"), py::arg("node"));
+             py::arg("requires_grad"), py::arg("objects"), py::arg("node"));
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
   module.def(
       "are_dense_and_apart",

@@ -412,7 +412,7 @@ def test_a_hook_may_be_put_on_a_save_planner_itself(checkpoint: Path) -> None:
 def test_load_planner_may_decode_objects_itself(checkpoint: Path) -> None:
     class Text(LoadPlanner):
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            self.set_object(read_item, f"loaded {torch.load(value, weights_only=True)}")
+            self.put_object(read_item.dest_index.fqn, f"loaded {torch.load(value, weights_only=True)}")
 
     dcp_save(checkpoint, {"a": 1, "nested": {"b": "x"}})
     target = load_with(checkpoint, {"a": 0, "nested": {"b": ""}}, Text())

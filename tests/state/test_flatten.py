@@ -15,7 +15,6 @@ import torch
 from harness.cost import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from vescale_ckpt._state import flatten as flatten_module
@@ -76,13 +75,6 @@ def outcome(function: Any, state: Any) -> Any:
 @given(states)
 def test_equals_the_stock_flattening(state: dict[Any, Any]) -> None:
     assert outcome(flatten, state) == outcome(flatten_state_dict, state)
-
-
-def test_keys_as_before_torch_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": {"b": 1, "c": {"d": 2}}, "e": [{"f": TENSOR}, 3]}
-    monkeypatch.setattr(_version, "_derived_version", "2_3")
-    assert outcome(flatten, state) == outcome(flatten_state_dict, state)
-    assert list(flatten(state)[0]) == ["a", "e.0.f", "e.1"]
 
 
 def test_what_ten_thousand_values_cost() -> None:

@@ -21,9 +21,6 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not plain")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a tensor is not plain")
-
 
 def plain_value(checkpoint: Checkpoint, key: str) -> Any:
     """Returns the value of an object of a native checkpoint; None if it is not plain, damaged, or cannot be read."""

@@ -72,18 +72,8 @@ class FillPlanner(LoadPlanner):
     def misfits(self) -> tuple[list[str], list[Mismatch]]:
         """Keys that the checkpoint does not have, and those whose stored value does not fit. Raises
         `CorruptCheckpointError` if the stored chunks of a tensor do not cover it."""
-        missing, mismatched = self._compared()
+        missing, mismatched = self._by_index(self._misfits_on_index) or self._misfits_in_metadata()
         return missing, [self._explained(entry) for entry in mismatched]
-
-    def _compared(self) -> tuple[list[str], list[Mismatch]]:
-        if self._index is not None:
-            try:
-                found = self._misfits_on_index(self._index)
-                if found is not None:
-                    return found
-            except _C.EngineError:
-                self._index = None  # damaged: `.metadata` is used
-        return self._misfits_in_metadata()
 
     def _explained(self, entry: Mismatch) -> Mismatch:
         """Names the kinds of both sides, and the scales of numbers that no load converts without them."""

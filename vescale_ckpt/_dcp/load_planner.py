@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -33,7 +32,7 @@ from .._plan.read_plan import PackedReads
 from .._state import objects
 from .._state.chunks import chunks_to_read, copy_protocol, read_items, shard_at, tells_chunks
 from .._state.describe import Describer, Description
-from .._state.flatten import Flattener, place
+from .._state.flatten import flatten, place
 from .._state.per_rank import PerRank, Restoring
 from .._state.shared_targets import replaced_targets
 from .._state.structure import Path
@@ -41,7 +40,7 @@ from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
 from .overrides import is_method_of
 
-_IS_META = attrgetter("is_meta")
+_Found = TypeVar("_Found")
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
 #: Methods that return targets and take filled tensors: a subclass that overrides one gets each tensor separately.
 _FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
@@ -68,15 +67,13 @@ class LoadPlanner(DefaultLoadPlanner):
         *,
         allow_cast: bool = False,
     ) -> None:
-        for name, value in (
-            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
-            ("allow_partial_load", allow_partial_load),
-        ):  # fmt: skip
-            checked_flag(name, value)
-        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        super().__init__(
+            checked_flag("flatten_state_dict", flatten_state_dict),
+            checked_flag("flatten_sharded_tensors", flatten_sharded_tensors),
+            checked_flag("allow_partial_load", allow_partial_load),
+        )
         self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
-        self._flattener, self._describer = Flattener(), Describer(loading=True)
 
     def __getstate__(self) -> dict[str, Any]:
         made_by_a_load = ("_reads", "_index", "_per_rank", "metadata", "state_dict")
@@ -92,7 +89,7 @@ class LoadPlanner(DefaultLoadPlanner):
         flat: dict[str, Any] = state_dict
         mappings: dict[str, Path] = {}
         if self.flatten_state_dict:
-            flat, mappings, _ = self._flattener.flatten(state_dict)
+            flat, mappings = flatten(state_dict)
         if not self.flatten_state_dict or _needs_stock_set_up(flat):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
             told = {key: value for key, value in flat.items() if tells_chunks(value, loading=True)}
@@ -115,24 +112,25 @@ class LoadPlanner(DefaultLoadPlanner):
         self._per_rank = Restoring()
 
     def _stored_keys(self, metadata: Metadata) -> Iterable[str]:
+        return self._by_index(_C.Index.keys) or metadata.state_dict_metadata
+
+    def _by_index(self, ask: Callable[[_C.Index], _Found | None]) -> _Found | None:
+        """Returns what `ask` finds on the index. None without an index, and from now on if it is damaged: `.metadata`
+        is used."""
         if self._index is not None:
             try:
-                return self._index.keys()
+                return ask(self._index)
             except _C.EngineError:
                 self._index = None
-        return metadata.state_dict_metadata
+        return None
 
     @gc_paused()
     def create_local_plan(self) -> LoadPlan:
         """DCP calls it second, on each rank. Plans on the index where possible, else on DCP's metadata."""
         assert self.metadata is not None
-        if self._index is not None:
-            try:
-                self._reads = self._plan_on_index(self._index)
-            except _C.EngineError:
-                self._index = None  # damaged: `.metadata` is used
-            if self._reads is not None:
-                return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
+        self._reads = self._by_index(self._plan_on_index)
+        if self._reads is not None:
+            return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
         stored = self.metadata.state_dict_metadata
         objects = (key for key, of in stored.items() if isinstance(of, BytesStorageMetadata))
         if self.flatten_state_dict and not all(key in self.state_dict for key in objects):
@@ -161,7 +159,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
         """The description of the state, and what of it the index has; None if a value cannot be described."""
-        description = self._describer.describe(self.state_dict)
+        description = Describer(loading=True).describe(self.state_dict)
         return description, None if description.other else index.plan_load(description.inventory, self.allow_cast)
 
     def _packs(self) -> bool:
@@ -207,14 +205,6 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._reads is not None:
             assert read_item.dest_index.index is not None
             return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
-        value: Any = self.state_dict[read_item.dest_index.fqn]
-        kind = type(self)
-        stock = (
-            kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
-        )
-        whole = stock and is_plain_tensor(value) and value.shape == read_item.lengths
-        if whole and not tells_chunks(value, loading=True):
-            return value  # type: ignore[no-any-return]  # a whole plain tensor: no lookup is needed
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
 
@@ -225,13 +215,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """DCP's own readers call it for each item of an object. Unpickles without running code."""
         key = read_item.storage_index.fqn
-        self.set_object(read_item, objects.load(value.getvalue(), weights_only=True, key=key))
-
-    def set_object(self, read_item: ReadItem, value: Any) -> None:
-        """Puts a loaded object into the state, under the key of `read_item`."""
-        self.put_object(read_item.dest_index.fqn, value)
+        self.put_object(read_item.dest_index.fqn, objects.load(value.getvalue(), weights_only=True, key=key))
 
     def put_object(self, key: str, value: Any) -> None:
+        """Puts a loaded object into the state."""
         if self._per_rank.take(key, value):
             return
         if self.flatten_state_dict:
@@ -249,10 +236,9 @@ def _on_the_host() -> AbstractContextManager[Any]:
 
 def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
     """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
-    if holds_any(flat, ShardedTensor):
-        return True
-    tensors = {kind for kind in set(map(type, flat.values())) if issubclass(kind, torch.Tensor)}
-    return any(map(_IS_META, [value for value in flat.values() if type(value) in tensors]))
+    return holds_any(flat, ShardedTensor) or any(
+        value.is_meta for value in flat.values() if isinstance(value, torch.Tensor)
+    )
 
 
 def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
@@ -263,7 +249,7 @@ def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
     if not isinstance(planner, LoadPlanner):
         return ItemTargets(planner, views)
     # This package's planner takes the object itself, unless a subclass overrides `load_bytes`.
-    put = planner.set_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
+    put = planner.put_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
     return ItemTargets(planner, views, True, put)
 
 

@@ -21,15 +21,15 @@ from .._checkpoint.native.lazy_metadata import metadata_of_plan
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
-from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._engine.tensor_checks import holds_any
 from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
 from .._engine.wrapper_tensors import type_name
 from .._plan import replicas
-from .._plan.plan_cache import KeptLocalPlan, PlanCache, describe_changes
+from .._plan.plan_cache import KeptLocalPlan, MadeFor, PlanCache, describe_changes
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
-from .._state.chunks import needs_fields, tells_chunks
+from .._state.chunks import has_fields
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrap_per_rank
@@ -72,15 +72,14 @@ class SavePlanner(DefaultSavePlanner):
         placement: Literal["balanced", "lowest_rank"] = "balanced",
     ) -> None:
         # The default planner's own cache is shared by all planners of a class, and does not compare dtypes.
-        super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
-        for name, value in (
-            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
-            ("enable_plan_caching", enable_plan_caching),
-        ):  # fmt: skip
-            checked_flag(name, value)
+        super().__init__(
+            checked_flag("flatten_state_dict", flatten_state_dict),
+            checked_flag("flatten_sharded_tensors", flatten_sharded_tensors),
+            enable_plan_caching=False,
+        )
         if placement not in ("balanced", "lowest_rank"):
             raise ValueError(f"placement: expected one of balanced, lowest_rank, got {placement!r}")
-        self.reuse_plans = enable_plan_caching
+        self.reuse_plans = checked_flag("enable_plan_caching", enable_plan_caching)
         self.placement: Placement = placement
         self._forget()
 
@@ -117,7 +116,9 @@ class SavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             flat, paths, structure = self._flattener.flatten(state_dict)
             state_dict, self.mappings = unwrap_per_rank(flat, paths)
-            self._take_structure(structure)
+            self._structure = structure.pack()
+            if structure.lost:
+                _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
         else:
             state_dict, _ = unwrap_per_rank(state_dict, {})
             self._structure = ""
@@ -199,16 +200,8 @@ class SavePlanner(DefaultSavePlanner):
         """The writer calls it on each rank for each item. Tensors are the state's own memory, not copies."""
         items = self.plan.items
         if isinstance(items, PackedItems):
-            resolved = items.resolve(write_item.index)
-            return (
-                io.BytesIO(objects.dump(resolved, write_item.index.fqn))
-                if write_item.type == WriteItemType.BYTE_IO
-                else resolved
-            )
-        value: Any = self.state_dict.get(write_item.index.fqn)
-        looks_up = self._overrides("lookup_object", "transform_object") or tells_chunks(value, loading=False)
-        if is_plain_tensor(value) and not looks_up:
-            return value  # type: ignore[no-any-return]  # a plain tensor: no lookup is needed
+            resolved: torch.Tensor | io.BytesIO = self.transform_object(write_item, items.resolve(write_item.index))
+            return resolved
         return super().resolve_data(write_item)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -226,12 +219,12 @@ class SavePlanner(DefaultSavePlanner):
         """The state's description. None if a subclass or a value of the state needs DCP's own planning."""
         if not self.packs():
             return None
-        description = self._described()
+        description = self._describer.describe(self.state_dict, node_of_this_process())
         return None if description.other else description
 
     def describe_all(self) -> Description:
         """The state's description. Raises `CheckpointError` with the key of a value that needs DCP's own planning."""
-        description = self._described()
+        description = self._describer.describe(self.state_dict, node_of_this_process())
         for key, value in description.other.items():
             raise CheckpointError(
                 f"{key}: a {type_name(value)} is neither a tensor of one shape, nor chunks of one, nor an object: "
@@ -240,24 +233,18 @@ class SavePlanner(DefaultSavePlanner):
             )
         return description
 
-    def _described(self) -> Description:
-        return self._describer.describe(self.state_dict, node_of_this_process())
-
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
 
         `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
-        kept = self._cache.local_plan(*self._made_for(description))
+        kept = self._cache.local_plan(self._made_for(description))
         if kept is not None:
             check, checked = replicas.replica_sum(description, kept.holders, on_devices)
             return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position, check=check, checked=checked)
         return self.full_local_plan(description, on_devices)
 
-    def _made_for(
-        self, description: Description
-    ) -> tuple[bytes, dict[str, Any] | None, str, bool, tuple[int, ...] | None]:
-        """What a local plan depends on. The coordinator of another group does not have the global plan."""
-        return description.inventory, self._paths, self._structure, self.is_coordinator, self.ranks
+    def _made_for(self, description: Description) -> MadeFor:
+        return MadeFor(self.is_coordinator, self.ranks, description.inventory, self._structure, self._paths)
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
@@ -285,9 +272,9 @@ class SavePlanner(DefaultSavePlanner):
         packed = [plan for plan in plans if isinstance(plan, PackedSavePlan)]
         differ = all(plan.checked for plan in packed) and sum(plan.check for plan in packed) % (1 << 64) != 0
         if not differ and len(named) == 1 and (name := named.pop()) is not None:
-            kept = self._cache.global_plan(name)
+            kept = self._cache.global_plans.get(name)
             if kept is not None and len(kept.inventories) == len(plans):
-                self._cache.keep_global_plan(kept)
+                self._cache.global_plans.keep(kept)
                 return kept, False
         inventories: list[Inventory] = []
         paths, structures = [], []
@@ -299,7 +286,7 @@ class SavePlanner(DefaultSavePlanner):
                 inventories.append(plan.inventory)
                 paths.append(plan.paths)
                 structures.append(plan.structure)
-            elif (kept := self._cache.global_plan(plan.plan_id)) is not None:
+            elif (kept := self._cache.global_plans.get(plan.plan_id)) is not None:
                 inventories.append(kept.inventories[plan.position])
                 paths.append(kept.paths[plan.position])
                 structures.append(kept.structure)
@@ -308,7 +295,7 @@ class SavePlanner(DefaultSavePlanner):
                     f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
                     "saves with this planner. The next save plans afresh"
                 )
-        replicas.warn_of_objects(_objects_of(plan) for plan in plans)
+        replicas.warn_of_objects(plans)
         pieces = len(packed) == len(plans)  # plans of items hold whole tensors
         hashes = [plan.replicas for plan in packed] if pieces and len(plans) > 1 else []
         structure, keep = Structure.merged(structures), self.reuse_plans
@@ -316,21 +303,19 @@ class SavePlanner(DefaultSavePlanner):
         if found := {key: (one, other) for key, one, other in planned.plan.differences}:
             replicas.warn(found)
         if keep:
-            self._cache.keep_global_plan(planned)
+            self._cache.global_plans.keep(planned)
         return planned, True
 
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
         """This rank's local plan, given the coordinator's answer."""
         made_for = self._made_for(description)
-        kept: KeptLocalPlan | None
+        kept = self._cache.local_plan(made_for)
         if plan.local_plan is not None:
-            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for, holders=plan.holders)
-        else:
-            kept = self._cache.local_plan(*made_for)
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, made_for, plan.holders)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and plan.plan_id != NOT_KEPT:
-            self._cache.keep_local_plan(kept)
+            self._cache.local_plans.keep(kept)
         self._cache.end()
         items = PackedItems(self, description, kept.local_plan)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
@@ -338,15 +323,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def kept_plan(self, plan_id: bytes) -> GlobalSavePlan:
         """The kept plan of all ranks with that id. Called on the coordinator, with the id of its own local plan."""
-        kept = self._cache.global_plan(plan_id)
-        assert kept is not None
-        self._cache.keep_global_plan(kept)
+        kept = self._cache.global_plans[plan_id]
+        self._cache.global_plans.keep(kept)
         return kept
-
-    def _take_structure(self, structure: Structure) -> None:
-        self._structure = structure.pack()
-        if structure.lost:
-            _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
 
     def _refuse_fields(self) -> None:
         """Raises `CheckpointError` for a tensor whose fields say what it is a part of, if torch's own planning, which a
@@ -354,7 +333,7 @@ class SavePlanner(DefaultSavePlanner):
         if hasattr(dcp, "CheckpointableTensor"):
             return
         for key, value in self.state_dict.items():
-            if needs_fields(value):
+            if has_fields(value) and not hasattr(value, "__create_write_items__"):
                 raise CheckpointError(
                     f"{key}: this torch does not know CheckpointableTensor (2.14 does), and the planner, or "
                     "another value of the state, needs its planning: save the other values separately",
@@ -389,10 +368,3 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:
     return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
-
-
-def _objects_of(plan: SavePlan) -> tuple[Inventory, bytes] | None:
-    """The inventory and the checksums of objects in a plan. None in a plan that only names a kept one."""
-    if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
-        return None
-    return plan.inventory, plan.digests

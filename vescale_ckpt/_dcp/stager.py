@@ -25,7 +25,7 @@ from .._engine.torch_copies import device_notes
 from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
-from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
+from .._state.watch import local_parts, watch_values
 from .._write import snapshot_budget
 from .._write.host_batches import write_table
 from ..errors import CheckpointError
@@ -49,10 +49,7 @@ class StagedChunks(torch.Tensor):
         return write_items(key, self.told)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, tensor in zip(self.told.chunks, self.told.tensors, strict=True):
-            if chunk.offset == index.offset:
-                return tensor
-        raise ValueError(f"{index.fqn}: expected the offset of a chunk, got {index.offset}")
+        return self.told.at(index)
 
 
 class Stager(AsyncStager):
@@ -83,8 +80,7 @@ class Stager(AsyncStager):
         for path, value in _tensors(state_dict):
             values.setdefault(id(value), value)
             keys.setdefault(id(value), path)
-        watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
-        watch = Watch([tensor for _, tensor in watched])
+        watch = watch_values((_text(keys[number]), value) for number, value in values.items())
         known: dict[int, Any] = {}  # the copy of each tensor, as memo for the deep copy of the containers
         told = {
             number: chunks
@@ -125,8 +121,7 @@ class Stager(AsyncStager):
                     dtype_code(part.dtype, _text(keys[number]))  # raises
         device_notes()  # logs new ones
         staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
-        if changed := watch.changed():
-            raise changed_meanwhile(_text(keys[watched[changed[0]][0]]))
+        watch.check_unchanged()
         for number, of_value in parts.items():
             own = [next(staged) for _ in of_value]
             known[number] = (

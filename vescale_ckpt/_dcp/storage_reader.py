@@ -102,10 +102,10 @@ class StorageReader(DcpStorageReader):
         self.stack = None if stack is None else checked_rules(stack)
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
-        self._load_id = uuid.uuid4().hex
+        #: the id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`.
+        self.load_id = uuid.uuid4().hex
         self.checkpoint: LoadableCheckpoint | None = None  #: the one that is read
         self._metadata_error: CheckpointError | None = None
-        self._is_set_up = False
         self._seen = SeenFiles("", is_data_file)  # identities of the files of this load, to detect a replaced file
         self._lock: Lease | None = None  # keeps clean-ups from removing the checkpoint while it is read
 
@@ -129,18 +129,12 @@ class StorageReader(DcpStorageReader):
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self.checkpoint = None
-        self._is_set_up = False
         self._metadata_error = None
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> str:
         return self.path
-
-    @property
-    def load_id(self) -> str:
-        """The id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`."""
-        return self._load_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP calls it on the coordinator, or with `rank=` on a rank that loads for itself."""
@@ -182,7 +176,6 @@ class StorageReader(DcpStorageReader):
 
     def _begin(self, rank: int | None) -> None:
         self.checkpoint = None
-        self._is_set_up = False
         self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)), is_data_file)
 
     def _lock_checkpoint(self, rank: int | None) -> None:
@@ -194,7 +187,7 @@ class StorageReader(DcpStorageReader):
         """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
         if self.stack is not None:
             found = found.stacked(self.stack)
-        self.checkpoint, load_id = found, self._load_id
+        self.checkpoint, load_id = found, self.load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
         # The function must not refer to the reader or the checkpoint: a reference cycle would keep files open.
@@ -218,7 +211,6 @@ class StorageReader(DcpStorageReader):
         # Others may have changed the metadata that this reader has read: theirs counts.
         found = self.checkpoint or NativeCheckpoint.of(self.path, None, metadata)
         self.checkpoint = found.with_metadata(metadata, index)
-        self._is_set_up = True
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -254,7 +246,7 @@ class StorageReader(DcpStorageReader):
     def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
         """Reads the items of a plan. With `broadcast` ranks read for each other. Raises `ExportedMeanwhileError` if it
         failed because exports replaced what was planned on."""
-        if self.checkpoint is None or not self._is_set_up:
+        if self.checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         options = ReadOptions(
             self.thread_count,

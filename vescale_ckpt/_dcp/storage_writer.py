@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -21,19 +21,20 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
 from .._observe.timeline import Timeline
-from .._plan.save_plan import PackedResults
+from .._plan.save_plan import PackedItems, PackedResults
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
 from .._write.layout import Layout, SaveOptions, new_save_id
 from .._write.native_layout import NativeLayout
+from .._write.rank_save import RankSave
 from .._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
+from .overrides import is_method_of
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
-from .write_plan import write_plan
 
 FORMATS = ("dcp", "safetensors")
 
@@ -47,7 +48,7 @@ def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
     return Safetensors() if format == "safetensors" else None
 
 
-class StorageWriter(DcpStorageWriter, AsyncStager):
+class StorageWriter(DcpStorageWriter, Stager):
     """Writes a DCP checkpoint that every DCP reads, with checksums and an atomic commit.
 
     Args:
@@ -64,7 +65,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             is not possible.
         process_group: has no effect: DCP tells the writer its rank.
 
-    `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
+    `dcp.async_save` uses the writer as a `Stager` unless another is given: torch's own stager ignores that a tensor is
     lazily conjugated or negated, and saves wrong values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
@@ -168,7 +169,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         future: Future[list[WriteResult]] = Future()
         with gc_paused(), self._in_phase("write"):
             try:
-                results, self.last_stats = write_plan(self._this_layout, plan, planner)
+                results, self.last_stats = _write(self._this_layout, plan, planner)
             except BaseException:
                 self._end()
                 raise
@@ -220,16 +221,25 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layout": None, "_timeline": None}
 
-    # --- `dcp.async_save` uses the writer as its stager
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return Stager().stage(state_dict)
+def _write(layout: Layout, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:
+    """Writes the plan that the coordinator answered with. Returns what it needs from this rank to commit."""
+    items, save = layout.take_answer(plan), RankSave(layout)
+    if layout.options.single_file and isinstance(items, PackedItems) and items.is_of(planner):
+        stats = save.write(items)
+    else:
+        state = getattr(planner, "state_dict", None)
+        state = state if isinstance(state, dict) else {}
+        items, stats = save.write_items(items, planner.resolve_data, state, makes_tensors=_makes_tensors(planner))
+    return layout.results(items), stats
 
-    def synchronize_staging(self) -> None:
-        """Does nothing: the copy is complete when `stage` returns."""
 
-    def close(self) -> None:
-        Stager().close()
+def _makes_tensors(planner: SavePlanner) -> bool:
+    """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
+    return not isinstance(planner, DefaultSavePlanner) or not all(
+        is_method_of(planner, name, DefaultSavePlanner, OurSavePlanner)
+        for name in ("resolve_data", "lookup_object", "transform_object")
+    )
 
 
 def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:

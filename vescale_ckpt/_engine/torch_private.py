@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._async_process_executor import (
         _ProcessBasedAsyncCheckpointExecutor as AsyncProcessExecutor,
     )
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors as flatten_sharded_tensors
-    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
@@ -60,13 +58,10 @@ __all__ = [
     "dtensor_layouts",
     "dtensor_over",
     "flatten_sharded_tensors",
-    "flatten_state_dict",
-    "flattens_as_torch_2_3",
     "gloo_of_addresses",
     "local_tensors",
     "profiled",
     "ranks_of_dcp_save",
-    "set_element",
     "sharded_tensor_over",
     "storage_identity",
     "versions",
@@ -82,8 +77,6 @@ _IMPORTED_IN_USE = {
     "StorageInfo": (f"{_DCP}.filesystem", "_StorageInfo"),
     "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
     "flatten_sharded_tensors": (f"{_DCP}._sharded_tensor_utils", "_flatten_sharded_tensors"),
-    "flatten_state_dict": (f"{_DCP}._nested_dict", "flatten_state_dict"),
-    "set_element": (f"{_DCP}._traverse", "set_element"),
 }
 
 
@@ -191,13 +184,6 @@ def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTens
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), like._process_group, like._init_rrefs
     )
-
-
-def flattens_as_torch_2_3() -> bool:
-    """Whether DCP currently flattens with the keys of a checkpoint that was saved before torch 2.4."""
-    from torch.distributed.checkpoint import _version
-
-    return bool(_version._derived_version == "2_3")
 
 
 def default_store() -> Store:

@@ -21,7 +21,7 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import is_plain_tensor, overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
-from .._plan.read_plan import PackedReads
+from .._plan.read_plan import ItemReads, PackedReads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from .._state.describe import Describer
@@ -50,16 +50,8 @@ class ItemTargets:
     #: planners may hand out memory item by item, and need `commit_tensor` called for each
     are_views: bool = False
     are_covered: bool = False  #: whether the planner has checked that its items fill the tensors
-    put_object: Callable[[ReadItem, Any], None] | None = None  #: takes an object; None: the planner takes its bytes
-
-
-@dataclass(frozen=True)
-class _ItemPlan:
-    """A plan of items in the form of `_C.LoadPlan`, which is planned on an index."""
-
-    reads: bytes
-    objects: bytes
-    files: list[str]
+    #: takes an object with its key in the state; None: the planner takes its bytes
+    put_object: Callable[[str, Any], None] | None = None
 
 
 class ItemLoad:
@@ -155,7 +147,7 @@ class ItemLoad:
             return
         value = objects.load(data, weights_only=self._load.options.weights_only, key=key)
         if put is not None:
-            put(item, value)
+            put(item.dest_index.fqn, value)
         else:
             # Stock planners unpickle bytes without restriction: they get a pickle that was made here.
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
@@ -184,7 +176,7 @@ class ItemLoad:
         for number, (_, of) in enumerate(self._objects):
             object_table.extend((number, of.file, of.offset, of.length, of.crc))
         description = replace(description, names=[record.key for _, record, _ in placed])
-        plan = _ItemPlan(table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
+        plan = ItemReads(table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
         return PackedReads(self.planner, description, plan)
 
     def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C
 from .._engine.rows import OBJECT
@@ -13,85 +13,70 @@ from .save_plan import GlobalSavePlan
 MOST_PLANS = 4  # one planner may save so many forms of state in turn
 
 
+class MadeFor(NamedTuple):
+    """What a local plan depends on. The coordinator of another group does not have the global plan."""
+
+    coordinates: bool  #: whether this rank coordinates
+    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
+    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
+    structure: str  #: `Structure.pack`: what the paths leave out
+    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
+
+
 @dataclass(frozen=True)
 class KeptLocalPlan:
-    """This rank's local plan of a global plan that all ranks agreed on, with the inputs of the plan."""
+    """This rank's local plan of a global plan that all ranks agreed on."""
 
     plan_id: bytes  #: id of the global plan
     position: int  #: the rank that the local plan is for, within the group of the global plan
     local_plan: bytes
-    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
-    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
-    structure: str  #: `Structure.pack`: what the paths leave out
-    coordinates: bool  #: whether this rank coordinated
-    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
-    holders: bytes = b""  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
+    made_for: MadeFor
+    holders: bytes  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
 
 
 Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
 
 
+class _LastPlans(dict[bytes, Plan]):
+    """The last `MOST_PLANS` plans by the id of the global plan, in the order of last use."""
+
+    def keep(self, plan: Plan) -> None:
+        self.pop(plan.plan_id, None)
+        self[plan.plan_id] = plan
+        while len(self) > MOST_PLANS:
+            del self[next(iter(self))]
+
+
 class PlanCache:
-    """Local plans, and on the coordinator also global plans: the last `MOST_PLANS` of each.
+    """Local plans, and on the coordinator also global plans.
 
     All ranks put a plan when they use it, and a look-up changes no order. So the coordinator keeps every global plan of
     which some rank keeps its local plan.
     """
 
     def __init__(self) -> None:
-        # {id of the global plan: plan}, in the order of last use.
-        self._local_plans: dict[bytes, KeptLocalPlan] = {}
-        self._global_plans: dict[bytes, GlobalSavePlan] = {}
+        self.local_plans = _LastPlans[KeptLocalPlan]()
+        self.global_plans = _LastPlans[GlobalSavePlan]()
         self._is_planning = False
 
     def begin(self) -> None:
         if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
-            self.forget_local_plans()
+            self.local_plans.clear()  # global plans stay, because other ranks may still name them
         self._is_planning = True
 
     def end(self) -> None:
         """Notes that this rank has accepted its local plan."""
         self._is_planning = False
 
-    def forget_local_plans(self) -> None:
-        """Forgets the local plans. Keeps global plans, because other ranks may still name them."""
-        self._local_plans.clear()
-
-    def local_plan(
-        self,
-        inventory: bytes,
-        paths: Mapping[str, Any] | None,
-        structure: str,
-        coordinates: bool,
-        ranks: tuple[int, ...] | None,
-    ) -> KeptLocalPlan | None:
-        inputs = coordinates, ranks, inventory, structure, paths
-        for kept in reversed(self._local_plans.values()):
-            if (kept.coordinates, kept.ranks, kept.inventory, kept.structure, kept.paths) != inputs:
-                continue
-            if not coordinates or self.global_plan(kept.plan_id) is not None:
+    def local_plan(self, made_for: MadeFor) -> KeptLocalPlan | None:
+        for kept in reversed(self.local_plans.values()):
+            if kept.made_for == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
                 return kept
         return None
 
-    def keep_local_plan(self, plan: KeptLocalPlan) -> None:
-        _put(self._local_plans, plan)
-
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.inventory for kept in reversed(self._local_plans.values())), None)
-
-    def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
-        return self._global_plans.get(plan_id)
-
-    def keep_global_plan(self, plan: GlobalSavePlan) -> None:
-        _put(self._global_plans, plan)
-
-
-def _put(plans: dict[bytes, Plan], plan: Plan) -> None:
-    plans.pop(plan.plan_id, None)
-    plans[plan.plan_id] = plan
-    while len(plans) > MOST_PLANS:
-        del plans[next(iter(plans))]
+        return next((kept.made_for.inventory for kept in reversed(self.local_plans.values())), None)
 
 
 def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:

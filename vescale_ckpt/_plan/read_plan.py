@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -17,7 +17,7 @@ from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
-from .lazy_list import LazyList
+from .save_plan import LazyList
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class ReadRow:
     dest_offset: tuple[int, ...] = ()  #: within the item's chunk
 
 
-class PlannedReads(Protocol):
-    """The attributes of `_C.LoadPlan` that this module uses."""
+@dataclass(frozen=True)
+class ItemReads:
+    """The reads of DCP's items, in the form of `_C.LoadPlan`."""
 
-    @property
-    def reads(self) -> bytes: ...
-    @property
-    def objects(self) -> bytes: ...
-    @property
-    def files(self) -> list[str]: ...
+    reads: bytes
+    objects: bytes
+    files: list[str]
+
+
+PlannedReads = _C.LoadPlan | ItemReads
 
 
 class PackedReads(LazyList):
@@ -53,11 +54,10 @@ class PackedReads(LazyList):
     def __init__(
         self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
     ) -> None:
-        self._planner = weakref.ref(planner)
+        self.planner = weakref.ref(planner)
         self.description = description
         self.plan = plan
         self.reads = plan.reads if reads is None else reads  #: reads of tensors: rows of `LoadPlan.reads`
-        self._bytes_alone: dict[bool, int] = {}
 
     def with_reads(self, reads: bytes) -> PackedReads:
         """Returns the same plan with `reads` as its rows of tensors."""
@@ -93,9 +93,7 @@ class PackedReads(LazyList):
 
     def bytes_read_alone(self, verify: bool) -> int:
         """Estimates how many bytes this rank reads for its tensors if no other rank reads for it."""
-        if verify not in self._bytes_alone:
-            self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
-        return self._bytes_alone[verify]
+        return _C.bytes_read_alone(self.reads, self.plan.files, verify)
 
     def _build(self) -> list[ReadItem]:
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
@@ -112,9 +110,6 @@ class PackedReads(LazyList):
             end = at + 7 + 4 * reads[at + 6]
             yield reads[at:end]
             at = end
-
-    def planner(self) -> object | None:
-        return self._planner()
 
     def count_tensors(self) -> int:
         kinds = _C.inventory_kinds(self.description.inventory)

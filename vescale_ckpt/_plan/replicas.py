@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
 from .._engine import _C
 from .._engine.rows import LEAST_PIECE_BYTES, Inventory
@@ -25,10 +25,9 @@ from .._engine.wrapper_tensors import is_wrapper
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from ..errors import some
+from .save_plan import PackedSavePlan
 
 logger = logging.getLogger(__name__)
-
-Name = TypeVar("Name")
 
 LARGE_BYTES = 2 * LEAST_PIECE_BYTES  # plans never split a smaller chunk
 
@@ -75,43 +74,28 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
     )
 
 
-def warn_of_objects(of_ranks: Iterable[tuple[Inventory, bytes] | None]) -> None:
+def warn_of_objects(plans: Iterable[SavePlan]) -> None:
     """Warns of keys whose objects differ between ranks. Only one object is saved, which is mostly a mistake (random
-    states, data loaders).
-
-    `of_ranks`: the inventory of each rank and a CRC-32 of each object in it; None for a rank without them.
-    """
+    states, data loaders). A plan that only names a kept one has no objects to compare."""
     names: dict[Inventory, list[str]] = {}
-
-    def objects() -> Iterator[Iterable[tuple[str, int]]]:
-        for of_rank in of_ranks:
-            if of_rank is None:
-                yield ()
-                continue
-            inventory, digests = of_rank
-            if inventory not in names:
-                names[inventory] = _C.inventory_objects(inventory)
-            yield zip(names[inventory], memoryview(digests).cast("I"), strict=True)
-
-    if found := _differing(objects()):
+    seen: dict[str, tuple[int, int]] = {}  # {key: checksum, and the first rank that has the object}
+    found: dict[str, tuple[int, int]] = {}
+    for rank, plan in enumerate(plans):
+        if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+            continue
+        if plan.inventory not in names:
+            names[plan.inventory] = _C.inventory_objects(plan.inventory)
+        for key, value in zip(names[plan.inventory], memoryview(plan.digests).cast("I"), strict=True):
+            first_value, first_rank = seen.setdefault(key, (value, rank))
+            if first_value != value:
+                found.setdefault(key, (first_rank, rank))
+    if found:
         logger.warning(
             "%d objects differ from rank to rank, and only one value of each is saved: %s. "
             "Wrap what belongs to each rank in vescale_ckpt.PerRank",
             len(found),
             some(_with_ranks(found), 5),
         )
-
-
-def _differing(of_ranks: Iterable[Iterable[tuple[Name, int]]]) -> dict[Name, tuple[int, int]]:
-    """Returns {name: the first two ranks whose values differ}. `of_ranks`: names and values on each rank."""
-    seen: dict[Name, tuple[int, int]] = {}
-    found: dict[Name, tuple[int, int]] = {}
-    for rank, values in enumerate(of_ranks):
-        for name, value in values:
-            first = seen.setdefault(name, (value, rank))
-            if first[0] != value:
-                found.setdefault(name, (first[1], rank))
-    return found
 
 
 def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
@@ -132,10 +116,6 @@ def _tensors(description: Description, items: Iterable[int], on_devices: bool) -
             size = description.items[item][7]
             found.append((item, narrowed(tensor, offset, size), _LARGE_SAMPLE if large else _SMALL_SAMPLE))
     return found
-
-
-def _hash(*values: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
 # This is the hash of csrc/state/replica_hash.h, for tensors that the engine cannot read: they are on devices, or lazily
@@ -185,7 +165,8 @@ def _elements(tensor: torch.Tensor, most: int) -> torch.Tensor:
 @lru_cache
 def _factors() -> list[int]:
     """Returns the factors of the hash, equal on all ranks. They are odd, so that a product loses no bit."""
-    return [_signed(_hash("factor", index) | 1) for index in range(2 * _LARGE_SAMPLE)]
+    digests = (hashlib.blake2b(repr(("factor", at)).encode(), digest_size=8) for at in range(2 * _LARGE_SAMPLE))
+    return [int.from_bytes(of.digest(), "little", signed=True) | 1 for of in digests]
 
 
 @lru_cache

@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
 from ..settings import Placement
-from .lazy_list import LazyList
 
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
@@ -86,7 +86,6 @@ class GlobalSavePlan:
         # The id is random, not a hash of the inputs: equal inputs may give different plans, and all local plans must
         # belong to one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
-        self._catalog: _C.Catalog | None = None
 
     def files(
         self,
@@ -99,13 +98,12 @@ class GlobalSavePlan:
         """Makes the bytes of `.metadata` and of the index from the record locations and file names of each rank. With
         `target`, writes `.metadata` to it as it is made, and returns its last `TRAILER_BYTES` only."""
         return _C.checkpoint_files(
-            self.catalog(), locations, names, self.paths, directory, save_id, self.structure, target
+            self.catalog, locations, names, self.paths, directory, save_id, self.structure, target
         )
 
+    @cached_property
     def catalog(self) -> _C.Catalog:
-        if self._catalog is None:
-            self._catalog = self.plan.catalog()
-        return self._catalog
+        return self.plan.catalog()
 
 
 class SavePlans(list[SavePlan]):
@@ -114,6 +112,32 @@ class SavePlans(list[SavePlan]):
     def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
         super().__init__(answers)
         self.planned = planned
+
+
+class LazyList(Sequence[Any]):
+    """A sequence whose items are built at the first access. Pickles as a list."""
+
+    _built: list[Any] | None = None
+
+    def _build(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _items(self) -> list[Any]:
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self._items()),)
 
 
 class PackedItems(LazyList):

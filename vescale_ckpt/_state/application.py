@@ -66,14 +66,14 @@ class Application:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._stored: StoredEntries | None = None
+        self._stored: StoredEntries  # from `prepare` on
         self._parts: list[Part] = []
         self.form: dict[str, Any] = {}
 
-    def prepare(self, stored: StoredEntries | None) -> None:
+    def prepare(self, stored: StoredEntries) -> None:
         """Makes `form`. Optimizers without state create it, because only an optimizer knows how its state is sharded.
 
-        Optimizers ask for all that the checkpoint has of them. `stored`: None if the checkpoint is unknown.
+        Optimizers ask for all that the checkpoint has of them.
         """
         self._parts = find_parts(self._state)
         self._stored = stored
@@ -81,10 +81,8 @@ class Application:
 
     def replace_targets(self, mismatched: Mapping[str, str]) -> bool:
         """Replaces targets in optimizers as `Part.replace_targets` does. Returns whether it has replaced one."""
-        stored = self._stored
-        assert stored is not None
         optimizers = [part for part in self._parts if part.is_optimizer]
-        return any([part.replace_targets(self.form, mismatched, stored) for part in optimizers])
+        return any([part.replace_targets(self.form, mismatched, self._stored) for part in optimizers])
 
     def closed_prefixes(self, rename: Callable[[str, Path], str]) -> tuple[str, ...]:
         """Returns the checkpoint's prefixes of keys under which the form is complete: of modules, and of optimizers'
@@ -108,7 +106,7 @@ class Application:
                 form = form[name]
             keys = flatten({part.key: form})[0].keys()
             if not keys or part.key in loaded or not loaded.isdisjoint(keys):
-                if self._stored is not None and part.is_optimizer:
+                if part.is_optimizer:
                     form = self._stored.without_unread(form, part.key, loaded)
                 part.restore(form, loaded)
             else:

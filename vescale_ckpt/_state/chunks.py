@@ -43,6 +43,7 @@ class Chunk(NamedTuple):
     requires_grad: bool
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    uncut: bool = False  #: whether no plan may cut it
 
 
 class Chunks(NamedTuple):
@@ -51,6 +52,13 @@ class Chunks(NamedTuple):
     shape: tuple[int, ...]  #: shape of the whole tensor
     chunks: list[Chunk]
     tensors: list[torch.Tensor]  #: the local tensor of each chunk
+
+    def at(self, index: MetadataIndex) -> torch.Tensor:
+        """Returns the tensor of the chunk at the index's offset. Raises ValueError if there is none."""
+        offsets = [chunk.offset for chunk in self.chunks]
+        if index.offset not in offsets:
+            raise ValueError(f"{index.fqn}: expected the offset of a chunk, one of {offsets}, got {index.offset}")
+        return self.tensors[offsets.index(index.offset)]
 
 
 def describes_itself(kind: type, loading: bool) -> bool:
@@ -92,11 +100,6 @@ def _differing_axes(value: Any) -> list[str]:
 def has_fields(value: Any) -> bool:
     """Whether a value is what torch calls a `CheckpointableTensor`."""
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _FIELDS)
-
-
-def needs_fields(value: Any) -> bool:
-    """Whether only these fields describe what a save writes of a value."""
-    return has_fields(value) and not hasattr(value, _WRITE)
 
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
@@ -223,10 +226,7 @@ def shard_at(value: Any, index: MetadataIndex) -> torch.Tensor:
     if hasattr(value, _SHARD) or not has_fields(value):
         with torch.no_grad():
             return find_tensor_shard(value, index)
-    for offset, size, local_offset in zip(value.global_offsets, value.local_sizes, value.local_offsets, strict=True):
-        if tuple(offset) == index.offset:
-            return _narrowed(value, local_offset, size)
-    raise ValueError(f"expected a chunk at {index.offset}, got those at {value.global_offsets}")
+    return _chunks_of_fields(value).at(index)
 
 
 @torch.no_grad()

@@ -104,16 +104,13 @@ class Description:
 class Describer:
     """Describes states, and reuses the inventory of the previous call if the form of the state has not changed.
 
-    Not thread-safe. Holds no tensor between calls. Its pickle is empty. `loading`: asks tensors for the chunks that a
+    Not thread-safe. Holds no tensor between calls. `loading`: asks tensors for the chunks that a
     load reads, which may differ from those that a save writes.
     """
 
     def __init__(self, loading: bool = False) -> None:
         self._loading = loading
         self._last: tuple[LocalState, Items] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_loading": self._loading, "_last": None}
 
     @gc_paused()
     def describe(self, flat: Mapping[str, Any], node: int = 0) -> Description:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._engine import _C, torch_private
+from .._engine import _C
 from ..errors import UntrustedCheckpointError
 from .per_rank import PerRank
-from .structure import Path, Structure, any_number, is_number
+from .structure import Path, Structure, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
 def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
     """Returns the same, and a `Structure` with the facts that paths leave out."""
-    if torch_private.flattens_as_torch_2_3():
-        return *torch_private.flatten_state_dict(dict(state)), Structure()
     flattening = _Flattening()
     flattening.take_mapping(state, "", ())
     return flattening.flat, flattening.paths, flattening.structure
@@ -57,7 +55,7 @@ def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], di
 class Flattener:
     """Flattens one state after another. If the form of a state is that of the previous one, reads only the values.
 
-    Not thread-safe. Holds no value between calls. Its pickle is empty.
+    Not thread-safe. Holds no value between calls.
     """
 
     def __init__(self) -> None:
@@ -65,12 +63,9 @@ class Flattener:
         self._paths: dict[str, Path] = {}  # the paths of the last state; callers get copies
         self._structure = Structure()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return Flattener().__dict__
-
     def flatten(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
         """Returns the same as `flatten_with_structure`."""
-        is_known = type(state) in (dict, OrderedDict) and not torch_private.flattens_as_torch_2_3()
+        is_known = type(state) in (dict, OrderedDict)
         if is_known and self._form is not None and (values := self._form.values(state)) is not None:
             return dict(zip(self._paths, values, strict=True)), dict(self._paths), self._structure
         flat, paths, structure = flatten_with_structure(state)
@@ -271,11 +266,9 @@ class _Finishing:
             if type(element) is _Dict or type(element) is _List:
                 elements[name] = self.finished(element, (*path, name))
         if (structure := self._structure) is not None:
-            if structure.has_only_text(path):
-                return elements
             result = {structure.key(path, name): element for name, element in elements.items()}
             return result if len(result) == len(elements) else elements
-        if any_number(elements):
+        if any(map(is_number, elements)):
             self.doubtful.append(path)
         elif (state := (*path, "state")) in self.doubtful and _numbers_parameters(elements):
             self.doubtful.remove(state)

@@ -12,10 +12,9 @@ from torch.distributed.tensor import Replicate
 
 from .._engine import _C, torch_private
 from .._engine.dtype_codes import dtype_code
-from .._engine.rows import OBJECT, SHARD, TENSOR
-from .._engine.tensor_checks import is_plain_tensor
+from .._engine.rows import OBJECT, SHARD
 from .._engine.torch_private import DTensorLayout
-from .._engine.wrapper_tensors import is_wrapper_type, type_name
+from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
 from .chunk_rows import ShardChunk, packed_row
 from .local_state import LocalState
@@ -36,19 +35,13 @@ class Items:
 
 def make_items(state: LocalState) -> Items:
     """Makes the items. Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
-    return _of_tensors(state) or _Making(state).made()
-
-
-def _of_tensors(state: LocalState) -> Items | None:
-    """Makes the same for a state of plain tensors and objects, without Python code for each. None for other states."""
-    objects, keys = state.groups.objects, state.keys
-    if len(state.groups.plain) + len(objects) != len(keys):
-        return None
-    packed = _C.inventory_of_tensors(keys, state.table, state.requires_grad, objects, [0] * len(objects), state.node)
-    if packed is None:
-        return None
-    inventory, sources = packed
-    return Items(inventory, keys, sources, objects, [], b"")
+    groups, keys = state.groups, state.keys
+    if len(groups.plain) + len(groups.objects) == len(keys):  # without Python code for each
+        packed = _C.inventory_of_tensors(keys, state.table, state.requires_grad, groups.objects, state.node)
+        if packed is not None:
+            inventory, sources = packed
+            return Items(inventory, keys, sources, groups.objects, [], b"")
+    return _Making(state).made()
 
 
 class _Making:
@@ -63,7 +56,6 @@ class _Making:
         self._add_plain()
         self._add_dtensors()
         self._add_chunked()
-        self._add_subclasses()
         item = packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
             self.items[position] = [item]
@@ -115,7 +107,9 @@ class _Making:
                 chunks = self._chunks(
                     state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
                 )
-                found = self.rows[traits] = chunks, _is_sharded_by_all(layout, mesh_shape)
+                placed = zip(layout.placements, mesh_shape, strict=True)
+                replicas = [size for of, size in placed if isinstance(of, Replicate)]
+                found = self.rows[traits] = chunks, max(replicas, default=1) == 1
             chunks, self.alone[position] = found
             self.items[position] = [(row, _source(number, offsets)) for row, offsets in chunks]
 
@@ -139,7 +133,11 @@ class _Making:
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
-            found = _chunks_of(layout, mesh_shape, coordinate)
+            if are_known(layout.placements):
+                found = chunks_at(layout, mesh_shape, coordinate)
+            else:
+                offset, size = torch_private.chunk_of_layout(layout)
+                found = (ShardChunk(offset, size, (0,) * len(size)),)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
         held, shape = tuple(tensor.shape), local_shape(found)
@@ -166,7 +164,7 @@ class _Making:
                 self.other.append(position)
                 continue
             key, (shape, chunks) = state.keys[position], told
-            for kind, requires_grad, offset, size in chunks:
+            for kind, requires_grad, offset, size, uncut in chunks:
                 tensor = state.tensors[number]
                 if tuple(tensor.shape) != size:
                     raise CheckpointError(
@@ -175,47 +173,10 @@ class _Making:
                     )
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
-                row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardChunk(offset, size, origin), shape)
+                chunk = ShardChunk(offset, size, origin)
+                row = packed_row(kind, code, requires_grad, tensor.itemsize, chunk, shape, uncut=uncut)
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
-
-    def _add_subclasses(self) -> None:
-        state = self.state
-        positions = state.groups.subclasses
-        first, first_flag = len(state.tensors) - len(positions), len(state.requires_grad) - len(positions)
-        for index, position in enumerate(positions):
-            tensor, key = state.tensors[first + index], state.keys[position]
-            shape = _shape(tensor, key)
-            origin = (0,) * len(shape)
-            facts = dtype_code(tensor.dtype, key), bool(state.requires_grad[first_flag + index]), tensor.itemsize
-            chunk = ShardChunk(origin, shape, origin)
-            row = packed_row(TENSOR, *facts, chunk, shape, uncut=not is_plain_tensor(tensor))
-            self.items[position] = [(row, _source(first + index, _offsets(origin)))]
-
-
-def _shape(tensor: torch.Tensor, key: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, tensor.shape))
-    except Exception as error:  # a jagged tensor has none, and code of a subclass may raise anything
-        raise CheckpointError(
-            f"{key}: a {type_name(tensor)} has no shape of numbers: save the tensors that it is made of",
-            key=key,
-        ) from error
-
-
-def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bool:
-    return not any(
-        size > 1 and isinstance(of, Replicate) for of, size in zip(layout.placements, mesh_shape, strict=True)
-    )
-
-
-def _chunks_of(
-    layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
-) -> tuple[ShardChunk, ...]:
-    if are_known(layout.placements):
-        return chunks_at(layout, mesh_shape, coordinate)
-    offset, size = torch_private.chunk_of_layout(layout)
-    return (ShardChunk(offset, size, (0,) * len(size)),)
 
 
 def _offsets(offset: tuple[int, ...]) -> bytes:

@@ -12,10 +12,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
-from .._engine.rows import SHARD
-from .._engine.tensor_checks import dense
+from .._engine.rows import SHARD, TENSOR
+from .._engine.tensor_checks import dense, is_plain_tensor
 from .._engine.torch_private import DTensorLayout
-from .._engine.wrapper_tensors import is_wrapper, is_wrapper_type
+from .._engine.wrapper_tensors import is_wrapper, is_wrapper_type, type_name
+from ..errors import CheckpointError
 from .chunks import (
     Chunk,
     Chunks,
@@ -34,8 +35,7 @@ class Groups:
 
     plain: list[int] = field(default_factory=list)
     dtensors: list[int] = field(default_factory=list)
-    chunked: list[int] = field(default_factory=list)  #: tensors that list their chunks
-    subclasses: list[int] = field(default_factory=list)  #: tensors of other classes
+    chunked: list[int] = field(default_factory=list)  #: tensors that list their chunks, or are of other classes
     objects: list[int] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)  #: the tensors in all these groups
@@ -69,7 +69,7 @@ class Groups:
         if issubclass(kind, torch.Tensor):
             # A load calls `copy_` of a class that is not a wrapper, which may do anything.
             is_known = not loading or (is_wrapper_type(kind) and not describes_itself(kind, loading))
-            return self.subclasses if is_known else self.other
+            return self.chunked if is_known else self.other
         return self.other if describes_itself(kind, loading) else self.objects
 
 
@@ -77,8 +77,8 @@ class Groups:
 class LocalState:
     """A state's keys and traits, and its tensors on this rank.
 
-    `tensors` has the plain tensors first, then the local tensors of DTensors, then the chunks of tensors that list
-    them, then those of other classes. Each group is in the order of the keys.
+    `tensors` has the plain tensors first, then the local tensors of DTensors, then the chunks of all others. Each group
+    is in the order of the keys.
     """
 
     keys: list[str]
@@ -90,7 +90,7 @@ class LocalState:
     layouts: list[DTensorLayout]
     local_types: list[type]  #: types of the local tensors of DTensors
     chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
-    requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors, then those of other classes
+    requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors
     tensors: list[torch.Tensor]
     wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}
     table: bytes
@@ -109,7 +109,7 @@ class LocalState:
 
 
 def look(
-    keys: list[str], values: list[Any], node: int, last: LocalState | None, loading: bool = False
+    keys: list[str], values: list[Any], node: int, last: LocalState | None, loading: bool
 ) -> tuple[LocalState, TensorReads, array[int]]:
     """Reads a state. Also returns what was read of the tensors, and the version counters of `wrappers`. `last`: the
     previous state, whose equal parts are reused. `loading`: asks tensors for the chunks that a load reads."""
@@ -117,17 +117,17 @@ def look(
     known = last if last is not None and keys == last.keys and types == last.types else None
     groups = by_type = known.by_type if known is not None else Groups.of(keys, types, loading)
     local = torch_private.local_tensors(_at(values, by_type.dtensors))
-    if own := _with_own_chunks(values, by_type, local, loading):
+    own = _with_own_chunks(values, by_type, local, loading)
+    telling = frozenset(own)
+    if own:
         unchanged = known is not None and own == known.own
-        groups = known.groups if known is not None and unchanged else Groups.of(keys, types, loading, frozenset(own))
+        groups = known.groups if known is not None and unchanged else Groups.of(keys, types, loading, telling)
         local = torch_private.local_tensors(_at(values, groups.dtensors))
     plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
     ask = chunks_to_read if loading else chunks_to_write
     chunked = [
-        _of_shards(values[position]) if isinstance(values[position], ShardedTensor) and position not in own
-        else ask(keys[position], values[position])
-        for position in groups.chunked
-    ]  # fmt: skip
+        (ask if position in telling else _whole_chunks)(keys[position], values[position]) for position in groups.chunked
+    ]
     tensors = [*plain, *local]
     wrappers = {number: dtensor for number, dtensor in enumerate(dtensors, len(plain))}
     for position, chunks in zip(groups.chunked, chunked, strict=True):
@@ -137,8 +137,6 @@ def look(
                     dict.fromkeys(range(len(tensors), len(tensors) + len(chunks.tensors)), values[position])
                 )
             tensors += chunks.tensors
-    subclasses: list[torch.Tensor] = _at(values, groups.subclasses)
-    tensors += map(_memory_of, subclasses)
     reads = read_tensors(tensors)
     versions, requires_grad = torch_private.tensor_facts(list(wrappers.values()))
     state = LocalState(
@@ -151,9 +149,7 @@ def look(
         torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
         list(map(type, local)),
         [None if chunks is None else (chunks.shape, chunks.chunks) for chunks in chunked],
-        reads.requires_grad[: len(plain)]
-        + requires_grad[: len(dtensors)]
-        + bytes(tensor.requires_grad for tensor in subclasses),
+        reads.requires_grad[: len(plain)] + requires_grad[: len(dtensors)],
         tensors,
         wrappers,
         reads.table,
@@ -185,12 +181,25 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
-def _of_shards(value: ShardedTensor) -> Chunks:
-    shards, metadata = value.local_shards(), value.metadata()
-    requires_grad = bool(metadata.tensor_properties.requires_grad)
-    chunks = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
-    return Chunks(
-        tuple(metadata.size),
-        [Chunk(SHARD, requires_grad, offset, size) for offset, size in chunks],
-        [shard.tensor for shard in shards],
-    )
+def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor) -> Chunks:
+    """Returns the chunks of a ShardedTensor, or the one of a tensor of another class, which no plan may cut if its
+    memory is not that of a plain tensor."""
+    if isinstance(value, ShardedTensor):
+        shards, metadata = value.local_shards(), value.metadata()
+        requires_grad = bool(metadata.tensor_properties.requires_grad)
+        places = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+        return Chunks(
+            tuple(metadata.size),
+            [Chunk(SHARD, requires_grad, offset, size) for offset, size in places],
+            [shard.tensor for shard in shards],
+        )
+    memory = _memory_of(value)
+    try:
+        shape = tuple(map(int, memory.shape))
+    except Exception as error:  # a jagged tensor has none, and code of a subclass may raise anything
+        raise CheckpointError(
+            f"{key}: a {type_name(memory)} has no shape of numbers: save the tensors that it is made of",
+            key=key,
+        ) from error
+    chunk = Chunk(TENSOR, value.requires_grad, (0,) * len(shape), shape, uncut=not is_plain_tensor(memory))
+    return Chunks(shape, [chunk], [memory])

@@ -79,33 +79,22 @@ def _warn_of_refusal(key: str, names: str) -> None:
     )
 
 
-class _NotPlain(Exception):
-    pass
-
-
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise _NotPlain
+        raise pickle.UnpicklingError(f"bytes as text of {encoding!r}")
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds numbers, strings and containers. Raises `_NotPlain` for anything else."""
+    """Builds numbers, strings and containers. Raises `UnpicklingError` for anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         # Protocol 2 has no bytes: it encodes text, or calls bytes() for empty ones.
         if (module, name) == ("_codecs", "encode"):
             return _latin1
         if module in ("__builtin__", "builtins") and name == "bytes":
-            return _no_bytes
-        raise _NotPlain
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _NotPlain
+            return trusted_types.no_bytes
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain")
 
 
 def _load_plain(data: bytes) -> tuple[bool, Any]:

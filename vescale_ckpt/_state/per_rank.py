@@ -101,7 +101,7 @@ class Restoring:
     """The `PerRank` objects of a state that is being loaded, and the values that were read for them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[_Collected, int]] = {}
+        self._waiting: dict[str, _Collected] = {}
 
     def unwrap(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
         """Replaces each `PerRank` in a flattened state to load by the keys from which it is loaded. `stored` returns
@@ -123,37 +123,36 @@ class Restoring:
                         key, f"state of {size} ranks", f"that of {saved} (PerRank takes a function to reshard it)"
                     )
                 names = [f"{key}.{name_part(number, saved)}" for number in range(saved)]
-            collected = _Collected(value, len(names), None if names == [mine] else (rank, size))
-            for number, name in enumerate(names):
-                state[name] = None
-                self._waiting[name] = collected, number
+            state.update(dict.fromkeys(names))
+            collected = _Collected(value, names, None if names == [mine] else (rank, size))
+            self._waiting.update(dict.fromkeys(names, collected))
         return state
 
     def take(self, name: str, value: Any) -> bool:
         if name not in self._waiting:
             return False
-        collected, number = self._waiting.pop(name)
-        collected.take(number, value)
+        self._waiting.pop(name).take(name, value)
         return True
 
 
 class _Collected:
-    def __init__(self, target: PerRank, count: int, reshard_for: tuple[int, int] | None) -> None:
+    def __init__(self, target: PerRank, names: list[str], reshard_for: tuple[int, int] | None) -> None:
         self.target = target
-        self.values: list[Any] = [None] * count
-        self.missing = count
+        self.values: dict[str, Any] = dict.fromkeys(names)
+        self.missing = len(names)
         self.reshard_for = reshard_for
 
-    def take(self, number: int, value: Any) -> None:
-        self.values[number] = value[_STATE]
+    def take(self, name: str, value: Any) -> None:
+        self.values[name] = value[_STATE]
         self.missing -= 1
         if self.missing:
             return
+        objects = list(self.values.values())
         if self.reshard_for is None:
-            self.target.restore(self.values[0])
+            self.target.restore(objects[0])
         else:
             assert self.target.reshard is not None
-            self.target.restore(self.target.reshard(self.values, *self.reshard_for))
+            self.target.restore(self.target.reshard(objects, *self.reshard_for))
 
 
 def _any_in(flat: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -102,11 +102,8 @@ def _chunks(shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...]) -> tuple
 
 
 def _with_local_starts(runs: list[_Run]) -> list[tuple[int, int, int]]:
-    starts, at = [], 0
-    for start, length in runs:
-        starts.append((start, length, at))
-        at += length
-    return starts
+    local_starts = accumulate((length for _, length in runs), initial=0)
+    return [(*run, at) for run, at in zip(runs, local_starts, strict=False)]
 
 
 def _runs(size: int, cuts: Sequence[_Cut]) -> list[_Run]:

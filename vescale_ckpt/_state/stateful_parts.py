@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import IncompatibleStateError
-from .flatten import flatten
+from .flatten import flatten, place
 from .modules import form_of, give_form
 from .optimizer_groups import PARAMS_KEY, StoredNames, in_groups
 from .optimizers import OptimizerState, is_nothing, load_exactly, optimizers_in
@@ -62,10 +62,10 @@ class Part:
     def form(self) -> Any:
         return self.value.state_dict()
 
-    def form_to_load(self, stored: StoredEntries | None) -> Any:
+    def form_to_load(self, stored: StoredEntries) -> Any:
         form = self.form()
-        self.is_optimizer = stored is not None and _has_optimizer(self.value, form)
-        if stored is None or not self.is_optimizer:
+        self.is_optimizer = _has_optimizer(self.value, form)
+        if not self.is_optimizer:
             return form
         self.order = OptimizerPart.order
         form = _copied(form, self.key, stored)
@@ -98,7 +98,8 @@ class Part:
             own, shape = tensors.get(key), stored.shape(mismatched[key])
             may_change = own is None or shape is None or own not in shapes or self.named or _parent(key) in certain
             if own != shape and may_change and not self.is_of_other_shape(key, tensors, stored):
-                stored.replace_target(form, paths[key], key, mismatched[key], self.parameters_of(key))
+                place(form, paths[key], stored.target(mismatched[key], self.parameters_of(key)))
+                stored.added.add(key)
                 replaced = True
         return replaced
 
@@ -141,7 +142,7 @@ class OptimizerPart(Part):
         self._groups: list[dict[str, Any]] = []  # the optimizer's own
         self._of_parameters: dict[Any, dict[str, str]] = {}  # {name: {end of the key: key}} of what is stored
         self._without_state: set[Any] = set()  # names of parameters that were saved with an empty state
-        self._stored: StoredEntries | None = None
+        self._stored: StoredEntries  # from `form_to_load` on
 
     def parameters_of(self, key: str) -> list[torch.Tensor]:
         of_key = [each for name, each in self._names.items() if f"{key}.".startswith(f"{self.prefix}state.{name}.")]
@@ -159,14 +160,8 @@ class OptimizerPart(Part):
     def form(self) -> Any:
         return self.state.form()
 
-    def form_to_load(self, stored: StoredEntries | None) -> Any:
+    def form_to_load(self, stored: StoredEntries) -> Any:
         own = self.form()
-        if stored is None:
-            self._know(own)
-            self.state.give_state({each for each in self._names.values() if each is None or each.requires_grad})
-            form = _with_own_settings(self.form())
-            self._groups = form["param_groups"]
-            return form
         self._stored = stored
         found = stored.under(self.prefix, PARAMS_KEY)
         of_parameters = self._of_parameters = self._find_stored_state(own, found, stored)
@@ -278,8 +273,8 @@ class OptimizerPart(Part):
         return stored.keys.isdisjoint(key for key in keys if key is not None)
 
     def restore(self, form: Any, loaded: set[str]) -> None:
-        stored = None if self._stored is None or self._stored.same_names else self._stored
-        renamed = None if stored is None else StoredNames(self.prefix, stored, self.state.key_of, loaded)
+        stored = self._stored
+        renamed = None if stored.same_names else StoredNames(self.prefix, stored, self.state.key_of, loaded)
         state = form["state"]
         # leaves out state that was made to load into and was not filled
         names = {

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .flatten import flatten, place
+from .flatten import flatten
 from .key_selection import renamed_if_known
 from .structure import Path, Structure, is_number, structure_of
 
@@ -120,7 +120,7 @@ class StoredEntries:
         """Adds a target for the checkpoint's `key` to `container`, under the name `first` if it is given, then under
         the names that `suffix` was made of. `prefix`: of the key in the state, before `suffix`.
 
-        A tensor with the shape of a DTensor in `like` is sharded as this one. Tensors are on the meta device.
+        `like`: as in `target`.
         """
         names, are_indices = self.names(key, suffix.removeprefix(".")) if suffix else ((), ())
         if first is not None:
@@ -132,14 +132,8 @@ class StoredEntries:
                 inner = kind()
                 _set(container, name, inner)
             container = inner
-        _set(container, names[-1], self._target(key, like))
+        _set(container, names[-1], self.target(key, like))
         self.added.add(prefix + suffix)
-
-    def replace_target(self, form: Any, path: Path, state_key: str, key: str, like: Iterable[torch.Tensor]) -> None:
-        """Puts a target for the checkpoint's `key` in the place of another. `state_key`: the key of both in the state.
-        `like`: as in `add_target`."""
-        place(form, path, self._target(key, like))
-        self.added.add(state_key)
 
     def without_unread(self, form: Any, key: str, loaded: set[str]) -> Any:
         """Returns `form` without the targets that were made from the metadata and not loaded."""
@@ -172,7 +166,9 @@ class StoredEntries:
             names.append(name)
         return tuple(names), are_indices
 
-    def _target(self, key: str, like: Iterable[torch.Tensor]) -> Any:
+    def target(self, key: str, like: Iterable[torch.Tensor]) -> Any:
+        """Returns a target for the checkpoint's `key`: a tensor on the meta device, sharded as the DTensors in `like`
+        if they have its shape; None for an object."""
         stored = self._metadata.state_dict_metadata[key]
         if not isinstance(stored, TensorStorageMetadata):
             return None

@@ -65,10 +65,6 @@ class Structure:
             return int(text)
         return self.keys.get((*path, text), text) if self.keys else text
 
-    def has_only_text(self, path: Path) -> bool:
-        """Whether `key` certainly returns the text of every key of the mapping at `path`."""
-        return not self.keys and path not in self.numbered
-
     def pack(self) -> str:
         """Returns the record as text; empty if it has no content."""
         if not (self.numbered or self.keys or self.empty):
@@ -113,11 +109,6 @@ def structure_of(metadata: Metadata) -> Structure | None:
 
 def is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
-
-
-def any_number(texts: Iterable[str]) -> bool:
-    """Whether `is_number` is true of one of them, without Python code for each."""
-    return any(map(_NUMBER.fullmatch, texts))
 
 
 def _path(elements: list[Any]) -> Path:

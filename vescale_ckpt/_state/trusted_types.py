@@ -29,7 +29,7 @@ import torch
 from .._engine import _C, torch_private
 
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
-_KINDS_OF_ARRAYS = "?biufcSUMm"  # objects and fields are refused, because they may contain anything
+_KINDS_OF_ARRAYS = "biufcSUMm"  # objects and fields are refused, because they may contain anything
 
 
 def _fraction(*arguments: Any) -> fractions.Fraction:
@@ -38,7 +38,7 @@ def _fraction(*arguments: Any) -> fractions.Fraction:
     return fractions.Fraction(*arguments)
 
 
-def _bytes(*arguments: Any) -> bytes:
+def no_bytes(*arguments: Any) -> bytes:
     if arguments:  # bytes(n) would take n of memory
         raise pickle.UnpicklingError("bytes with arguments")
     return b""
@@ -63,7 +63,7 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     frozenset: frozenset,
     range: range,
     slice: slice,
-    bytes: _bytes,
+    bytes: no_bytes,
     io.BytesIO: io.BytesIO,
     **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
@@ -97,9 +97,9 @@ class Recorder:
     def _see(self, value: Any) -> None:
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             name = (getattr(value, "__module__", None), value.__qualname__)
-            if not (name in _BY_NAME or _is_torch_s(value, *name) or _is_numpy_s(*name)):
+            if not (name in _BY_NAME or name in _NUMPY or _is_torch_s(value, *name)):
                 self.refused[f"{name[0]}.{name[1]}"] = None
-        elif _is_numpy_dtype(value) and value.kind not in _KINDS_OF_ARRAYS.replace("?", "b"):
+        elif _is_numpy_dtype(value) and value.kind not in _KINDS_OF_ARRAYS:
             self.refused[f"numpy.dtype {value.str}"] = None
 
 
@@ -107,12 +107,6 @@ def _is_torch_s(value: Any, module: str | None, name: str) -> bool:
     if module in ("torch", "torch.storage") and name.endswith("Storage"):
         return True
     return any(value is known for known in (*torch_private.weights_only_globals().values(), *_of_the_user().values()))
-
-
-def _is_numpy_s(module: str | None, name: str) -> bool:
-    return (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")) or (
-        module in _ARRAYS and name in ("_reconstruct", "scalar")
-    )
 
 
 def _is_numpy_dtype(value: Any) -> bool:
@@ -155,9 +149,6 @@ class _Unfinished:
 
     def __init__(self) -> None:
         self.memos: list[int] = []  #: the memo numbers of the value in the pickle
-
-    def built(self, state: Any) -> Any:
-        raise NotImplementedError
 
 
 class _Dtype(_Unfinished):
@@ -230,13 +221,27 @@ _NUMPY: dict[tuple[str, str], Any] = {
 }
 
 
+class _Memo(dict[int, Any]):
+    """The values of a pickle by their memo numbers. None may be used before it has its state: what used it would never
+    get the finished value."""
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        super().__setitem__(number, value)
+        if isinstance(value, _Unfinished):
+            value.memos.append(number)
+
+    def __getitem__(self, number: int) -> Any:
+        value = super().__getitem__(number)
+        if isinstance(value, _Unfinished):
+            raise pickle.UnpicklingError("an array of numpy that is used before it has its state")
+        return value
+
+
 class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class can be overridden
     proto: int
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
-    read: Callable[[int], bytes]
-    readline: Callable[[], bytes]
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -245,6 +250,7 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
         if wrong:
             raise pickle.UnpicklingError(wrong)
         super().__init__(io.BytesIO(data), **options)
+        self.memo = _Memo()
         self._torch_s = {**torch_private.weights_only_globals(), **_of_the_user()}
         known = (*_CLASSES.values(), *_NUMPY.values(), *self._torch_s.values())
         self._known = {id(function) for function in known if function is not _NDARRAY}
@@ -282,11 +288,9 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
     def _check_call(self, kind: Any, arguments: Any) -> None:
         if id(kind) not in self._known or type(arguments) is not tuple or isinstance(kind, type(torch.FloatTensor)):
             raise pickle.UnpicklingError(f"it calls {kind!r}")
-        from_range = any(type(argument) is range for argument in arguments)
+        from_range = any(type(argument) is range for argument in arguments)  # a few bytes may give any number of values
         if from_range and not any(kind is known for known in (slice, *_of_the_user().values())):
-            raise pickle.UnpicklingError(
-                f"it fills a {kind!r} from a range"
-            )  # a few bytes may give any number of values
+            raise pickle.UnpicklingError(f"it fills a {kind!r} from a range")
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -329,38 +333,6 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
             if self.memo.get(number) is value:
                 self.memo[number] = built
 
-    def _remember(self, number: int) -> None:
-        value = self.memo[number] = self.stack[-1]
-        if isinstance(value, _Unfinished):
-            value.memos.append(number)
-
-    def load_put(self) -> None:
-        self._remember(int(self.readline()[:-1]))
-
-    def load_binput(self) -> None:
-        self._remember(self.read(1)[0])
-
-    def load_long_binput(self) -> None:
-        self._remember(int.from_bytes(self.read(4), "little"))
-
-    def load_memoize(self) -> None:
-        self._remember(len(self.memo))
-
-    def _recall(self, number: int) -> None:
-        value = self.memo[number]
-        if isinstance(value, _Unfinished):  # the copy would never be replaced by the finished value
-            raise pickle.UnpicklingError("an array of numpy that is used before it has its state")
-        self.append(value)
-
-    def load_get(self) -> None:
-        self._recall(int(self.readline()[:-1]))
-
-    def load_binget(self) -> None:
-        self._recall(self.read(1)[0])
-
-    def load_long_binget(self) -> None:
-        self._recall(int.from_bytes(self.read(4), "little"))
-
     def load_append(self) -> None:
         value = self.stack.pop()
         self._checked(_LISTS).append(value)
@@ -376,10 +348,8 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
     def load_setitems(self) -> None:
         values = self.pop_mark()
         mapping = self._checked((dict,), derived=True)
-        for key, value in zip(
-            values[::2], values[1::2], strict=True
-        ):  # `update` of a derived class may do something else
-            mapping[key] = value
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            mapping[key] = value  # `update` of a derived class may do something else
 
     def load_additems(self) -> None:
         values = self.pop_mark()
@@ -397,30 +367,13 @@ class _Unpickler(pickle._Unpickler):  # the operations of this pure Python class
 
 
 def _dispatch() -> dict[int, Callable[..., None]]:
-    own = _Unpickler
-    looked_at = {
-        pickle.REDUCE: own.load_reduce,
-        pickle.NEWOBJ: own.load_newobj,
-        pickle.BUILD: own.load_build,
-        pickle.APPEND: own.load_append,
-        pickle.APPENDS: own.load_appends,
-        pickle.SETITEM: own.load_setitem,
-        pickle.SETITEMS: own.load_setitems,
-        pickle.ADDITEMS: own.load_additems,
-        pickle.PUT: own.load_put,
-        pickle.BINPUT: own.load_binput,
-        pickle.LONG_BINPUT: own.load_long_binput,
-        pickle.MEMOIZE: own.load_memoize,
-        pickle.GET: own.load_get,
-        pickle.BINGET: own.load_binget,
-        pickle.LONG_BINGET: own.load_long_binget,
-    }
     refused = (
         pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER,
         pickle.READONLY_BUFFER, pickle.FRAME, pickle.DUP,
     )  # fmt: skip
-    functions = {**looked_at, **dict.fromkeys(refused, own.refuse)}
-    return {**pickle._Unpickler.dispatch, **{opcode[0]: function for opcode, function in functions.items()}}
+    # The table of the base class has its own functions, not those of a subclass.
+    functions = {code: getattr(_Unpickler, load.__name__) for code, load in pickle._Unpickler.dispatch.items()}
+    return {**functions, **dict.fromkeys((opcode[0] for opcode in refused), _Unpickler.refuse)}
 
 
 _Unpickler.dispatch = _dispatch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +24,9 @@ class Watch:
     alive, so that the old memory of a tensor can still be read after it was given other memory (`.data =`).
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], reads: TensorReads | None = None) -> None:
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], reads: TensorReads | None = None) -> None:
         """`reads`: the traits that were read of the tensors before anything else. All tensors have plain memory."""
-        self._tensors = tensors
+        self._names, self._tensors = names, tensors
         if reads is None:
             self._storages = storages_of(tensors)
             self._versions, self._places = torch_private.versions(tensors), self._places_now()
@@ -35,37 +35,28 @@ class Watch:
             addresses = list(map(torch.UntypedStorage.data_ptr, reads.storages))
             self._versions, self._places = reads.versions.tolist(), (addresses, reads.storage_bytes.tolist())
 
-    def changed(self) -> list[int]:
-        """Returns the indices of the tensors that changed, or whose memory changed."""
+    def changed(self) -> str | None:
+        """Returns the name of a tensor that changed, or whose memory changed. None if none did."""
         versions, places = torch_private.versions(self._tensors), self._places_now()
         if versions == self._versions and places == self._places:
-            return []
-        before = zip(self._versions, *self._places, strict=True)
-        now = zip(versions, *places, strict=True)
-        return [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+            return None
+        before, now = zip(self._versions, *self._places, strict=True), zip(versions, *places, strict=True)
+        return next(name for name, a, b in zip(self._names, before, now, strict=True) if a != b)
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` that names a tensor that was changed."""
+        if (name := self.changed()) is not None:
+            raise changed_meanwhile(name)
 
     def _places_now(self) -> tuple[list[int], list[int]]:
         storages = self._storages
         return list(map(torch.UntypedStorage.data_ptr, storages)), list(map(torch.UntypedStorage.nbytes, storages))
 
 
-class WatchedState:
-    """A `Watch` of all tensors of a flat state, by its keys."""
-
-    def __init__(self, flat: Mapping[str, Any], reads: TensorReads | None = None) -> None:
-        """`reads`: the traits for `Watch` of all values, which must be plain tensors."""
-        if reads is not None:
-            self._names = list(flat)
-            self._watch = Watch(list(flat.values()), reads)
-            return
-        found = [(key, tensor) for key, value in flat.items() for tensor in tensors_of(value)]
-        self._names = [key for key, _ in found]
-        self._watch = Watch([tensor for _, tensor in found])
-
-    def check_unchanged(self) -> None:
-        """Raises `CheckpointError` that names a tensor that was changed."""
-        if changed := self._watch.changed():
-            raise changed_meanwhile(self._names[changed[0]])
+def watch_values(named: Iterable[tuple[str, Any]]) -> Watch:
+    """Returns a `Watch` of all tensors in values with names."""
+    found = [(name, tensor) for name, value in named for tensor in tensors_of(value)]
+    return Watch([name for name, _ in found], [tensor for _, tensor in found])
 
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:

@@ -68,8 +68,7 @@ class GatedCopy:
 
     def __init__(self, gate: Gate) -> None:
         self._optimizers = gate.optimizers
-        self._names: list[str] = []
-        self._watch = Watch([])
+        self._watch = Watch([], [])
 
     def rows(self, items: PackedItems, candidates: Sequence[int]) -> list[int]:
         """The rows of `candidates` that may be copied later. Their tensors are watched from now on."""
@@ -88,7 +87,7 @@ class GatedCopy:
         if own and guarded and not any(guarded):
             logger.warning("gate: no tensor of the state belongs to the optimizers: all is copied before save returns")
         local_plan = words(items.local_plan)
-        rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
+        rows, names, watched, key_of_storage = [], list[str](), dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
             item = local_plan[row * PLAN_ROW]
             index = description.tensor_index(item)
@@ -100,15 +99,15 @@ class GatedCopy:
                 watched[index] = [tensor, *by_address.pop(tensor.data_ptr(), [])]
                 if index in description.wrappers:
                     watched[index].append(description.wrappers[index])
-                self._names += [key] * len(watched[index])
+                names += [key] * len(watched[index])
                 key_of_storage.setdefault(storages[index], key)
         others = [
             (tensor, f"what the optimizer has in the memory of {key_of_storage[place]}")
             for place, tensor, address in own
             if place in key_of_storage and address in by_address
         ]
-        self._names += [name for _, name in others]
-        self._watch = Watch([*chain.from_iterable(watched.values()), *(tensor for tensor, _ in others)])
+        tensors = [*chain.from_iterable(watched.values()), *(tensor for tensor, _ in others)]
+        self._watch = Watch([*names, *(name for _, name in others)], tensors)
         return rows
 
     def _own_tensors(self) -> list[tuple[int, torch.Tensor, int]]:
@@ -139,9 +138,9 @@ class GatedCopy:
 
     def check_unchanged(self) -> None:
         """Raises `CheckpointError` that names a tensor that was changed since `rows`. Releases the tensors."""
-        watch, self._watch = self._watch, Watch([])
-        if changed := watch.changed():
-            raise changed_behind_gate(self._names[changed[0]])
+        watch, self._watch = self._watch, Watch([], [])
+        if (name := watch.changed()) is not None:
+            raise changed_behind_gate(name)
 
 
 def changed_behind_gate(key: str) -> CheckpointError:

@@ -17,7 +17,7 @@ from .._engine.torch_copies import device_notes
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, body_bytes
 from .._state import objects
-from .._state.watch import WatchedState
+from .._state.watch import watch_values
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .host_batches import ItemBatch, item_batches, write_rows, write_table
@@ -84,7 +84,7 @@ class RankSave:
             parts = [([item], []) for item in tensors] + [([], [item]) for item in others]
         row = 0
         with self, phase("write"):
-            watch = WatchedState(state)
+            watch = watch_values(state.items())
             for number, (part_tensors, part_objects) in enumerate(parts):
                 self.layout.open(body_bytes(part_tensors), None if single_file else number)
                 self._write_tensors(part_tensors, resolve, makes_tensors, row)

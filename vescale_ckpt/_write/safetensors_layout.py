@@ -155,7 +155,7 @@ class SafetensorsLayout(Layout):
         `memory_domain`, and pairs of names of tied tensors."""
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
-        routes = self._plan_routes(made, planned.catalog(), [domains.index(domain) for domain in domains])
+        routes = self._plan_routes(made, planned.catalog, [domains.index(domain) for domain in domains])
         begin = str(len(made.file_bytes)).encode(), self._make_files(made).encode()
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
@@ -168,7 +168,7 @@ class SafetensorsLayout(Layout):
         try:
             texts = [*with_ties(wanted.texts, ties), *more_texts]
             numbers = list(wanted.file_numbers)
-            return _C.ExportLayout(planned.catalog(), wanted.most_file_bytes, texts, list(ties.items()), numbers)
+            return _C.ExportLayout(planned.catalog, wanted.most_file_bytes, texts, list(ties.items()), numbers)
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 
@@ -356,7 +356,7 @@ def _pairs(names: list[bytes]) -> dict[str, str]:
 
 def _offsets_in(planned: GlobalSavePlan) -> tuple[str, str]:
     """The text that torch's HuggingFaceStorageWriter puts into headers, for whole tensors."""
-    rows = planned.catalog().rows()
+    rows = planned.catalog.rows()
     return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
 
 
