@@ -44,33 +44,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = [
+__all__ = [  # imported here for others
     "CURRENT_DCP_VERSION",
     "AsyncProcessExecutor",
-    "DTensorLayout",
     "MemoryFormatEncoding",
     "PrefixStore",
     "StorageInfo",
     "Store",
     "StridedShard",
-    "bump_versions",
-    "chunk_of_layout",
-    "clone_of",
-    "default_store",
-    "dtensor_layouts",
-    "dtensor_over",
     "flatten_sharded_tensors",
     "flatten_state_dict",
-    "flattens_as_torch_2_3",
-    "gloo_of_addresses",
-    "local_tensors",
-    "profiled",
-    "ranks_of_dcp_save",
     "set_element",
-    "sharded_tensor_over",
-    "storage_identity",
-    "versions",
-    "weights_only_globals",
 ]
 
 _DCP = "torch.distributed.checkpoint"
