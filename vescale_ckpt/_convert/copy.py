@@ -26,7 +26,7 @@ from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
-from .._engine.engine_errors import check_space, named_system_errors
+from .._engine.engine_errors import named_system_errors
 from .._storage.open_storage import (
     checkpoint_path,
     is_file,
@@ -160,7 +160,7 @@ class FolderCopy:
                     if name not in files.paths and is_file(os.path.join(folder.temporary, name)):
                         storage.remove(name)
                 there = {name: size_in(folder.temporary, name) for name in files.paths}
-                check_space(folder.directory, sum(size for name, size in sizes.items() if there[name] != size))
+                folder.storage.check_space(sum(size for name, size in sizes.items() if there[name] != size))
                 made = [self._copy(name, files, folder.temporary, transfer) for name in files.paths]
                 for name, content in files.last().items():
                     storage.write(name, content)

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from .._engine import _C
-from .._engine.engine_errors import check_space, named_system_errors
-from ..errors import CheckpointError, UntrustedCheckpointError
+from .._engine.engine_errors import named_system_errors
+from ..errors import CheckpointError, StorageFullError, UntrustedCheckpointError
 from . import locks
 from .locks import READ, FileLock
 from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
@@ -139,7 +139,9 @@ class FileSystem(Storage):
             _C.sync_directory(self.path)
 
     def check_space(self, needed: int) -> None:
-        check_space(self.path, needed)
+        free = _C.free_bytes(self.path)
+        if free is not None and free < needed:
+            raise StorageFullError(self.path, needed, free)
 
     def write(self, name: str, content: bytes) -> None:
         _C.commit_file(self.path, name, content)
@@ -322,10 +324,7 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
-    _note_durable(directory, os.stat(directory))
-
-
-def _note_durable(path: str, status: os.stat_result) -> None:
     if len(_durable_names) >= _MOST_NAMES:
         _durable_names.clear()
-    _durable_names.add((path, status.st_dev, status.st_ino))
+    status = os.stat(directory)
+    _durable_names.add((directory, status.st_dev, status.st_ino))

@@ -9,8 +9,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TypeVar
 
 from .._engine import _C
@@ -82,11 +80,6 @@ class Pending:
                 (_C.rename_file if replace else _C.rename_if_free)(self.paths[number], path)
             self.paths[number] = path
 
-    def serialize_commits(self) -> AbstractContextManager[bool]:
-        """A context within which nobody else commits into the directory. It gives False if the file system has no
-        locks. Raises `CheckpointError` if another commit takes too long."""
-        return locks.serialize_commits(self.directory)
-
     def committed(self) -> None:
         """Notes that the files belong to the directory now."""
         self.paths = []
@@ -110,9 +103,7 @@ class Pending:
     def __enter__(self: PendingT) -> PendingT:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 

@@ -149,10 +149,10 @@ class Storage(ABC):
     def make(self) -> None:
         """Makes the folder and all folders above it, durably, if files need a folder. Raises `CheckpointError`."""
 
-    @abstractmethod
     def check_space(self, needed: int) -> None:
         """Raises `StorageFullError` if the storage reports less room than so many bytes. Call it within
         `named_errors`."""
+        return
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
@@ -177,9 +177,9 @@ class Storage(ABC):
         """Notes how many ranks write large files at a time: a store has a limit for all of them."""
         return
 
-    @abstractmethod
     def rename(self, name: str, to: str) -> None:
         """Gives a file another name, and replaces a file of that name. Only a storage that `renames` can do it."""
+        raise NotImplementedError(f"{self.path}: files cannot be renamed")
 
     @abstractmethod
     def sync(self, name: str = "") -> None:
@@ -226,10 +226,10 @@ class Storage(ABC):
 
     # --- Others who use it
 
-    @abstractmethod
     def lock(self, name: str) -> Lease | None:
         """Locks a file or folder while it is written. None if the storage has no locks. Raises `TakenForOrphanError` if
         a clean-up removed it, `CheckpointError` if it cannot be opened."""
+        return None
 
     @abstractmethod
     def lock_if_abandoned(
@@ -239,15 +239,15 @@ class Storage(ABC):
         locked; None if it locks none. Without locks, the writer counts as gone if the files were not modified for
         `grace_seconds`."""
 
-    @abstractmethod
     def share(self, name: str = LOCK_NAME) -> Lease | None:
         """Keeps the folder from being removed while a load reads the file `name`. Without a name, keeps it for a save,
         and makes the folder if it is missing.
 
         None if the storage has no locks, or the file is missing. Raises `CheckpointError` only for a save.
         """
+        return None
 
-    @abstractmethod
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         """A context that gives whether nobody else uses the folder; None if the storage has no locks. No new use begins
         while it lasts. `held`: the files that loads lock. `tested`: the files that saves lock."""
+        return nullcontext(None)
