@@ -70,19 +70,16 @@ class NativeLayout(Layout):
         path = self.options.path
         drop_dead_locks(path)
         storage_at(path).make()
-        with storage_at(path).look():
-            self._begin(path, is_coordinator)
-
-    def _begin(self, path: str, is_coordinator: bool) -> None:
         if not is_coordinator and storage_at(path).by_requests:
             return  # the coordinator asks for all
-        if not self.options.overwrite and has_metadata(path, None):
-            raise _holds_checkpoint(path)
-        if is_coordinator:
-            if not self.options.overwrite:
-                storage_at(path).check_exclusive_commits()
-            self._replaced = Replaced.read(path)
-            self._remove_orphans()
+        with storage_at(path).look():
+            if not self.options.overwrite and has_metadata(path, None):
+                raise _holds_checkpoint(path)
+            if is_coordinator:
+                if not self.options.overwrite:
+                    storage_at(path).check_exclusive_commits()
+                self._replaced = Replaced.read(path)
+                self._remove_orphans()
 
     # --- With the other ranks
 
@@ -106,11 +103,6 @@ class NativeLayout(Layout):
     def _begin_metadata(self) -> _C.PendingFile | None:
         self._pending = storage_at(self.options.path).pending(METADATA_NAME)
         return self._pending
-
-    def _length_and_end(self, metadata: bytes) -> tuple[int, bytes]:
-        """Of `.metadata`. `metadata`: its content, or only its end if `_pending` holds it."""
-        length = len(metadata) if self._pending is None else self._pending.size
-        return length, metadata[-TRAILER_BYTES:]
 
     # --- Data files
 
@@ -233,7 +225,7 @@ class NativeLayout(Layout):
         extra = ExtraFiles(path, self._extra_files)
         metadata, index = (*content, None)[:2]
         assert metadata is not None
-        length, end = self._length_and_end(metadata)
+        length = len(metadata) if self._pending is None else self._pending.size
         try:
             with named_system_errors(path, length + sum(map(len, content[1:]))):
                 if self._pending is not None:
@@ -243,7 +235,7 @@ class NativeLayout(Layout):
                         extra.withdraw(self._replaced.extra_names(path))
                 commit_metadata.commit(path, self._pending or metadata, index, self.options.overwrite)
         except BaseException as error:
-            extra.put_back(length, end)
+            extra.put_back(length, metadata[-TRAILER_BYTES:])
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them

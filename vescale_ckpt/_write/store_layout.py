@@ -29,8 +29,6 @@ from ..errors import CheckpointError
 from .layout import SaveOptions, Written
 from .safetensors_layout import Safetensors, SafetensorsLayout
 
-_FINE, _FAILED = b"\1", b"\0"
-
 
 class StoreLayout(SafetensorsLayout):
     """The files of one model in an object store. `finish` first agrees with all ranks on what the files begin with."""
@@ -110,12 +108,14 @@ class StoreLayout(SafetensorsLayout):
         self._tables.append((bytes(table), rows))
 
     def finish(self) -> Written:
+        steps = self._steps
+        assert steps is not None
         with named_errors(str, self.options.path):
             table = b"".join(words for words, _ in self._tables)
             held = _C.HeldRows(table, int_table([row for _, rows in self._tables for row in rows]))
-            heads = self._agree_on_heads(
-                lambda: _C.checksums_of_boxes(held.box_table(self._boxes), len(self._names), self._for_engine())
-            )
+            heads = self._agree_on_heads(steps, held)
+            if steps.error is not None:
+                raise steps.error
             if heads is None:  # another rank has failed
                 return Written(0, 0, [])
             targets = [
@@ -128,7 +128,7 @@ class StoreLayout(SafetensorsLayout):
                 files.cancel()
             if self._rounds is not None:
                 threads, rounds = threads_of(self.options.thread_count), self._rounds
-                complete = rounds.run(held, threads, files.write)
+                complete = rounds.run(held, threads, self.write)
                 self._rounds = None
                 if not complete:
                     self._close()
@@ -138,34 +138,26 @@ class StoreLayout(SafetensorsLayout):
         self._done_bytes = files.progress()
         return Written(self._done_bytes, files.file_bytes(), [files.stats()])
 
-    def _agree_on_heads(self, sum: Callable[[], bytes] | None) -> list[bytes] | None:
+    def sum(self, held: _C.HeldRows) -> bytes:
+        """What this rank's tensors contribute to the checksums of the files."""
+        return _C.checksums_of_boxes(held.box_table(self._boxes), len(self._names), self._for_engine())
+
+    def write(self, boxes: bytes) -> None:
+        """Writes what was brought to this rank in one round, and what it has before that."""
+        assert self._writer is not None
+        self._writer.write(boxes)
+
+    def _agree_on_heads(self, steps: Steps, held: _C.HeldRows) -> list[bytes] | None:
         """With all ranks. Returns number, length and head of each file that this rank writes; None on all ranks if one
-        has failed. `sum`: None if this one has. Raises this rank's error."""
-        steps, self._steps = self._steps, None
-        assert steps is not None
-        exchange, doing, failed = steps.exchange, steps.phase("write together"), None
-        message = pack(_FAILED)
-        if sum is not None:
-            try:
-                message = pack(_FINE, sum())
-            except BaseException as error:
-                failed = error
-        of_all = exchange.gather(message, f"{doing}: checksums")
-        heads: list[bytes] | None = None
-        if of_all is not None:
-            heads = [b""] * exchange.size
-            parts = [unpack(of_rank) for of_rank in of_all]
-            if all(said == _FINE for said, *_ in parts):
-                try:
-                    heads = self._make_heads([blocks for _, blocks in parts])
-                except BaseException as error:
-                    failed = error
-        packed = exchange.scatter(heads, f"{doing}: heads")
+        has an error."""
+        self._steps = None
+        of_all = steps.gather(lambda: pack(self.sum(held)), "write together: checksums")
+        heads = None if of_all is None else steps.take(self._make_heads, [unpack(of_rank)[0] for of_rank in of_all])
+        heads = heads or [b""] * steps.exchange.size
+        packed = steps.exchange.scatter(heads, steps.phase("write together: heads"))
         if not packed:
             self._rounds = None  # no rank takes them
-        if failed is not None:
-            raise failed
-        return unpack(packed)[1:] if packed else None
+        return unpack(packed) if packed else None
 
     def _make_heads(self, blocks: list[bytes]) -> list[bytes]:
         """For each rank number, length and head of each file that it writes. `blocks`: those of each rank."""
@@ -174,15 +166,15 @@ class StoreLayout(SafetensorsLayout):
         of_all: list[list[bytes]] = [[] for _ in blocks]
         for number, writer in enumerate(writers_of(lengths, len(blocks))):
             of_all[writer] += [str(number).encode(), str(lengths[number]).encode(), self._file_heads[number]]
-        return [pack(_FINE, *of_rank) for of_rank in of_all]
+        return [pack(*of_rank) for of_rank in of_all]
 
     def discard(self, error: BaseException | None = None) -> None:
         """Aborts uploads, and removes the objects of this rank: with its error nobody commits."""
         begun = self._writer.begun() if isinstance(self._writer, _C.OrderedWriter) else []
         self._close()
-        if self._steps is not None and isinstance(error, Exception):  # the others wait for its checksums
-            self._agree_on_heads(None)
-            self._rounds = None
+        if (steps := self._steps) is not None and isinstance(error, Exception):  # the others wait for its checksums
+            steps.error = error
+            self._agree_on_heads(steps, _C.HeldRows(b"", b""))
         self._give_up(error)
         self._remove([self._names[number] for number in begun])
 
