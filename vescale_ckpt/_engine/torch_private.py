@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import _weights_only_unpickler
 from torch._C._autograd import _profiler_enabled
-from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from . import _C
 
@@ -52,6 +52,7 @@ __all__ = [  # imported here for others
     "StorageInfo",
     "Store",
     "StridedShard",
+    "default_store",
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "set_element",
@@ -156,11 +157,6 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return record_function(name) if _profiler_enabled() else nullcontext()
 
 
-def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises the version counters of tensors that code outside torch has changed in place."""
-    increment_version(tensors)
-
-
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor with the layout of `like` and the local tensor `local`. Runs no collective."""
     from torch.distributed.tensor import DTensor
@@ -182,12 +178,6 @@ def flattens_as_torch_2_3() -> bool:
     from torch.distributed.checkpoint import _version
 
     return bool(_version._derived_version == "2_3")
-
-
-def default_store() -> Store:
-    """The store of torch.distributed's default group, with which torch's own calls work."""
-    store: Store = _get_default_store()
-    return store
 
 
 def clone_of(store: Any) -> Store:
