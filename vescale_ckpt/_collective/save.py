@@ -17,8 +17,8 @@ from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
-from .._ranks.first_word import FirstWord
 from .._ranks.groups import check_alone_on_purpose
+from .._ranks.rendezvous import FirstWord
 from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._ranks.store_thread import StoreGoneError
@@ -234,8 +234,8 @@ class Save:
     def _commit(self, content: Sequence[bytes]) -> None:
         """Commits. Raises before that if the other ranks may have timed out already."""
         self._check_not_given_up()
-        if self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
-            self._check_not_given_up()
+        self._follow(self._fate.say(_COMMIT, self.exchange.timeout))
+        self._check_not_given_up()
         self.exchange.may_commit()
         try:
             self._layout.commit(*content)

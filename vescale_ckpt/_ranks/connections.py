@@ -41,9 +41,8 @@ from .._observe.timeline import doing
 from .._observe.timeline import phase as observed_phase
 from . import nccl
 from .diagnose import ElsewhereError, Failure, LostError, late_ranks, ranks_behind
-from .first_word import FirstWord
-from .nccl import Device, DeviceGroup
-from .rendezvous import FailureReport, Rendezvous, is_in_background
+from .nccl import CudaDevice, DeviceGroup
+from .rendezvous import FailureReport, FirstWord, Rendezvous, is_in_background
 from .store_thread import STORE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
@@ -194,7 +193,7 @@ class Connections:
             return self._rendezvous.failure() is not None
         return False
 
-    def make_devices(self, device: Device, timeout: float) -> None:
+    def make_devices(self, device: CudaDevice, timeout: float) -> None:
         """Makes `devices`. NCCL connects at the first swap."""
         self._device_groups += 1
         store = self._rendezvous.store_for_devices(self._device_groups)
