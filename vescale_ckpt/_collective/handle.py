@@ -66,10 +66,6 @@ class SaveHandle:
             self.callbacks_ran()
 
     @staticmethod
-    def of_finished(stats: SaveStats) -> SaveHandle:
-        return SaveHandle(settled(stats), settled(None))
-
-    @staticmethod
     def of_skipped(error: SaveInProgressError) -> SaveHandle:
         handle = SaveHandle(settled(error=error), settled(None))
         handle.skipped = True

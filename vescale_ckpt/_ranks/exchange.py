@@ -390,8 +390,13 @@ class Exchange:
         package unchanged.
         """
         if self._links is None:
-            _raise_alone(error, phase, kind)
-            return [*least, *sums]
+            if error is None:
+                return [*least, *sums]
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise error
+            text = f"{type(error).__name__}: {error}"
+            # The new error takes over the traceback, so that it is shown once.
+            raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
         fine, *agreed = self.agree([_NO_ERROR if error is None else 0, *least], phase, sums)
         if fine == _NO_ERROR:
             return agreed
@@ -567,17 +572,6 @@ def _parts_of(data: bytearray, lengths: torch.Tensor) -> list[bytes]:
             parts.append(bytes(view[at : at + length]))
             at += length
     return parts
-
-
-def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:
-    """Raises in a single process, without naming a rank."""
-    if error is None:
-        return
-    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-        raise error
-    text = f"{type(error).__name__}: {error}"
-    # The new error takes over the traceback, so that it is shown once.
-    raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
 
 
 def _report(error: BaseException) -> bytes:

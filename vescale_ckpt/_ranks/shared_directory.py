@@ -32,9 +32,6 @@ class SeparateDirectoriesError(CheckpointError):
     path: str
     ranks: list[int]  #: these ranks do not see the files of the others
 
-    def __init__(self, path: str, ranks: Sequence[int], message: str) -> None:
-        super().__init__(message, path=path, ranks=[*ranks])
-
 
 def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
     """Returns the error for `ranks` that do not see the coordinator's files in `path`."""
@@ -45,7 +42,7 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
         "directory that all nodes share (an absolute path, mounted alike on all nodes and in all containers); or, for "
         "disks of each node, with vescale_ckpt.CheckpointManager(directory, local=…)"
     )
-    return SeparateDirectoriesError(path, ranks, text)
+    return SeparateDirectoriesError(text, path=path, ranks=[*ranks])
 
 
 class MarkerFile:
@@ -102,10 +99,10 @@ def check_nodes(directory: str, identities: Sequence[bytes]) -> None:
         other, its = first.setdefault(node, (rank, of_rank))
         if its != of_rank:
             raise SeparateDirectoriesError(
-                directory,
-                [rank],
                 f"{directory} is not one directory: ranks {other} and {rank}, which run on one node, would write to "
                 "different ones, and one rank of a node commits for all of it. Give the ranks "
                 "of a node one directory (an absolute path, mounted alike in all containers); or, where containers are "
                 "to be nodes of their own, set VESCALE_CKPT_NODE to another whole number in each",
+                path=directory,
+                ranks=[rank],
             )
