@@ -107,10 +107,10 @@ class StorageReader(DcpStorageReader):
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
         self._seen = SeenFiles("", is_data_file)  # identities of the files of this load, to detect a replaced file
-        self._lock: Lease | None = None  # keeps clean-ups from removing the checkpoint while it is read
+        self._lock = Lease()  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "process_group": None}
+        return {**self.__dict__, "_lock": Lease(), "process_group": None}
 
     # --- DCP's calls, in the order in which they come
 
@@ -298,9 +298,7 @@ class StorageReader(DcpStorageReader):
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        self._lock.release()
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

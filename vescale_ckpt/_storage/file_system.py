@@ -17,8 +17,8 @@ from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from ..errors import CheckpointError, StorageFullError, UntrustedCheckpointError
 from . import locks
-from .locks import READ, FileLock
-from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
+from .locks import READ
+from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Lease, Stat, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +165,6 @@ class FileSystem(Storage):
     def remove(self, name: str) -> bool:
         return _C.remove_file(self._at(name))
 
-    def remove_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.remove(name)
-
     def remove_folder(self, name: str) -> None:
         path = self._at(name)
         if os.path.isdir(path) and not os.path.islink(path):
@@ -203,9 +199,6 @@ class FileSystem(Storage):
                 if error.errno != errno.ENOENT:  # ENOENT: another process erases the folder, too
                     logger.warning("cannot remove %s now: %s", path, error)
 
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        return []  # an unfinished file has a temporary name: it is removed as an orphan
-
     # --- Whether ranks use one directory
 
     def make_marker(self, name: str) -> None:
@@ -228,8 +221,8 @@ class FileSystem(Storage):
 
     # --- Others who use it
 
-    def lock(self, name: str) -> FileLock | None:
-        return locks.lock(self._at(name))
+    def lock(self, name: str) -> Lease:
+        return locks.lock(self._at(name)) or Lease()
 
     @contextlib.contextmanager
     def lock_if_abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
@@ -240,9 +233,9 @@ class FileSystem(Storage):
         else:
             yield not grace_seconds or locks.are_older(others, grace_seconds)
 
-    def share(self, name: str = LOCK_NAME) -> FileLock | None:
+    def share(self, name: str = LOCK_NAME) -> Lease:
         path = self._at(name)
-        return locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)
+        return (locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)) or Lease()
 
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         return locks.lock_exclusively(self.path, held, tested)

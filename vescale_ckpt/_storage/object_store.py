@@ -413,7 +413,6 @@ class ObjectStore(Storage):
             return
         with limit_wait(_PROBE_SECONDS):
             probe = self._client.at(f"{_PROBE}{secrets.token_hex(8)}")
-            probe = Client(probe.url)
             why = "does not heed the condition of a request"
             try:
                 probe.put(b"", create=True)

@@ -59,7 +59,7 @@ class NativeLayout(Layout):
         self._first = 0  # the number of the open file, or of the first one
         self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
         self._token = ""
-        self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
+        self._lock = Lease()  # on the first file; it marks all files as those of a running save
         self._needed = 0  # bytes, for the open file
         self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
@@ -258,9 +258,7 @@ class NativeLayout(Layout):
         if self._pending is not None:
             self._pending.discard()  # or it is committed
         self._pending = None
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        self._lock.release()
 
     # --- In DCP's steps
 

@@ -106,12 +106,8 @@ class NodeCopies(EndsWithProcess):
         path, began = path_of(self._root, step), time.monotonic()
         try:
             # Clean-ups leave the step while it is sent.
-            lock = storage_at(path).share(METADATA_NAME)
-            try:
+            with storage_at(path).share(METADATA_NAME):
                 self._send(path)
-            finally:
-                if lock is not None:
-                    lock.release()
         except Exception as error:
             logger.warning("step %d has fewer copies on other nodes than wanted: %s", step, error)
         else:
