@@ -128,11 +128,6 @@ class BackgroundQueue:
             finish()
         return handle
 
-    def abandon(self) -> None:
-        """Cancels a running save. It is not committed."""
-        if (save := self._save) is not None:
-            save.abandon()
-
 
 _queues = PerGroup(BackgroundQueue)
 _busy_queues: LiveObjects[BackgroundQueue] = LiveObjects()
@@ -171,7 +166,8 @@ def _finish_before_exit() -> None:
             logger.error("the save to %s is given up, because the process ends: nothing is committed", queue._path)
             if seconds == 0 and queue._last is not None:  # the user asked not to wait: no failure
                 queue._last.notice.asked = True
-            queue.abandon()
+            if (save := queue._save) is not None:
+                save.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
 
 

@@ -20,7 +20,7 @@ from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._ranks.exchange import Exchange
 from .._ranks.node import node_of_this_process
-from .._ranks.send_files import Check, FileMessage, send_files
+from .._ranks.send_files import Check, FileError, FileMessage, send_files
 from ..errors import CheckpointError, CorruptCheckpointError, LoadFailedError
 
 logger = logging.getLogger(__name__)
@@ -104,18 +104,17 @@ class NodeFiles:
             failed = send_files(
                 exchange, phase, from_nodes, checkpoint.path, check=check, bytes_per_second=bytes_per_second
             )
-            failed |= self._fetch(
-                exchange, phase, [message for message in messages if message.source == DURABLE], check
-            )
+            failed |= self._fetch(exchange, phase, messages, check)
             if self._note(exchange, phase, messages, failed) and is_all:
                 return
 
     def _fetch(
         self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], check: Check
-    ) -> dict[str, CheckpointError | OSError]:
+    ) -> dict[str, FileError]:
         """Copies files from the durable place. The timeout holds for each file. Returns the errors of this rank."""
-        failed: dict[str, CheckpointError | OSError] = {}
-        mine = [message.name for message in messages if message.target == exchange.rank]
+        failed: dict[str, FileError] = {}
+        durable = [message for message in messages if message.source == DURABLE]
+        mine = [message.name for message in durable if message.target == exchange.rank]
 
         def fetch() -> None:
             if mine:
@@ -126,7 +125,7 @@ class NodeFiles:
                     failed[mine[-1]] = error
                 mine.pop()
 
-        for _ in range(max(Counter(message.target for message in messages).values(), default=0)):
+        for _ in range(max(Counter(message.target for message in durable).values(), default=0)):
             exchange.together(fetch, phase)
         return failed
 
@@ -154,11 +153,7 @@ class NodeFiles:
         return [*messages_to_send(sources, now)], now == wanted
 
     def _note(
-        self,
-        exchange: Exchange,
-        phase: str,
-        messages: Sequence[FileMessage],
-        failed: dict[str, CheckpointError | OSError],
+        self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], failed: dict[str, FileError]
     ) -> bool:
         """Notes on all ranks which files have arrived, and tells whether all have. Raises if one could not be stored
         where it was needed."""

@@ -64,7 +64,9 @@ def start_save(
             if on_busy == "raise":
                 raise busy
             logger.warning("%s: this one is skipped", busy)
-            return _named(SaveHandle.of_skipped(busy), directory, process_group)
+            skipped = SaveHandle(settled(error=busy), settled())
+            skipped.skipped = True
+            return _named(skipped, directory, process_group)
         limit = settings.timeout(timeout)
         began = time.monotonic()
         with phase("previous save"):

@@ -304,9 +304,10 @@ class Exchange:
         links = self._links
         if device is None or links is None:
             return False
-        if links.devices_tried:
-            return links.devices is not None and links.devices.usable and links.devices.device.device == device.device
-        return True
+        devices = links.devices
+        return not links.devices_tried or (
+            devices is not None and devices.usable and devices.device.device == device.device
+        )
 
     def device_group(self, device: CudaDevice, phase: str) -> DeviceGroup | None:
         """Returns the connections among the devices of all ranks, made at the first call. None on all ranks if they

@@ -224,9 +224,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def device_for(tensors: Sequence[torch.Tensor]) -> CudaDevice | None:
     """Returns the CUDA device that holds most bytes of `tensors`, or the current device if there are no tensors. None
     if most bytes are in host memory or on several devices, or if NCCL is missing."""
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not (dist.is_nccl_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return None
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:

@@ -199,17 +199,12 @@ class Rendezvous:
     def silent(self, before: Notes, among: list[int]) -> list[int]:
         """Returns the ranks of `among` that do not repeat their notes, because they are stopped or cut off. All of them
         were inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""
-
-        def heartbeat(notes: Notes, rank: int) -> int:
-            note = notes[rank]
-            return -1 if note is None else note.heartbeat
-
         still = [rank for rank in among if rank != self.rank]
         deadline = time.monotonic() + self._seconds_of_silence
         while still and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, self._heartbeat))
             now = self.notes()
-            still = [rank for rank in still if heartbeat(now, rank) == heartbeat(before, rank)]
+            still = [rank for rank in still if now[rank] == before[rank]]  # each note has another heartbeat
         return still
 
     def notes(self, ranks: Iterable[int] | None = None) -> Notes:

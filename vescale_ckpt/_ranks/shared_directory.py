@@ -52,7 +52,6 @@ class MarkerFile:
         self.directory = directory
         self.bucket = split(directory)[0] if is_url(directory) else directory
         self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
-        self._name: str | None = None
 
     def make(self, checked: Container[str] = ()) -> None:
         """`checked`: buckets that are known to be one for all ranks. Raises OSError."""
@@ -60,7 +59,7 @@ class MarkerFile:
             return
         number = secrets.randbelow(NO_NUMBER)
         storage_at(self.directory).make_marker(_name(number))
-        self.number, self._name = number, _name(number)
+        self.number = number
 
     def look(self, number: int, rank: int) -> None:
         """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory."""
@@ -75,10 +74,9 @@ class MarkerFile:
 
     def remove(self) -> None:
         """May be called again. Raises nothing: a file that stays is an orphan."""
-        if self._name is not None:
+        if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
-                storage_at(self.directory).remove(self._name)
-        self._name = None
+                storage_at(self.directory).remove(_name(self.number))
 
 
 def _name(number: int) -> str:

@@ -205,19 +205,8 @@ class FileSystem(Storage):
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def sees_marker(self, name: str) -> bool:
-        # An open directory makes the client of a network file system ask its server about it again.
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            os.stat(name, dir_fd=descriptor)
-        except OSError:
-            return False
-        else:
-            return True
-        finally:
-            os.close(descriptor)
+        _ask_server(self.path)
+        return self.has(name)
 
     # --- Others who use it
 
