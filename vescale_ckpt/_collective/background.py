@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -117,15 +118,13 @@ class BackgroundQueue:
                 result.set_result(stats)
             handle.callbacks_ran()
 
-        if process_is_ending():  # nothing would wait for the thread
-            finish()
-            return handle
         thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # the interpreter is ending and starts no threads
-            finish()
+        if not process_is_ending():  # otherwise nothing would wait for the thread
+            with suppress(RuntimeError):  # the interpreter is ending and starts no threads
+                thread.start()
+                self._thread = thread
+                return handle
+        finish()
         return handle
 
 

@@ -127,7 +127,7 @@ class StorageReader(DcpStorageReader):
         if checkpoint_id is not None:
             self.path = checkpoint_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
-        self._unlock()
+        self._lock.release()
         self.checkpoint = None
         self._is_set_up = False
         self._metadata_error = None
@@ -187,7 +187,7 @@ class StorageReader(DcpStorageReader):
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""
-        self._unlock()
+        self._lock.release()
         self._lock = storage_at(self.path).share(metadata_name(rank))
 
     def _metadata_of(self, found: LoadableCheckpoint) -> Metadata:
@@ -295,10 +295,7 @@ class StorageReader(DcpStorageReader):
                     raise CorruptCheckpointError(text, key=error.key, file=error.file, offset=error.offset) from error
             raise
         finally:
-            self._unlock()
-
-    def _unlock(self) -> None:
-        self._lock.release()
+            self._lock.release()
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

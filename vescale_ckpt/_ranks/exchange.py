@@ -29,7 +29,7 @@ from .. import settings
 from .._observe.timeline import Call
 from .._observe.timeline import phase as observed_phase
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
-from .connections import Connections, children_of, parent_of, subtree, tensor_over
+from .connections import DIGEST_BYTES, Connections, children_of, parent_of, subtree, tensor_over
 from .groups import check_alone_on_purpose, place_in, resolve_group
 from .message import pack, unpack
 from .nccl import CudaDevice, DeviceGroup
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_TEXT = 2000  # texts of errors are cut after so many characters before they are sent to other ranks
 _LONG_PART = 4096  # bytes that are worth connections between the ranks that get them
 _NO_ERROR = 1
-DIGEST_BYTES = 16
 
 _Result = TypeVar("_Result")
 
