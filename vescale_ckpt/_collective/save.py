@@ -234,8 +234,8 @@ class Save:
     def _commit(self, content: Sequence[bytes]) -> None:
         """Commits. Raises before that if the other ranks may have timed out already."""
         self._check_not_given_up()
-        self._follow(self._fate.say(_COMMIT, self.exchange.timeout))
-        self._check_not_given_up()
+        if self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
+            self._check_not_given_up()
         self.exchange.may_commit()
         try:
             self._layout.commit(*content)
