@@ -28,7 +28,7 @@ from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, w
 from ._engine import _C
 from ._engine.device_streams import copies_from_cuda, filled_snapshot
 from ._engine.dtype_codes import DTYPE_CODES
-from ._engine.engine_errors import check_space, named_errors
+from ._engine.engine_errors import named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import batch_bytes, direct_io_setting, engine_options, threads_of
 from ._engine.overlap import overlap
@@ -95,7 +95,7 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     except _C.EngineError as error:
         raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
     with PendingFile(path) as file, named_errors(str, file.directory, layout.file_bytes):
-        check_space(file.directory, layout.file_bytes)
+        file.storage.check_space(layout.file_bytes)
         options = engine_options(None, direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter(name, layout.file_bytes, options))
         if in_place:

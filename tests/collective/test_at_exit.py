@@ -5,22 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 
-from harness.steps import Notice, at_exit
+from harness.steps import Notice, background
 
 
 def test_saves_begin_while_others_end() -> None:
     """Each of several threads saves to a directory of its own."""
     failures: list[BaseException] = []
-    before = set(at_exit._notices)
+    before = set(background._notices)
 
     def begin_and_end() -> None:
         try:
             for _ in range(300):
                 notices = [Notice() for _ in range(20)]
                 for notice in notices:
-                    at_exit.add_save(notice, lambda: None)
+                    background._add_save(notice)
                 for notice in notices:
-                    at_exit.discard_save(notice)
+                    background._notices.discard(notice)
         except BaseException as error:
             failures.append(error)
 
@@ -34,4 +34,4 @@ def test_saves_begin_while_others_end() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert failures == [] and at_exit._notices == before
+    assert failures == [] and background._notices == before

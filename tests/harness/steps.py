@@ -11,7 +11,7 @@ from benchmarks.harness import by_turns, usage
 from vescale_ckpt import SavePlanner, StorageReader, api, settings
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
-from vescale_ckpt._collective import at_exit, background, start_save
+from vescale_ckpt._collective import background, start_save
 from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.node_files import NodeFiles
@@ -24,9 +24,8 @@ from vescale_ckpt._plan import replicas
 from vescale_ckpt._plan.save_plan import GlobalSavePlan
 from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._ranks.first_word import FirstWord
 from vescale_ckpt._ranks.groups import PerGroup
-from vescale_ckpt._ranks.rendezvous import GRACE, Rendezvous
+from vescale_ckpt._ranks.rendezvous import GRACE, FirstWord, Rendezvous
 from vescale_ckpt._ranks.store_thread import StoreGoneError
 from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.pipeline import Pipeline
@@ -52,7 +51,7 @@ __all__ = [
     "EngineError",
     "Notice",
     "StoreGoneError",
-    "at_exit",
+    "background",
     "checkpoint_path",
     "objects",
     "saved_form",

@@ -6,7 +6,7 @@ import pytest
 
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._checkpoint.native.step_order import FIRST, Branch, SavedOrder
-from vescale_ckpt._ranks.file_places import copies_of_each
+from vescale_ckpt._collective.node_files import copies_of_each
 from vescale_ckpt.manager import run_id
 from vescale_ckpt.manager.branch_tracker import BranchTracker
 from vescale_ckpt.manager.node_table import NodeTable, Part

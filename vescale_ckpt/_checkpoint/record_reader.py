@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import dtype_code
@@ -18,7 +19,6 @@ from .._engine.options import batch_bytes, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
-from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
 from .._storage.open_storage import is_inconclusive, read_twice, storage_at
@@ -251,7 +251,7 @@ class RecordReader:
             for target in group.targets:
                 if target.commit is not None:
                     target.commit(target.tensor)
-            bump_versions([target.tensor for target in group.targets])
+            increment_version([target.tensor for target in group.targets])
 
     def read_tensors(
         self,

@@ -1,28 +1,38 @@
-"""Runs the asynchronous saves of each process group in the background, one after another."""
+"""Runs the asynchronous saves of each process group in the background, one after another.
+
+When the process ends they are finished, and its exit status is set for a failure that no caller has seen. `atexit` runs
+this. Forked children of `multiprocessing` do not call `atexit`: there its finalizers run it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
+import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Literal, get_args
 
 import torch.distributed as dist
 
 from .. import settings
+from .._engine import _C
 from .._engine.live_objects import LiveObjects
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
 from .._ranks.rendezvous import GRACE
 from ..errors import CheckpointTimeoutError, SaveCancelledError, SaveFailedError
 from ..reports import SaveStats
-from . import at_exit
-from .handle import SaveHandle, settled
+from .handle import Notice, SaveHandle, settled
 from .save import Save
 
 _SECONDS_TO_GIVE_UP = 10.0  # time to report an abandoned save to other ranks
+_FIRST, _LAST = 1000, -sys.maxsize  # priorities of a child's finalizers
 
 logger = logging.getLogger(__name__)
 
@@ -90,43 +100,57 @@ class BackgroundQueue:
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
         _busy_queues.add(self)
-        at_exit.add_save(handle.notice, _finish_before_exit)
+        _add_save(handle.notice)
 
         def finish() -> None:
             try:
                 stats = save.finish()
             except BaseException as error:
                 if isinstance(error, SaveCancelledError):
-                    at_exit.discard_save(handle.notice)  # it is no failure
+                    _notices.discard(handle.notice)  # it is no failure
                 else:
                     logger.error("the save to %s failed: %s", save.path, error)
                 self._save = None
                 result.set_exception(error)
             else:
                 self._save = None
-                at_exit.discard_save(handle.notice)
+                _notices.discard(handle.notice)
                 result.set_result(stats)
             handle.callbacks_ran()
 
-        if at_exit.process_is_ending():  # nothing would wait for the thread
-            finish()
-            return handle
         thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # the interpreter is ending and starts no threads
-            finish()
+        if not process_is_ending():  # otherwise nothing would wait for the thread
+            with suppress(RuntimeError):  # the interpreter is ending and starts no threads
+                thread.start()
+                self._thread = thread
+                return handle
+        finish()
         return handle
-
-    def abandon(self) -> None:
-        """Cancels a running save. It is not committed."""
-        if (save := self._save) is not None:
-            save.abandon()
 
 
 _queues = PerGroup(BackgroundQueue)
 _busy_queues: LiveObjects[BackgroundQueue] = LiveObjects()
+_notices: set[Notice] = set()  # one for each save that is running or has failed
+_ending = False
+_child = 0  # process id of the child of multiprocessing in which finalizers are set
+
+
+def process_is_ending() -> bool:
+    """Whether the process is ending: it would not wait for a save that began now."""
+    return _ending
+
+
+def _add_save(notice: Notice) -> None:
+    """Watches a save that is about to run."""
+    global _child
+    for known in list(_notices):  # at once: threads of other saves discard theirs meanwhile
+        if known.raised or known.asked:
+            _notices.discard(known)
+    _notices.add(notice)
+    if multiprocessing.parent_process() is not None and _child != os.getpid():
+        _child = os.getpid()
+        multiprocessing.util.Finalize(None, _end, exitpriority=_FIRST)
+        multiprocessing.util.Finalize(None, _end_child, exitpriority=_LAST)
 
 
 def _finish_before_exit() -> None:
@@ -141,15 +165,49 @@ def _finish_before_exit() -> None:
             logger.error("the save to %s is given up, because the process ends: nothing is committed", queue._path)
             if seconds == 0 and queue._last is not None:  # the user asked not to wait: no failure
                 queue._last.notice.asked = True
-            queue.abandon()
+            if (save := queue._save) is not None:
+                save.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
+
+
+def _end() -> None:
+    global _ending
+    _ending = True
+    _finish_before_exit()
+
+
+def _at_exit() -> None:
+    _end()
+    if status := _status():
+        _C.set_exit_status(status)
+
+
+def _end_child() -> None:
+    ending: BaseException | None = sys.exc_info()[1]
+    fails = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
+    if not fails and (status := _status()):
+        raise SystemExit(status)
+
+
+def _status() -> int:
+    """The exit status for unseen failures; 0: there are none, the status stays."""
+    unseen = sum(not notice.raised and not notice.asked for notice in list(_notices))
+    if not unseen:
+        return 0
+    text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
+    # What the process ends with is not known here: it may have failed already.
+    logger.error("%s failed, and nobody asked: if this process ends with status 0, that becomes 1", text)
+    return 1
 
 
 def _forget_after_fork() -> None:
     """Forgets running saves in a forked child: they belong to the parent."""
+    global _ending
+    _ending = False
     _queues.forget()
     _busy_queues.clear()
+    _notices.clear()
 
 
-at_exit.register(_finish_before_exit)
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_forget_after_fork)

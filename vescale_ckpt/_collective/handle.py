@@ -8,7 +8,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import SaveCancelledError, SaveInProgressError
+from ..errors import SaveCancelledError
 from ..reports import SaveStats
 
 
@@ -64,16 +64,6 @@ class SaveHandle:
 
         if result.done():
             self.callbacks_ran()
-
-    @staticmethod
-    def of_finished(stats: SaveStats) -> SaveHandle:
-        return SaveHandle(settled(stats), settled(None))
-
-    @staticmethod
-    def of_skipped(error: SaveInProgressError) -> SaveHandle:
-        handle = SaveHandle(settled(error=error), settled(None))
-        handle.skipped = True
-        return handle
 
     def __repr__(self) -> str:
         error = self._result.exception() if self._result.done() else None

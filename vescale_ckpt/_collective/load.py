@@ -228,7 +228,8 @@ class CollectiveLoad:
         return loading.plan(source, allow_cast)
 
     def _source(self) -> _Source:
-        metadata, checkpoint = self._metadata()
+        with phase("metadata"), storage_at(self._reader.path).look():
+            metadata, checkpoint = self._metadata()
         extra = [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
         return _Source(metadata, checkpoint, self._selection, extra)
 
@@ -287,10 +288,6 @@ class CollectiveLoad:
     def _metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         """The metadata for planners, and the checkpoint that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
-        with phase("metadata"), storage_at(self._reader.path).look():
-            return self._shared_metadata()
-
-    def _shared_metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
         exchange, reader = self._exchange, self._reader
         # One object is the same for all ranks. The coordinator alone asks for it, unless its files may have another
         # content under the same names elsewhere.
@@ -363,6 +360,7 @@ class CollectiveLoad:
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
     def _read(self, planner: FillPlanner) -> LoadStats:
+        """Raises on all ranks if one has failed; else all learn what the job did."""
         with gc_paused():
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
         if self._node_files is not None:
@@ -382,19 +380,11 @@ class CollectiveLoad:
 
         self._timeline.progress = lambda: (_C.bytes_read() - began, total())
 
-        def read() -> LoadStats:
-            self._reader.read(plan, planner, broadcast)
-            assert self._reader.last_stats is not None
-            return self._reader.last_stats
-
-        return self._read_together(read)
-
-    def _read_together(self, read: Callable[[], LoadStats]) -> LoadStats:
-        """Reads. Raises on all ranks if one has failed; else all learn what the job did."""
         stats, error = None, None
         try:
             with phase("read"):
-                stats = read()
+                self._reader.read(plan, planner, broadcast)
+            stats = self._reader.last_stats
         except Exception as raised:
             error = raised
         votes = self._timeline.votes(0 if stats is None else stats.bytes)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -19,13 +19,13 @@ from .._checkpoint.check_records import check_file
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._ranks.exchange import Exchange
-from .._ranks.file_places import Places, messages_to_send
 from .._ranks.node import node_of_this_process
-from .._ranks.send_files import Check, FileMessage, send_files
+from .._ranks.send_files import Check, FileError, FileMessage, send_files
 from ..errors import CheckpointError, CorruptCheckpointError, LoadFailedError
 
 logger = logging.getLogger(__name__)
 
+Places = dict[str, dict[int, int]]  #: {file: {rank whose node has it, or `DURABLE`: bytes}}
 DURABLE = -1  #: a rank in `Places`: the durable place
 
 
@@ -104,18 +104,17 @@ class NodeFiles:
             failed = send_files(
                 exchange, phase, from_nodes, checkpoint.path, check=check, bytes_per_second=bytes_per_second
             )
-            failed |= self._fetch(
-                exchange, phase, [message for message in messages if message.source == DURABLE], check
-            )
+            failed |= self._fetch(exchange, phase, messages, check)
             if self._note(exchange, phase, messages, failed) and is_all:
                 return
 
     def _fetch(
         self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], check: Check
-    ) -> dict[str, CheckpointError | OSError]:
+    ) -> dict[str, FileError]:
         """Copies files from the durable place. The timeout holds for each file. Returns the errors of this rank."""
-        failed: dict[str, CheckpointError | OSError] = {}
-        mine = [message.name for message in messages if message.target == exchange.rank]
+        failed: dict[str, FileError] = {}
+        durable = [message for message in messages if message.source == DURABLE]
+        mine = [message.name for message in durable if message.target == exchange.rank]
 
         def fetch() -> None:
             if mine:
@@ -126,7 +125,7 @@ class NodeFiles:
                     failed[mine[-1]] = error
                 mine.pop()
 
-        for _ in range(max(Counter(message.target for message in messages).values(), default=0)):
+        for _ in range(max(Counter(message.target for message in durable).values(), default=0)):
             exchange.together(fetch, phase)
         return failed
 
@@ -154,11 +153,7 @@ class NodeFiles:
         return [*messages_to_send(sources, now)], now == wanted
 
     def _note(
-        self,
-        exchange: Exchange,
-        phase: str,
-        messages: Sequence[FileMessage],
-        failed: dict[str, CheckpointError | OSError],
+        self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], failed: dict[str, FileError]
     ) -> bool:
         """Notes on all ranks which files have arrived, and tells whether all have. Raises if one could not be stored
         where it was needed."""
@@ -202,3 +197,32 @@ class NodeFiles:
 def _is_of_the_copy(error: BaseException) -> bool:
     """Whether a file did not arrive because of the copy that was sent: it is damaged, or its rank cannot read it."""
     return isinstance(error, CorruptCheckpointError) or getattr(error, "rank", None) is not None
+
+
+def copies_of_each(places: Places, leaders: Sequence[int], copies: int) -> dict[int, set[str]]:
+    """{leader: the files that it gets}, so that `copies` nodes beside one have each file.
+
+    The nodes form a ring. A file goes to the nodes behind the first one that has it.
+    """
+    ring = sorted(leaders)
+    position = {leader: at for at, leader in enumerate(ring)}
+    names: dict[frozenset[int], list[str]] = {}  # files that lie on the same nodes go to the same
+    for name, ranks in places.items():
+        names.setdefault(frozenset(ranks), []).append(name)
+    wanted: dict[int, set[str]] = {}
+    for holders, of_holders in names.items():
+        first = position[min(holders)]
+        behind = (ring[(first + step) % len(ring)] for step in range(1, len(ring)))
+        left = [leader for leader in behind if leader not in holders]
+        for chosen in left[: max(0, copies + 1 - len(holders))]:
+            wanted.setdefault(chosen, set()).update(of_holders)
+    return wanted
+
+
+def messages_to_send(places: Places, wanted: Iterable[tuple[str, int]]) -> Iterator[FileMessage]:
+    """Yields a message for each (file, rank that gets it). Those that have a file send about equally many bytes."""
+    sent: dict[int, int] = {}
+    for name, target in sorted(wanted):
+        source = min(places[name], key=lambda rank: (sent.get(rank, 0), rank))
+        sent[source] = sent.get(source, 0) + places[name][source]
+        yield FileMessage(name, places[name][source], source, target)

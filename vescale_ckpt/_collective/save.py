@@ -17,8 +17,8 @@ from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.exchange import Exchange
-from .._ranks.first_word import FirstWord
 from .._ranks.groups import check_alone_on_purpose
+from .._ranks.rendezvous import FirstWord
 from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._ranks.store_thread import StoreGoneError

@@ -30,7 +30,7 @@ from .._write.optimizer_gate import Gate
 from ..errors import CheckpointTimeoutError, SaveInProgressError
 from .agree_plan import CollectivePlan
 from .background import BackgroundQueue, OnBusy
-from .handle import SaveHandle
+from .handle import SaveHandle, settled
 from .save import Save
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,9 @@ def start_save(
             if on_busy == "raise":
                 raise busy
             logger.warning("%s: this one is skipped", busy)
-            return _named(SaveHandle.of_skipped(busy), directory, process_group)
+            skipped = SaveHandle(settled(error=busy), settled())
+            skipped.skipped = True
+            return _named(skipped, directory, process_group)
         limit = settings.timeout(timeout)
         began = time.monotonic()
         with phase("previous save"):
@@ -93,7 +95,7 @@ def start_save(
             timeline.returned()
             return _named(queue.finish_in_background(save), directory, process_group)
         assert save.stats is not None
-        return _named(SaveHandle.of_finished(save.stats), directory, process_group)
+        return _named(SaveHandle(settled(save.stats), settled()), directory, process_group)
 
 
 def _named(handle: SaveHandle, directory: str, process_group: dist.ProcessGroup | None) -> SaveHandle:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
@@ -26,7 +26,7 @@ from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
-from .._engine.engine_errors import check_space, named_system_errors
+from .._engine.engine_errors import named_system_errors
 from .._storage.open_storage import (
     checkpoint_path,
     is_file,
@@ -63,12 +63,10 @@ def copy(
     source, path = checkpoint_path(checked_path("src", src)), checkpoint_path(checked_path("dst", dst))
     path = path.rstrip("/") or path
     report = CopyReport(path)
-    with ExitStack() as held, named_system_errors(path):
+    with named_system_errors(path):
         if is_folder(source):
-            lock = storage_at(source).share(metadata_name(None))
-            if lock is not None:
-                held.callback(lock.release)
-            FolderCopy(source, path, overwrite, report, progress).run()
+            with storage_at(source).share(metadata_name(None)):
+                FolderCopy(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began
@@ -160,7 +158,7 @@ class FolderCopy:
                     if name not in files.paths and is_file(os.path.join(folder.temporary, name)):
                         storage.remove(name)
                 there = {name: size_in(folder.temporary, name) for name in files.paths}
-                check_space(folder.directory, sum(size for name, size in sizes.items() if there[name] != size))
+                folder.storage.check_space(sum(size for name, size in sizes.items() if there[name] != size))
                 made = [self._copy(name, files, folder.temporary, transfer) for name in files.paths]
                 for name, content in files.last().items():
                     storage.write(name, content)

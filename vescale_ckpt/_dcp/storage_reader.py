@@ -107,10 +107,10 @@ class StorageReader(DcpStorageReader):
         self.checkpoint: LoadableCheckpoint | None = None  #: the one that is read
         self._metadata_error: CheckpointError | None = None
         self._seen = SeenFiles("", is_data_file)  # identities of the files of this load, to detect a replaced file
-        self._lock: Lease | None = None  # keeps clean-ups from removing the checkpoint while it is read
+        self._lock = Lease()  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "process_group": None}
+        return {**self.__dict__, "_lock": Lease(), "process_group": None}
 
     # --- DCP's calls, in the order in which they come
 
@@ -127,7 +127,7 @@ class StorageReader(DcpStorageReader):
         if checkpoint_id is not None:
             self.path = checkpoint_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
-        self._unlock()
+        self._lock.release()
         self.checkpoint = None
         self._metadata_error = None
         self.load_id = uuid.uuid4().hex
@@ -180,7 +180,7 @@ class StorageReader(DcpStorageReader):
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""
-        self._unlock()
+        self._lock.release()
         self._lock = storage_at(self.path).share(metadata_name(rank))
 
     def _metadata_of(self, found: LoadableCheckpoint) -> Metadata:
@@ -287,12 +287,7 @@ class StorageReader(DcpStorageReader):
                     raise CorruptCheckpointError(text, key=error.key, file=error.file, offset=error.offset) from error
             raise
         finally:
-            self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
             self._lock.release()
-        self._lock = None
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

@@ -31,14 +31,6 @@ def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
         raise of_system(error, path, needed) from error
 
 
-def check_space(directory: str, needed: int) -> None:
-    """Raises `StorageFullError` if there is no room for `needed` bytes, as far as the file system tells. Call it within
-    `named_errors`."""
-    free = _C.free_bytes(directory)
-    if free is not None and free < needed:
-        raise StorageFullError(directory, needed, free)
-
-
 def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, needed: int) -> CheckpointError:
     key = key_of(error.item) if error.item is not None else None
     prefix = f"{key}: " if key is not None else ""

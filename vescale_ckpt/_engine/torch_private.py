@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import _weights_only_unpickler
 from torch._C._autograd import _profiler_enabled
-from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from . import _C
 
@@ -42,30 +42,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = [
+__all__ = [  # imported here for others
     "CURRENT_DCP_VERSION",
     "AsyncProcessExecutor",
-    "DTensorLayout",
     "MemoryFormatEncoding",
     "PrefixStore",
     "StorageInfo",
     "Store",
     "StridedShard",
-    "bump_versions",
-    "chunk_of_layout",
-    "clone_of",
     "default_store",
-    "dtensor_layouts",
-    "dtensor_over",
     "flatten_sharded_tensors",
-    "gloo_of_addresses",
-    "local_tensors",
-    "profiled",
-    "ranks_of_dcp_save",
-    "sharded_tensor_over",
-    "storage_identity",
-    "versions",
-    "weights_only_globals",
 ]
 
 _DCP = "torch.distributed.checkpoint"
@@ -165,11 +151,6 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return record_function(name) if _profiler_enabled() else nullcontext()
 
 
-def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises the version counters of tensors that code outside torch has changed in place."""
-    increment_version(tensors)
-
-
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor with the layout of `like` and the local tensor `local`. Runs no collective."""
     from torch.distributed.tensor import DTensor
@@ -184,12 +165,6 @@ def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTens
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), like._process_group, like._init_rrefs
     )
-
-
-def default_store() -> Store:
-    """The store of torch.distributed's default group, with which torch's own calls work."""
-    store: Store = _get_default_store()
-    return store
 
 
 def clone_of(store: Any) -> Store:

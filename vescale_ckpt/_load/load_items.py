@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -19,7 +20,6 @@ from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import is_plain_tensor, overlapping
-from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
 from .._plan.read_plan import ItemReads, PackedReads
 from .._routes.broadcast_load import BroadcastLoad
@@ -202,7 +202,7 @@ class ItemLoad:
         tensor = self.resolve(item, record.dtype)
         if overlapping([tensor]):
             raise overlaps_itself(record.key)
-        bump_versions([tensor])
+        increment_version([tensor])
         again = None
         if self._targets.are_views and is_wrapper(tensor):
             again = partial(self.planner.resolve_tensor, item)

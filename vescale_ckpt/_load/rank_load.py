@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .. import settings
@@ -22,7 +23,6 @@ from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of, used_paths
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
-from .._engine.torch_private import bump_versions
 from .._ranks.groups import resolve_group
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
@@ -63,7 +63,7 @@ class RankLoad(RecordReader):
                 device_notes()  # logs new ones
         finally:
             filled, self._filled = self._filled, []
-            bump_versions(filled)
+            increment_version(filled)
         if self.options.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self.totals)})"
@@ -98,7 +98,7 @@ class RankLoad(RecordReader):
         self._filled += tensors
         if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
             self._filled += [value for value in state.values() if isinstance(value, DTensor)]
-        bump_versions(self._filled)
+        increment_version(self._filled)
 
     def check_cast(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
         """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales."""

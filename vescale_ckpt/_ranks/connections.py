@@ -41,14 +41,13 @@ from .._observe.timeline import doing
 from .._observe.timeline import phase as observed_phase
 from . import nccl
 from .diagnose import ElsewhereError, Failure, LostError, late_ranks, ranks_behind
-from .first_word import FirstWord
-from .nccl import Device, DeviceGroup
-from .rendezvous import FailureReport, Rendezvous, is_in_background
+from .nccl import CudaDevice, DeviceGroup
+from .rendezvous import FailureReport, FirstWord, Rendezvous, is_in_background
 from .store_thread import STORE_SECONDS, StoreGoneError, in_time
 
 FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _SHORTEST = timedelta(milliseconds=1)
 _LONGEST_END = 5.0  # after a failure a rank waits at most so many seconds for others: less than GRACE
@@ -194,7 +193,7 @@ class Connections:
             return self._rendezvous.failure() is not None
         return False
 
-    def make_devices(self, device: Device, timeout: float) -> None:
+    def make_devices(self, device: CudaDevice, timeout: float) -> None:
         """Makes `devices`. NCCL connects at the first swap."""
         self._device_groups += 1
         store = self._rendezvous.store_for_devices(self._device_groups)
@@ -322,7 +321,7 @@ class Connections:
         return LostError(peer, in_time=time.monotonic() < self._deadline - _TICK)
 
     def _greet(self, step: str) -> None:
-        digest = hashlib.blake2b(f"{self.calls} {step}".encode(), digest_size=_DIGEST_BYTES).digest()
+        digest = hashlib.blake2b(f"{self.calls} {step}".encode(), digest_size=DIGEST_BYTES).digest()
         greeting = (digest + step.encode())[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
         said = tensor_over(bytearray(greeting))
         heard = {peer: bytearray(_GREETING_BYTES) for peer in self._neighbours}
@@ -332,7 +331,7 @@ class Connections:
         self.wait()
         for peer, buffer in heard.items():
             if buffer != greeting:
-                raise ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
+                raise ElsewhereError(peer, buffer[DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
         # A greeting from a neighbour proves that ranks d hops away have finished collective n - d. So buffers that were
         # sent earlier can be freed.
         while self._sent and self._sent[0][0] + self._farthest < self.calls:

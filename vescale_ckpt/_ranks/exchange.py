@@ -29,12 +29,11 @@ from .. import settings
 from .._observe.timeline import Call
 from .._observe.timeline import phase as observed_phase
 from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
-from .connections import Connections, children_of, parent_of, subtree, tensor_over
-from .first_word import FirstWord
+from .connections import DIGEST_BYTES, Connections, children_of, parent_of, subtree, tensor_over
 from .groups import check_alone_on_purpose, place_in, resolve_group
 from .message import pack, unpack
-from .nccl import Device, DeviceGroup
-from .rendezvous import Purpose, Rendezvous, is_in_background
+from .nccl import CudaDevice, DeviceGroup
+from .rendezvous import FirstWord, Purpose, Rendezvous, is_in_background
 from .store_thread import StoreGoneError, of_default_group
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_TEXT = 2000  # texts of errors are cut after so many characters before they are sent to other ranks
 _LONG_PART = 4096  # bytes that are worth connections between the ranks that get them
 _NO_ERROR = 1
-DIGEST_BYTES = 16
 
 _Result = TypeVar("_Result")
 
@@ -192,16 +190,15 @@ class Exchange:
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
         """Returns this rank's element of `parts`. The coordinator gives one part for each rank; other ranks give
         None."""
-        if self.is_coordinator and (parts is None or len(parts) != self.size):
-            raise ValueError(f"scatter: expected {self.size} parts, one for each rank")
         links = self._links
         if links is not None:
             with links.collective("scatter", phase, self.timeout):
                 ranks = subtree(self.rank, self.size)
-                if links.parent is None:
-                    parts = [parts[rank] for rank in ranks] if parts is not None else []
-                else:
+                if links.parent is not None:
                     parts = _receive(links, links.parent, len(ranks))
+                elif parts is not None:
+                    parts = [parts[rank] for rank in ranks]
+                assert parts is not None
                 at = 1
                 for child in links.children:
                     of_child = parts[at : at + len(subtree(child, self.size))]
@@ -245,8 +242,6 @@ class Exchange:
 
     def broadcast(self, data: bytes | None, phase: str) -> bytes:
         """Returns the coordinator's bytes on every rank."""
-        if self.is_coordinator and data is None:
-            raise ValueError("broadcast: the coordinator has nothing to send")
         links = self._links
         if links is not None:
             with links.collective("broadcast", phase, self.timeout):
@@ -303,25 +298,24 @@ class Exchange:
         with self._links.collective(kind, phase, self.timeout, whom):
             yield self._links
 
-    def may_swap_on(self, device: Device | None) -> bool:
+    def may_swap_on(self, device: CudaDevice | None) -> bool:
         """Whether this rank can take part in `device_group` with this device."""
         links = self._links
         if device is None or links is None:
             return False
-        if links.devices_tried:
-            return links.devices is not None and links.devices.usable and links.devices.device.device == device.device
-        return True
+        devices = links.devices
+        return not links.devices_tried or (
+            devices is not None and devices.usable and devices.device.device == device.device
+        )
 
-    def device_group(self, device: Device, phase: str) -> DeviceGroup | None:
+    def device_group(self, device: CudaDevice, phase: str) -> DeviceGroup | None:
         """Returns the connections among the devices of all ranks, made at the first call. None on all ranks if they
         cannot be made, for instance because ranks share a device. `may_swap_on` must be true on all ranks."""
         links = self._links
         assert links is not None
         if links.devices_tried:
             return links.devices
-        gathered = self.gather(device.identity().encode(), phase)
-        distinct = None if gathered is None else bytes([len(set(gathered)) == self.size])
-        if self.broadcast(distinct, phase) == b"\1":
+        if len(set(self.share(device.identity().encode(), phase))) == self.size:
             steps = (lambda: links.make_devices(device, self.timeout), lambda: _first_swap(links))
             if not all(self._succeed(step, phase) for step in steps) and links.devices is not None:
                 links.devices.end()
@@ -372,25 +366,11 @@ class Exchange:
     def from_coordinator(
         self, find: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> _Result:
-        """Calls `find` on the coordinator alone. Returns its result, which JSON can hold, on all ranks, or raises its
-        error on all of them: one of this package with its class, any other as a `kind`."""
-        answer, failure = None, None
-        if self.is_coordinator:
-            try:
-                answer = pack(b"", json.dumps(find()).encode())
-            except Exception as error:
-                answer, failure = pack(_report(error), b""), error
-        report, found = unpack(self.broadcast(answer, phase))
-        if not report:
-            result: _Result = json.loads(found)
-            return result
-        if failure is not None:
-            _raise_alone(failure, phase, kind)
-        text, pickled = pickle.loads(report)
-        cause = pickle.loads(pickled) if pickled else text
-        if isinstance(cause, CheckpointError):
-            raise cause
-        raise kind(0, cause, f"{phase}: rank 0: {text}", {0: text})
+        """Calls `find` on the coordinator alone. Returns its result, which JSON can hold, on all ranks. If it fails,
+        all raise as `fail_together` says."""
+        found = self.together(lambda: json.dumps(find()).encode() if self.is_coordinator else None, phase, kind)
+        result: _Result = json.loads(self.broadcast(found, phase))
+        return result
 
     def fail_together(
         self,
@@ -410,8 +390,13 @@ class Exchange:
         package unchanged.
         """
         if self._links is None:
-            _raise_alone(error, phase, kind)
-            return [*least, *sums]
+            if error is None:
+                return [*least, *sums]
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise error
+            text = f"{type(error).__name__}: {error}"
+            # The new error takes over the traceback, so that it is shown once.
+            raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
         fine, *agreed = self.agree([_NO_ERROR if error is None else 0, *least], phase, sums)
         if fine == _NO_ERROR:
             return agreed
@@ -587,17 +572,6 @@ def _parts_of(data: bytearray, lengths: torch.Tensor) -> list[bytes]:
             parts.append(bytes(view[at : at + length]))
             at += length
     return parts
-
-
-def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:
-    """Raises in a single process, without naming a rank."""
-    if error is None:
-        return
-    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-        raise error
-    text = f"{type(error).__name__}: {error}"
-    # The new error takes over the traceback, so that it is shown once.
-    raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
 
 
 def _report(error: BaseException) -> bytes:

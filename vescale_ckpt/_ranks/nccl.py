@@ -15,10 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,42 +36,25 @@ _MOST_CHANNELS = 8  # NCCL itself would take up to 32, with buffers of several M
 _PAUSE = 0.0002
 
 
-class Device(Protocol):
-    """The operations of a device that swaps use."""
-
-    device: torch.device
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Returns a tensor of bytes from which copies to the device run asynchronously."""
-
-    def identity(self) -> str:
-        """Returns a text that is equal on ranks that have the same device."""
-
-    def begin(self) -> None:
-        """Orders all work that is queued from now on after the work in the caller's current stream. Raises
-        CheckpointError if that stream is being captured."""
-
-    def queued(self) -> AbstractContextManager[None]:
-        """A context in which any thread queues work on this object's own stream."""
-
-    def finish(self, seconds: float, swap: Any = None) -> bool:
-        """Waits for the queued work, at most `seconds`. Returns whether it is done. `swap`: torch's `Work` if a swap is
-        part of the work. Raises CheckpointError as soon as NCCL reports that the swap fails."""
-
-
 class CudaDevice:
+    """The operations of a device that swaps use. Tests have others."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, size: int) -> torch.Tensor:
+        """Returns a tensor of bytes from which copies to the device run asynchronously."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def identity(self) -> str:
+        """Returns a text that is equal on ranks that have the same device."""
         properties = torch.cuda.get_device_properties(self.device)
         return f"{node_of_this_process()} {getattr(properties, 'uuid', self.device.index)}"
 
     def begin(self) -> None:
+        """Orders all work that is queued from now on after the work in the caller's current stream. Raises
+        CheckpointError if that stream is being captured."""
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
                 raise CheckpointError(
@@ -81,10 +64,13 @@ class CudaDevice:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
+        """A context in which any thread queues work on this object's own stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def finish(self, seconds: float, swap: Any = None) -> bool:
+        """Waits for the queued work, at most `seconds`. Returns whether it is done. `swap`: torch's `Work` if a swap is
+        part of the work. Raises CheckpointError as soon as NCCL reports that the swap fails."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         deadline = time.monotonic() + seconds
@@ -106,7 +92,7 @@ def _raise_error_of(swap: Any) -> None:
 class DeviceGroup:
     """Connects the devices of all ranks of an exchange, one a rank. All ranks make it and call each swap together."""
 
-    def __init__(self, device: Device, backend: Any, timeout: float) -> None:
+    def __init__(self, device: CudaDevice, backend: Any, timeout: float) -> None:
         self.device = device
         self.usable = True
         self.seconds = min(timeout, MOST_SECONDS)  #: the limit of one step on the device
@@ -235,12 +221,10 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:
+def device_for(tensors: Sequence[torch.Tensor]) -> CudaDevice | None:
     """Returns the CUDA device that holds most bytes of `tensors`, or the current device if there are no tensors. None
     if most bytes are in host memory or on several devices, or if NCCL is missing."""
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not (dist.is_nccl_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return None
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from .. import settings
+from .._engine import _C
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,11 +31,7 @@ def node_of_this_process() -> int:
 def memory_domain() -> str:
     """Returns a text that is equal for processes that may open each other's files in /proc. They have the same machine,
     process namespace and user."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = f"of {os.getpid()} alone"
-    return f"{node_of_this_process()} {namespace} {os.getuid()}"
+    return f"{node_of_this_process()} {_C.process_space()} {os.getuid()}"
 
 
 class Process:

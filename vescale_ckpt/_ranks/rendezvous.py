@@ -25,8 +25,7 @@ from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
 from . import store_thread
-from .first_word import FirstWord
-from .store_thread import STORE_SECONDS
+from .store_thread import STORE_SECONDS, StoreThread
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
 _HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated its note for so many heartbeats
@@ -77,7 +76,7 @@ class FailureReport:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes) -> FailureReport:
+    def decode(text: str | bytes) -> FailureReport:
         return FailureReport(**json.loads(text))
 
 
@@ -164,19 +163,13 @@ class Rendezvous:
     def may_commit(self, calls: int, timeout: float) -> FailureReport | None:
         """Notes that a commit begins after the `calls`-th collective, and returns None. If there is a failure report,
         returns the report and notes nothing. Reports that are written after the note say that the commit began."""
-        key, said = self._key("failure"), f"{_COMMIT}{calls}"
+        said = f"{_COMMIT}{calls}"
 
-        def begin(store: Store) -> FailureReport | None:
-            there = b""
-            while True:
-                now = bytes(store.compare_set(key, there.decode(), said))
-                if now == said.encode():
-                    return None
-                if not now.startswith(_COMMIT.encode()):
-                    return FailureReport.decode(now)
-                there = now  # a commit of another rank or of an earlier save
+        def begin(there: str) -> str | None:  # in place of a commit of another rank or of an earlier save
+            return said if not there or there.startswith(_COMMIT) else None
 
-        return self._store_thread.ask(begin, timeout)
+        now = self._store_thread.ask(partial(_set, self._key("failure"), begin), timeout)
+        return None if now == said else FailureReport.decode(now)
 
     def first_word(self, number: int) -> FirstWord:
         """Of the generation; `number` rises."""
@@ -206,17 +199,12 @@ class Rendezvous:
     def silent(self, before: Notes, among: list[int]) -> list[int]:
         """Returns the ranks of `among` that do not repeat their notes, because they are stopped or cut off. All of them
         were inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""
-
-        def heartbeat(notes: Notes, rank: int) -> int:
-            note = notes[rank]
-            return -1 if note is None else note.heartbeat
-
         still = [rank for rank in among if rank != self.rank]
         deadline = time.monotonic() + self._seconds_of_silence
         while still and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, self._heartbeat))
             now = self.notes()
-            still = [rank for rank in still if heartbeat(now, rank) == heartbeat(before, rank)]
+            still = [rank for rank in still if now[rank] == before[rank]]  # each note has another heartbeat
         return still
 
     def notes(self, ranks: Iterable[int] | None = None) -> Notes:
@@ -269,17 +257,15 @@ class Rendezvous:
 
     def _leave(self, failure: FailureReport) -> FailureReport:
         """Writes the report if there is none yet. Returns the report in the store."""
-        key = self._key("failure")
 
-        def leave(store: Store) -> FailureReport:
-            there, mine = b"", failure
-            while True:
-                now = bytes(store.compare_set(key, there.decode(), mine.encode()))
-                if not now.startswith(_COMMIT.encode()):
-                    return FailureReport.decode(now)
-                there, mine = now, replace(failure, commit=int(now[len(_COMMIT) :]))
+        def leave(there: str) -> str | None:
+            if not there:
+                return failure.encode()
+            if there.startswith(_COMMIT):
+                return replace(failure, commit=int(there.removeprefix(_COMMIT))).encode()
+            return None
 
-        return self._store_thread.ask(leave)
+        return FailureReport.decode(self._store_thread.ask(partial(_set, self._key("failure"), leave)))
 
     def _look_until(self, question: Callable[[Store], _Result], deadline: float) -> _Result:
         """Asks until the answer is true or the deadline is over. It polls, because a wait inside the store would block
@@ -301,6 +287,43 @@ class Rendezvous:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self.generation}/{name}"
+
+
+class FirstWord:
+    """A word on which the ranks of a group agree without meeting: the first that any of them says about one thing. Any
+    thread may use it, also while another thread is in a collective.
+
+    Args:
+        store_thread: where the ranks say it; None for a single rank.
+        key: its place in the store. Later things take the same place.
+        number: of the thing. Numbers rise.
+    """
+
+    def __init__(self, store_thread: StoreThread | None, key: str, number: int) -> None:
+        self._store_thread, self._key, self._number = store_thread, key, number
+        self._own: list[str] = []  # what a single rank has said
+
+    def say(self, word: str, seconds: float = STORE_SECONDS) -> str:
+        """Says a word. Returns the first word, which is this one if nobody has said one before; "" if a later thing has
+        taken the place. Raises StoreGoneError if the store does not answer in so many seconds."""
+        if self._store_thread is None:
+            self._own.append(word)
+            return self._own[0]
+
+        def say(there: str) -> str | None:
+            return None if there and int(there.partition(" ")[0]) >= self._number else f"{self._number} {word}"
+
+        number, _, first = self._store_thread.ask(partial(_set, self._key, say), seconds).partition(" ")
+        return first if int(number) == self._number else ""
+
+
+def _set(key: str, change: Callable[[str], str | None], store: Store) -> str:
+    """Sets a key to what `change` returns for its value ("" if it has none), unless that is None. Returns the value
+    then. Of several callers at a time each sees what the one before it has set."""
+    there = ""
+    while (value := change(there)) not in (None, there):
+        there = bytes(store.compare_set(key, there, value)).decode()
+    return there
 
 
 def _batched(keys: Iterable[str]) -> Iterator[list[str]]:

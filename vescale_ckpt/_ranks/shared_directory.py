@@ -32,9 +32,6 @@ class SeparateDirectoriesError(CheckpointError):
     path: str
     ranks: list[int]  #: these ranks do not see the files of the others
 
-    def __init__(self, path: str, ranks: Sequence[int], message: str) -> None:
-        super().__init__(message, path=path, ranks=[*ranks])
-
 
 def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
     """Returns the error for `ranks` that do not see the coordinator's files in `path`."""
@@ -45,7 +42,7 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
         "directory that all nodes share (an absolute path, mounted alike on all nodes and in all containers); or, for "
         "disks of each node, with vescale_ckpt.CheckpointManager(directory, local=…)"
     )
-    return SeparateDirectoriesError(path, ranks, text)
+    return SeparateDirectoriesError(text, path=path, ranks=[*ranks])
 
 
 class MarkerFile:
@@ -55,7 +52,6 @@ class MarkerFile:
         self.directory = directory
         self.bucket = split(directory)[0] if is_url(directory) else directory
         self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
-        self._name: str | None = None
 
     def make(self, checked: Container[str] = ()) -> None:
         """`checked`: buckets that are known to be one for all ranks. Raises OSError."""
@@ -63,7 +59,7 @@ class MarkerFile:
             return
         number = secrets.randbelow(NO_NUMBER)
         storage_at(self.directory).make_marker(_name(number))
-        self.number, self._name = number, _name(number)
+        self.number = number
 
     def look(self, number: int, rank: int) -> None:
         """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory."""
@@ -78,10 +74,9 @@ class MarkerFile:
 
     def remove(self) -> None:
         """May be called again. Raises nothing: a file that stays is an orphan."""
-        if self._name is not None:
+        if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
-                storage_at(self.directory).remove(self._name)
-        self._name = None
+                storage_at(self.directory).remove(_name(self.number))
 
 
 def _name(number: int) -> str:
@@ -102,10 +97,10 @@ def check_nodes(directory: str, identities: Sequence[bytes]) -> None:
         other, its = first.setdefault(node, (rank, of_rank))
         if its != of_rank:
             raise SeparateDirectoriesError(
-                directory,
-                [rank],
                 f"{directory} is not one directory: ranks {other} and {rank}, which run on one node, would write to "
                 "different ones, and one rank of a node commits for all of it. Give the ranks "
                 "of a node one directory (an absolute path, mounted alike in all containers); or, where containers are "
                 "to be nodes of their own, set VESCALE_CKPT_NODE to another whole number in each",
+                path=directory,
+                ranks=[rank],
             )

@@ -162,12 +162,8 @@ def _planned_bytes_of_all(exchange: Exchange, reads: Reads, phase: str) -> int:
     tables = pack(*reads.tables(reads.rows, b""))
     table, node = (blake2b(data, digest_size=16).digest() for data in (tables, reads.domain))
     gathered = exchange.gather(table + node + _SIZE.pack(len(reads.rows)), phase)
-    found = None
-    if gathered is not None:
-        told = ((row[:16], row[16:32], *_SIZE.unpack_from(row, 32)) for row in gathered)
-        found = _SIZE.pack(planned_bytes(told))
-    size: int = _SIZE.unpack(exchange.broadcast(found, phase))[0]
-    return size
+    told = ((row[:16], row[16:32], *_SIZE.unpack_from(row, 32)) for row in gathered or ())
+    return exchange.from_coordinator(lambda: planned_bytes(told), phase, LoadFailedError)
 
 
 def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]]) -> int:

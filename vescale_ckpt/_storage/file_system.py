@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from .._engine import _C
-from .._engine.engine_errors import check_space, named_system_errors
-from ..errors import CheckpointError, UntrustedCheckpointError
+from .._engine.engine_errors import named_system_errors
+from ..errors import CheckpointError, StorageFullError, UntrustedCheckpointError
 from . import locks
-from .locks import READ, FileLock
-from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
+from .locks import READ
+from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Lease, Stat, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,9 @@ class FileSystem(Storage):
             _C.sync_directory(self.path)
 
     def check_space(self, needed: int) -> None:
-        check_space(self.path, needed)
+        free = _C.free_bytes(self.path)
+        if free is not None and free < needed:
+            raise StorageFullError(self.path, needed, free)
 
     def write(self, name: str, content: bytes) -> None:
         _C.commit_file(self.path, name, content)
@@ -162,10 +164,6 @@ class FileSystem(Storage):
 
     def remove(self, name: str) -> bool:
         return _C.remove_file(self._at(name))
-
-    def remove_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.remove(name)
 
     def remove_folder(self, name: str) -> None:
         path = self._at(name)
@@ -201,33 +199,19 @@ class FileSystem(Storage):
                 if error.errno != errno.ENOENT:  # ENOENT: another process erases the folder, too
                     logger.warning("cannot remove %s now: %s", path, error)
 
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        return []  # an unfinished file has a temporary name: it is removed as an orphan
-
     # --- Whether ranks use one directory
 
     def make_marker(self, name: str) -> None:
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def sees_marker(self, name: str) -> bool:
-        # An open directory makes the client of a network file system ask its server about it again.
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            os.stat(name, dir_fd=descriptor)
-        except OSError:
-            return False
-        else:
-            return True
-        finally:
-            os.close(descriptor)
+        _ask_server(self.path)
+        return self.has(name)
 
     # --- Others who use it
 
-    def lock(self, name: str) -> FileLock | None:
-        return locks.lock(self._at(name))
+    def lock(self, name: str) -> Lease:
+        return locks.lock(self._at(name)) or Lease()
 
     @contextlib.contextmanager
     def lock_if_abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
@@ -238,9 +222,9 @@ class FileSystem(Storage):
         else:
             yield not grace_seconds or locks.are_older(others, grace_seconds)
 
-    def share(self, name: str = LOCK_NAME) -> FileLock | None:
+    def share(self, name: str = LOCK_NAME) -> Lease:
         path = self._at(name)
-        return locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)
+        return (locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)) or Lease()
 
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         return locks.lock_exclusively(self.path, held, tested)
@@ -322,10 +306,7 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
-    _note_durable(directory, os.stat(directory))
-
-
-def _note_durable(path: str, status: os.stat_result) -> None:
     if len(_durable_names) >= _MOST_NAMES:
         _durable_names.clear()
-    _durable_names.add((path, status.st_dev, status.st_ino))
+    status = os.stat(directory)
+    _durable_names.add((directory, status.st_dev, status.st_ino))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from .._engine.live_objects import LiveObjects
 from ..errors import CheckpointError
-from .storage import LOCK_NAME
+from .storage import LOCK_NAME, Lease
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: without O_NONBLOCK, opening a FIFO would wait for a writer
 _REMOVAL_SECONDS = 10.0  # waits so long for the removal of a directory, which holds the locks for one rename
@@ -35,7 +35,7 @@ _FUSE_WITH_LOCKS = frozenset({"fuse.juicefs", "fuse.ceph", "fuse.ceph-fuse", "fu
 _MOUNTS = "/proc/self/mountinfo"
 
 
-class FileLock:
+class FileLock(Lease):
     """Marks a file as in use, until it is released or the process dies.
 
     `directory`: where the save writes the file. None: `drop_dead_locks` does not release the lock.
@@ -47,7 +47,6 @@ class FileLock:
         _held.add(self)
 
     def release(self) -> None:
-        """May be called again."""
         _held.discard(self)
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -133,7 +133,10 @@ def _open(root: str) -> Any:
         return stores.MemoryStore()
     seconds = _patience()
     options: dict[str, Any] = {
-        "client_options": {"timeout": timedelta(seconds=seconds / 2), "connect_timeout": _connect_timeout(seconds)},
+        "client_options": {
+            "timeout": timedelta(seconds=seconds / 2),
+            "connect_timeout": timedelta(seconds=min(10.0, seconds / 2)),
+        },
         "retry_config": {
             "max_retries": 50,
             "retry_timeout": timedelta(seconds=seconds),
@@ -150,10 +153,6 @@ def _open(root: str) -> Any:
         return stores.from_url(root, **options)
     except Exception as error:
         raise CheckpointError(f"{root} cannot be set up: {_told(error)}", path=root) from error
-
-
-def _connect_timeout(seconds: int) -> timedelta:
-    return timedelta(seconds=min(10.0, seconds / 2))
 
 
 def _from_amazon_environment(client_options: dict[str, Any]) -> dict[str, Any]:

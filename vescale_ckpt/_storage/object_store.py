@@ -40,7 +40,7 @@ from .object_clients import (
     refuses,
     store_at,
 )
-from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, LOCK_NAME, CheckBeginning, Stat, Storage
+from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, CheckBeginning, Stat, Storage
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
 # These names are random, so no save writes to one again.
@@ -81,14 +81,13 @@ class Client:
     def head(self) -> dict[str, Any]:
         if (look := object_looks.covering(self.url)) is not None:
             return look.head(self)
-        try:
-            found: dict[str, Any] = obstore().head(self.store, self.key)
-        except BaseException as error:
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            if isinstance(error, FileNotFoundError) or not refuses(error):
-                raise named(error, self.url) from error
-            found, _ = self.get((0, 1))  # the answer to HEAD has no body; the answer to GET says what is wrong
+        with self._named():
+            try:
+                found: dict[str, Any] = obstore().head(self.store, self.key)
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) or not refuses(error):
+                    raise
+                found, _ = self.get((0, 1))  # the answer to HEAD has no body; the answer to GET says what is wrong
         return found
 
     def version(self) -> tuple[Any, ...] | None:
@@ -371,9 +370,6 @@ class ObjectStore(Storage):
     def make(self) -> None:
         """Does nothing: a key needs no folder."""
 
-    def check_space(self, needed: int) -> None:
-        """Does nothing: a bucket has no limit."""
-
     def write(self, name: str, content: bytes) -> None:
         """Puts an object, which appears when it is complete and is durable then."""
         client = self._client.at(name)
@@ -417,7 +413,6 @@ class ObjectStore(Storage):
             return
         with limit_wait(_PROBE_SECONDS):
             probe = self._client.at(f"{_PROBE}{secrets.token_hex(8)}")
-            probe = Client(probe.url)
             why = "does not heed the condition of a request"
             try:
                 probe.put(b"", create=True)
@@ -461,9 +456,6 @@ class ObjectStore(Storage):
         folder = self._client.at(name)
         folder.delete_all([found["path"] for found in folder.all_below()])
 
-    def rename(self, name: str, to: str) -> None:
-        raise NotImplementedError(f"{self.path}: objects cannot be renamed")
-
     def set_aside(self, name: str, first: str) -> None:
         """Removes the folder, and the object `first` before all others, because there is no rename. An interruption
         leaves a folder without `first`, or a whole one."""
@@ -491,21 +483,10 @@ class ObjectStore(Storage):
 
     # --- Others who use it: there are no locks, so nobody is kept from removing anything
 
-    def lock(self, name: str) -> None:
-        return None
-
     @contextlib.contextmanager
     def lock_if_abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
         newest = max((self.stat(name).modified_ns for name in names), default=0) if grace_seconds else 0
         yield not grace_seconds or self.age(newest, grace_seconds) >= grace_seconds
-
-    def share(self, name: str = LOCK_NAME) -> None:
-        return None
-
-    def lock_exclusively(
-        self, held: Iterable[str], tested: Iterable[str]
-    ) -> contextlib.AbstractContextManager[bool | None]:
-        return contextlib.nullcontext(None)
 
 
 def _last(key: str) -> str:
@@ -532,23 +513,22 @@ class _OpenObject:
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
+        # Nobody writes to such a name again, so one request is enough for a load. Objects and checksums are at the end
+        # of the file, and a small file is read as a whole.
+        is_ours = _OUR_DATA_FILE.search(url) is not None
         with _known_lock:
             known, self._tail = _known.get(url), _tails.get(url, b"")
-            asks_for_end = known is None and _OUR_DATA_FILE.search(url) and len(_with_tails) < _MOST_OPEN_TAILS
+            asks_for_end = known is None and is_ours and len(_with_tails) < _MOST_OPEN_TAILS
             if self._tail or asks_for_end:
                 _with_tails.add(self)
-        if known is None and _OUR_DATA_FILE.search(url):
-            # Nobody writes to such a name again, so one request is enough for a load. Objects and checksums are at the
-            # end of the file, and a small file is read as a whole.
+        if known is None:
             found, self._tail = self._client.tail(_TAIL_BYTES) if asks_for_end else (self._client.head(), b"")
             known = found["size"], found["e_tag"]
             with _known_lock:
-                _known[url] = known
+                if is_ours:
+                    _known[url] = known
                 while len(_known) > _MOST_KNOWN:
                     _known.popitem(last=False)
-        elif known is None:
-            found = self._client.head()
-            known = found["size"], found["e_tag"]
         self.size, self._etag = known
 
     def keep_tail(self) -> None:
@@ -649,22 +629,15 @@ class _Sent:
         while (part := ready.pop() if ready else window.next()) is not None:
             total += len(part)
             if self._paces:
-                self._wait_for_room()
                 self._begin(part)
             yield part
             del part  # it counts as sent when the client frees it
         self.total = total
 
-    def _wait_for_room(self) -> None:
-        def is_room() -> bool:
-            return self._on_their_way < self._at_a_time
-
-        with self._changed:
-            # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
-            self._paces = self._changed.wait_for(is_room, self._longest_wait)
-
     def _begin(self, part: Any) -> None:
         with self._changed:
+            # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
+            self._paces = self._changed.wait_for(lambda: self._on_their_way < self._at_a_time, self._longest_wait)
             self._on_their_way += 1
             weakref.finalize(part, self._end, time.monotonic(), self._on_their_way).atexit = False
 

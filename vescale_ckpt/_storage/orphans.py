@@ -21,10 +21,6 @@ SAVE_GRACE = 24 * 3600.0  # the age of files of a save or an export
 NEVER = float("inf")  # the age of a folder: its modification time does not show writes to the files in it
 
 
-def _not_wanted() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Orphan:
     """Files or a folder that one writer may have left."""
@@ -32,7 +28,7 @@ class Orphan:
     paths: Sequence[str]  #: files of one folder, removed together, the last one first
     locked: str | None  #: the path that the writer keeps locked; None: such files are never locked
     grace_seconds: float
-    is_wanted: Callable[[], bool] = _not_wanted  #: called last, with `locked` locked: the writer may have committed
+    is_wanted: Callable[[], bool] = lambda: False  #: called last, with `locked` locked: the writer may have committed
     are_folders: bool = False
 
 

@@ -9,8 +9,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TypeVar
 
 from .._engine import _C
@@ -30,7 +28,7 @@ _ATTEMPTS = 3  # a clean-up of another process may remove a new file before it i
 _serial = itertools.count()
 
 
-def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, Lease | None]:
+def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, Lease]:
     """Makes a file or folder and locks it. `make` returns its path and an object for the caller. It is called again,
     for another name, if the clean-up of another writer removes the file before it is locked."""
     for attempts_left in range(_ATTEMPTS - 1, -1, -1):
@@ -60,7 +58,7 @@ class Pending:
         self.directory = directory
         self.storage = FileSystem(directory)
         self.paths: list[str] = []  #: the paths that are not committed yet
-        self._lock: Lease | None = None
+        self._lock = Lease()
 
     def begin(self, make: Callable[[], tuple[str, Made]]) -> Made:
         """Makes the first file and locks it, as `make_locked` does."""
@@ -82,11 +80,6 @@ class Pending:
                 (_C.rename_file if replace else _C.rename_if_free)(self.paths[number], path)
             self.paths[number] = path
 
-    def serialize_commits(self) -> AbstractContextManager[bool]:
-        """A context within which nobody else commits into the directory. It gives False if the file system has no
-        locks. Raises `CheckpointError` if another commit takes too long."""
-        return locks.serialize_commits(self.directory)
-
     def committed(self) -> None:
         """Notes that the files belong to the directory now."""
         self.paths = []
@@ -99,9 +92,7 @@ class Pending:
                     self._remove(path)
         finally:
             self.paths = []
-            if self._lock is not None:
-                self._lock.release()
-            self._lock = None
+            self._lock.release()
 
     def _remove(self, path: str) -> None:
         """Removes one of the paths. Raises `_C.EngineError`."""
@@ -110,9 +101,7 @@ class Pending:
     def __enter__(self: PendingT) -> PendingT:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 
@@ -221,7 +210,7 @@ class PendingFolder(Pending):
         """Renames the old folder away, then the new one to `path`. Returns the new path of the old folder."""
         aside = temporary_name(self.path + _ASIDE)
         # The lock keeps clean-ups from taking the old folder for an orphan.
-        lock = None if os.path.islink(self.path) else locks.lock(self.path)
+        lock = Lease() if os.path.islink(self.path) else self.storage.lock(os.path.basename(self.path))
         try:
             _C.rename_file(self.path, aside)
             try:
@@ -231,8 +220,7 @@ class PendingFolder(Pending):
                 _C.rename_file(aside, self.path)
                 raise
         finally:
-            if lock is not None:
-                lock.release()
+            lock.release()
         return aside
 
 

@@ -11,7 +11,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from .._engine import _C
 
@@ -42,11 +42,20 @@ class Stat(NamedTuple):
         return cls(found.st_size, found.st_mtime_ns, identity, found.st_ctime_ns, is_file, is_folder)
 
 
-class Lease(Protocol):
-    """Keeps files from being removed until it is released, or its process dies."""
+class Lease:
+    """Keeps files from being removed until it is released, or its process dies. As a context it is released at the end.
+
+    This class itself keeps nothing: it stands for a lease where there are no locks.
+    """
 
     def release(self) -> None:
         """May be called again."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Storage(ABC):
@@ -149,10 +158,10 @@ class Storage(ABC):
     def make(self) -> None:
         """Makes the folder and all folders above it, durably, if files need a folder. Raises `CheckpointError`."""
 
-    @abstractmethod
     def check_space(self, needed: int) -> None:
         """Raises `StorageFullError` if the storage reports less room than so many bytes. Call it within
         `named_errors`."""
+        return
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
@@ -177,9 +186,9 @@ class Storage(ABC):
         """Notes how many ranks write large files at a time: a store has a limit for all of them."""
         return
 
-    @abstractmethod
     def rename(self, name: str, to: str) -> None:
         """Gives a file another name, and replaces a file of that name. Only a storage that `renames` can do it."""
+        raise NotImplementedError(f"{self.path}: files cannot be renamed")
 
     @abstractmethod
     def sync(self, name: str = "") -> None:
@@ -191,9 +200,10 @@ class Storage(ABC):
     def remove(self, name: str) -> bool:
         """Removes a file. Returns whether it existed, as far as the storage tells."""
 
-    @abstractmethod
     def remove_all(self, names: Iterable[str]) -> None:
         """Removes files. A storage with locks keeps the given order. Files may be missing."""
+        for name in names:
+            self.remove(name)
 
     @abstractmethod
     def remove_folder(self, name: str) -> None:
@@ -209,10 +219,10 @@ class Storage(ABC):
         before all others, durably: an interrupted removal leaves a whole folder or one without `first`. Logs
         failures."""
 
-    @abstractmethod
     def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
         """Aborts the uploads of large files that killed saves began so long ago, and returns their URLs. None if the
         storage cannot list them. Raises `CheckpointError`."""
+        return []
 
     # --- Whether ranks use one folder
 
@@ -226,10 +236,10 @@ class Storage(ABC):
 
     # --- Others who use it
 
-    @abstractmethod
-    def lock(self, name: str) -> Lease | None:
-        """Locks a file or folder while it is written. None if the storage has no locks. Raises `TakenForOrphanError` if
-        a clean-up removed it, `CheckpointError` if it cannot be opened."""
+    def lock(self, name: str) -> Lease:
+        """Locks a file or folder while it is written, if the storage has locks. Raises `TakenForOrphanError` if a
+        clean-up removed it, `CheckpointError` if it cannot be opened."""
+        return Lease()
 
     @abstractmethod
     def lock_if_abandoned(
@@ -239,15 +249,15 @@ class Storage(ABC):
         locked; None if it locks none. Without locks, the writer counts as gone if the files were not modified for
         `grace_seconds`."""
 
-    @abstractmethod
-    def share(self, name: str = LOCK_NAME) -> Lease | None:
+    def share(self, name: str = LOCK_NAME) -> Lease:
         """Keeps the folder from being removed while a load reads the file `name`. Without a name, keeps it for a save,
         and makes the folder if it is missing.
 
-        None if the storage has no locks, or the file is missing. Raises `CheckpointError` only for a save.
+        It keeps nothing if the storage has no locks, or the file is missing. Raises `CheckpointError` only for a save.
         """
+        return Lease()
 
-    @abstractmethod
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
         """A context that gives whether nobody else uses the folder; None if the storage has no locks. No new use begins
         while it lasts. `held`: the files that loads lock. `tested`: the files that saves lock."""
+        return nullcontext(None)

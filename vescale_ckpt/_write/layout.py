@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._engine.options import direct_io_setting
+from .._engine import _C
+from .._engine.options import direct_io_setting, engine_options
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._ranks.steps import Steps
 from .._state.describe import Description
@@ -59,6 +60,10 @@ class Layout(ABC):
     #: whether the memory of tables is read in `finish`, too; else `write_table` has read it when it returns
     reads_in_finish = False
 
+    _writer: _C.FileWriter | _C.BoxWriter | _C.OrderedWriter | None = None  # of what is open
+    _in_background = _cancelled = False
+    _done_bytes = 0  # of what is complete, and not open any more
+
     def __init__(self, options: SaveOptions) -> None:
         self.options = options
 
@@ -73,19 +78,19 @@ class Layout(ABC):
     def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
         """What is saved of a state. `adds_files`: whether this rank is one that adds the layout's own files to it."""
 
-    @abstractmethod
     def left_out(self, description: Description) -> Collection[str]:
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
+        return ()
 
-    @abstractmethod
     def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
         """Decides with all ranks where the rank's part lies. `planned`: the plan of all ranks, on the coordinator.
         Raises on all ranks if one has failed."""
+        return
 
-    @abstractmethod
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
         """Called with all ranks before any rank writes. `in_one_table`: whether one table tells where all tensors of
         the rank are in host memory."""
+        return
 
     @abstractmethod
     def message(self) -> bytes:
@@ -115,13 +120,19 @@ class Layout(ABC):
     def finish(self) -> Written:
         """Makes all files durable."""
 
-    @abstractmethod
     def progress(self) -> int:
         """Bytes that were written so far. Any thread may call it."""
+        writer = self._writer
+        return self._done_bytes + (0 if writer is None else writer.progress())
 
-    @abstractmethod
     def cancel(self) -> None:
-        """Makes calls that run in other threads fail soon."""
+        """Makes calls that run in other threads fail soon, and later ones."""
+        self._cancelled = True
+        if (writer := self._writer) is not None:
+            writer.cancel()
+
+    def _for_engine(self) -> _C.Options:
+        return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
 
     @abstractmethod
     def discard(self, error: BaseException | None = None) -> None:
@@ -139,13 +150,13 @@ class Layout(ABC):
 
     # --- In the steps in which DCP calls a storage writer
 
-    @abstractmethod
     def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The coordinator's answers to the plans of all ranks, with where each rank writes."""
+        return plans
 
-    @abstractmethod
     def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
         """Takes where this rank writes. Returns what it writes."""
+        return plan.items
 
     @abstractmethod
     def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:

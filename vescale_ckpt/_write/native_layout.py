@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
@@ -23,15 +23,13 @@ from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
-from .._engine.options import engine_options, threads_of, used_paths
+from .._engine.options import threads_of, used_paths
 from .._engine.rows import LOCATION_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, write_result
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import separate_directories
-from .._ranks.steps import Steps
-from .._state.describe import Description
 from .._state.extra_files import with_files
 from .._storage.locks import drop_dead_locks
 from .._storage.open_storage import storage_at
@@ -51,6 +49,7 @@ class NativeLayout(Layout):
     """
 
     _may_spread = True  # over several data files, where that is faster
+    _writer: _C.FileWriter | None = None
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options)
@@ -60,11 +59,9 @@ class NativeLayout(Layout):
         self._first = 0  # the number of the open file, or of the first one
         self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
         self._token = ""
-        self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
-        self._file: _C.FileWriter | None = None
+        self._lock = Lease()  # on the first file; it marks all files as those of a running save
         self._needed = 0  # bytes, for the open file
-        self._in_background = self._cancelled = False
-        self._tensor_bytes = self._file_bytes = 0
+        self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
         self._placed: list[tuple[Sequence[int], array[int]]] = []  # rows; the places of each
         self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
@@ -73,33 +70,21 @@ class NativeLayout(Layout):
         path = self.options.path
         drop_dead_locks(path)
         storage_at(path).make()
-        with storage_at(path).look():
-            self._begin(path, is_coordinator)
-
-    def _begin(self, path: str, is_coordinator: bool) -> None:
         if not is_coordinator and storage_at(path).by_requests:
             return  # the coordinator asks for all
-        if not self.options.overwrite and has_metadata(path, None):
-            raise _holds_checkpoint(path)
-        if is_coordinator:
-            if not self.options.overwrite:
-                storage_at(path).check_exclusive_commits()
-            self._replaced = Replaced.read(path)
-            self._remove_orphans()
+        with storage_at(path).look():
+            if not self.options.overwrite and has_metadata(path, None):
+                raise _holds_checkpoint(path)
+            if is_coordinator:
+                if not self.options.overwrite:
+                    storage_at(path).check_exclusive_commits()
+                self._replaced = Replaced.read(path)
+                self._remove_orphans()
 
     # --- With the other ranks
 
     def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
         return with_files(state, self._extra_files if adds_files else {})
-
-    def left_out(self, description: Description) -> Collection[str]:
-        return ()
-
-    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
-        """Files are the rank's own."""
-
-    def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Each rank writes for itself."""
 
     def message(self) -> bytes:
         locations, names = self.located()
@@ -118,11 +103,6 @@ class NativeLayout(Layout):
     def _begin_metadata(self) -> _C.PendingFile | None:
         self._pending = storage_at(self.options.path).pending(METADATA_NAME)
         return self._pending
-
-    def _length_and_end(self, metadata: bytes) -> tuple[int, bytes]:
-        """Of `.metadata`. `metadata`: its content, or only its end if `_pending` holds it."""
-        length = len(metadata) if self._pending is None else self._pending.size
-        return length, metadata[-TRAILER_BYTES:]
 
     # --- Data files
 
@@ -159,13 +139,10 @@ class NativeLayout(Layout):
         except BaseException:
             del file  # the error's traceback would keep its files, and the space that they have reserved
             raise
-        self._file = file
+        self._writer = file
         if self._cancelled:
             self.cancel()
         self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
-
-    def _for_engine(self) -> _C.Options:
-        return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
 
     @property
     def _path(self) -> str:
@@ -173,15 +150,15 @@ class NativeLayout(Layout):
         return os.path.join(self.options.path, self._names[self._first])
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
-        assert self._file is not None
+        assert self._writer is not None
         with named_errors(key_of, self.options.path, self._needed):
-            self._note(rows, self._file.write_tensors(table))
+            self._note(rows, self._writer.write_tensors(table))
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
-        assert self._file is not None
+        assert self._writer is not None
         needed = self._needed + sum(map(len, records))
         with named_errors(keys.__getitem__, self.options.path, needed):
-            self._note(rows, self._file.write_objects(records))
+            self._note(rows, self._writer.write_objects(records))
 
     def _note(self, rows: Sequence[int], places: bytes) -> None:
         placed = array("q", places)
@@ -209,13 +186,13 @@ class NativeLayout(Layout):
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
-        if (file := self._file) is None:
+        if (file := self._writer) is None:
             return
         with named_errors(str, self.options.path, self._needed), phase("sync", self._path):
             length = file.finish(self.options.sync_files)
         stats = file.stats()
-        self._file = None
-        self._file_bytes += length
+        self._writer = None
+        self._done_bytes += length
         self._stats_of_files.append(stats)
         if self.options.direct_io is True and stats["uncached_bytes"] + stats["buffered_bytes"]:
             raise CheckpointError(
@@ -227,20 +204,11 @@ class NativeLayout(Layout):
         if self.options.sync_files and self._names:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
                 storage_at(self.options.path).sync()  # makes the names durable, too
-        return Written(self._tensor_bytes, self._file_bytes, self._stats_of_files)
-
-    def progress(self) -> int:
-        file = self._file
-        return self._file_bytes + (0 if file is None else file.progress())
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if (file := self._file) is not None:
-            file.cancel()
+        return Written(self._tensor_bytes, self._done_bytes, self._stats_of_files)
 
     def discard(self, error: BaseException | None = None) -> None:
         self.end()
-        self._file = None  # an unfinished file removes itself
+        self._writer = None  # an unfinished file removes itself
         self._remove(self._names)
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -257,7 +225,7 @@ class NativeLayout(Layout):
         extra = ExtraFiles(path, self._extra_files)
         metadata, index = (*content, None)[:2]
         assert metadata is not None
-        length, end = self._length_and_end(metadata)
+        length = len(metadata) if self._pending is None else self._pending.size
         try:
             with named_system_errors(path, length + sum(map(len, content[1:]))):
                 if self._pending is not None:
@@ -267,7 +235,7 @@ class NativeLayout(Layout):
                         extra.withdraw(self._replaced.extra_names(path))
                 commit_metadata.commit(path, self._pending or metadata, index, self.options.overwrite)
         except BaseException as error:
-            extra.put_back(length, end)
+            extra.put_back(length, metadata[-TRAILER_BYTES:])
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_orphans()
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
@@ -290,17 +258,9 @@ class NativeLayout(Layout):
         if self._pending is not None:
             self._pending.discard()  # or it is committed
         self._pending = None
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        self._lock.release()
 
     # --- In DCP's steps
-
-    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
-        return plan.items
 
     def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
         locations, names = self.located()

@@ -26,8 +26,6 @@ from .._storage.open_storage import storage_at
 from .layout import SaveOptions
 from .native_layout import NativeLayout
 
-_DIGEST_BYTES = 32
-
 
 class NodeLayout(NativeLayout):
     """The files of one save in folders of the nodes. For plans of `NodePlanner`."""
@@ -47,7 +45,7 @@ class NodeLayout(NativeLayout):
     def message(self) -> bytes:
         locations, names = self.located()
         # Checksums are part of the locations: ranks with equal digests have written the same bytes.
-        same = hashlib.blake2b(pack(self._planned, locations), digest_size=_DIGEST_BYTES).digest()
+        same = hashlib.blake2b(pack(self._planned, locations), digest_size=32).digest()
         return pack(locations, same, str(node_of_this_process()).encode(), *map(str.encode, names))
 
     def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:

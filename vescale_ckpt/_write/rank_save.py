@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -27,29 +27,26 @@ Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`
 
 
 class RankSave:
-    """What one rank does in one save: `write`, or `write_items`, or the copy and the writing of a `StagedPlan`.
-
-    As a context around writing, it measures the time, and an error discards the files.
-    """
+    """What one rank does in one save: `write`, or `write_items`, or the copy and the writing of a `StagedPlan`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._started: float | None = None  # when the context was entered first
+        self._started = 0.0  # when the first context was entered
 
-    def __enter__(self) -> RankSave:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context around writing: measures the time, and discards the files after an error."""
         self._started = self._started or time.perf_counter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
+        try:
+            yield
+        except BaseException as error:
             self.layout.discard(error)
+            raise
 
     def write(self, items: PackedItems) -> SaveStats:
         """Writes all items to one file. Tensors are written without a copy if the engine can read them directly."""
         layout, tensors = self.layout, range(items.count_tensors())
-        with self, phase("write"):
+        with self.writing(), phase("write"):
             if not items:
                 return self.finish(0, 0)
             if items.description.all_ready:
@@ -83,7 +80,7 @@ class RankSave:
         else:
             parts = [([item], []) for item in tensors] + [([], [item]) for item in others]
         row = 0
-        with self, phase("write"):
+        with self.writing(), phase("write"):
             watch = watch_values(state.items())
             for number, (part_tensors, part_objects) in enumerate(parts):
                 self.layout.open(body_bytes(part_tensors), None if single_file else number)
@@ -112,7 +109,6 @@ class RankSave:
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
         written = self.layout.finish()
-        assert self._started is not None
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
         total: dict[str, Any] = {name: sum(stats[name] for stats in written.of_files) for name in names}
         return SaveStats(

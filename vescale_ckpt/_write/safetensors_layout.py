@@ -23,7 +23,7 @@ from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSE
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
 from .._engine.engine_errors import named_errors
-from .._engine.options import engine_options, threads_of
+from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, int_table, words
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._observe.timeline import phase
@@ -90,6 +90,8 @@ class Safetensors:
 class SafetensorsLayout(Layout):
     """The files of one model in a folder of a file system."""
 
+    _writer: _C.BoxWriter | _C.OrderedWriter | None = None
+
     def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
         super().__init__(options)
         self._wanted = wanted
@@ -101,10 +103,7 @@ class SafetensorsLayout(Layout):
         self._boxes = b""  # what this rank writes from its own memory
         self._own_boxes = b""  # the same without what ranks bring to each other
         self._routes = b""  # packed rounds in which they do; empty: they do not
-        self._files: _C.BoxWriter | None = None
         self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
-        self._written_bytes = 0
-        self._cancelled = False
         self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
 
     def begin(self, is_coordinator: bool) -> None:
@@ -216,28 +215,28 @@ class SafetensorsLayout(Layout):
     # --- This rank's boxes in the files
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        self._in_background = in_background
         options, paths = self.options, self._paths
-        for_engine = engine_options(options.thread_count, options.direct_io, in_background)
         # The coordinator made all of them.
         if paths and not storage_at(options.path).has(os.path.basename(paths[0])):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
-            self._files = _C.BoxWriter(paths, for_engine)
+            self._writer = _C.BoxWriter(paths, self._for_engine())
         if self._cancelled:
             self.cancel()
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
-        assert self._files is not None
+        assert self._writer is not None
         with named_errors(key_of, self.options.path):
             held = _C.HeldRows(table, int_table(rows))
-            self._files.write(held.box_table(self._boxes))
+            self._writer.write(held.box_table(self._boxes))
             self._take_rounds(held)
 
     def _take_rounds(self, held: _C.HeldRows) -> None:
-        assert self._files is not None
+        assert self._writer is not None
         rounds, self._rounds = self._rounds, None
         if rounds is not None:
-            rounds.run(held, threads_of(self.options.thread_count), self._files.write)
+            rounds.run(held, threads_of(self.options.thread_count), self._writer.write)
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
         if of_tensors:  # another planner than ours has planned it
@@ -246,31 +245,21 @@ class SafetensorsLayout(Layout):
 
     def finish(self) -> Written:
         if self._rounds is not None:  # this rank has no tensors, but others wait for it
-            if self._files is None:
+            if self._writer is None:
                 self.open(b"")
             with named_errors(str, self.options.path):
                 self._take_rounds(_C.HeldRows(b"", b""))
-        files, stats = self._files, []
-        if files is not None:
+        files, stats = self._writer, []
+        if isinstance(files, _C.BoxWriter):
             with named_errors(str, self.options.path), phase("sync", self.options.path):
                 self._blocks = files.finish(self.options.sync_files)
-            self._written_bytes, stats = files.progress(), [files.stats()]
-        self._files = None
+            self._writer, self._done_bytes, stats = None, files.progress(), [files.stats()]
         written = sum(of_all["in_place_bytes"] + of_all["slot_bytes"] for of_all in stats)
         return Written(written, written, stats)
 
-    def progress(self) -> int:
-        files = self._files
-        return self._written_bytes if files is None else files.progress()
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if (files := self._files) is not None:
-            files.cancel()
-
     def discard(self, error: BaseException | None = None) -> None:
         """Closes the files. The coordinator removes them when the save ends."""
-        self._files = None
+        self._writer = None
         self._give_up(error)
 
     def _give_up(self, error: BaseException | None) -> None:

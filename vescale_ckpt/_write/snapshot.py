@@ -62,7 +62,7 @@ class StagedPlan:
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
         self._samples = memoryview(b"").cast("Q")  # hashes of these rows, when the constructor returned
         self._early_bytes = 0
-        with self._save:
+        with self._save.writing():
             try:
                 self._copy_all(items)
             except BaseException as error:
@@ -106,7 +106,7 @@ class StagedPlan:
 
     def _write(self) -> SaveStats:
         layout = self._layout
-        with self._save, phase("write"):
+        with self._save.writing(), phase("write"):
             try:
                 with phase("snapshot"):
                     self._wait_until_copied()

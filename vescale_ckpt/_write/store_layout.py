@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._checkpoint.safetensors.commit import check_replaceable, commit_objects, holds_model
-from .._checkpoint.safetensors.model_names import holds_export, object_names
+from .._checkpoint.safetensors.commit import check_replaceable, commit_objects
+from .._checkpoint.safetensors.model_names import object_names
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
-from .._engine.options import engine_options, threads_of
+from .._engine.options import threads_of
 from .._engine.rows import int_table
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan
@@ -28,8 +28,6 @@ from .._storage.pending import new_token
 from ..errors import CheckpointError
 from .layout import SaveOptions, Written
 from .safetensors_layout import Safetensors, SafetensorsLayout
-
-_FINE, _FAILED = b"\1", b"\0"
 
 
 class StoreLayout(SafetensorsLayout):
@@ -44,14 +42,7 @@ class StoreLayout(SafetensorsLayout):
         self._steps: Steps | None = None  # from `join_ranks` on, until the heads are agreed on
         self._own = b""  # boxes of the files that this rank writes
         self._file_heads: list[bytes] = []  # one for each file, on the coordinator
-        self._objects: _C.OrderedWriter | None = None
-        self._sent_bytes = 0
-        self._in_background = self._may_be_committed = False
-
-    def begin(self, is_coordinator: bool) -> None:
-        path = self.options.path
-        if not self.options.overwrite and holds_export(path):
-            raise holds_model(path)
+        self._may_be_committed = False
 
     # --- The files of all ranks
 
@@ -104,9 +95,6 @@ class StoreLayout(SafetensorsLayout):
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
         self._in_background = in_background
 
-    def _for_engine(self) -> _C.Options:
-        return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
-
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         """Only notes where the tensors are."""
         if self._steps is None:
@@ -120,10 +108,14 @@ class StoreLayout(SafetensorsLayout):
         self._tables.append((bytes(table), rows))
 
     def finish(self) -> Written:
+        steps = self._steps
+        assert steps is not None
         with named_errors(str, self.options.path):
             table = b"".join(words for words, _ in self._tables)
             held = _C.HeldRows(table, int_table([row for _, rows in self._tables for row in rows]))
-            heads = self._agree_on_heads(lambda: self.sum(held))
+            heads = self._agree_on_heads(steps, held)
+            if steps.error is not None:
+                raise steps.error
             if heads is None:  # another rank has failed
                 return Written(0, 0, [])
             targets = [
@@ -131,7 +123,7 @@ class StoreLayout(SafetensorsLayout):
                 for number, length, head in zip(heads[::3], heads[1::3], heads[2::3], strict=True)
             ]
             files = _C.OrderedWriter(targets, held.box_table(self._own), len(self._names), self._for_engine())
-            self._objects = files
+            self._writer = files
             if self._cancelled:
                 files.cancel()
             if self._rounds is not None:
@@ -142,9 +134,9 @@ class StoreLayout(SafetensorsLayout):
                     self._close()
                     return Written(0, 0, [])
             self._blocks = files.finish()
-        self._sent_bytes, stats = files.progress(), files.stats()
         self._close()
-        return Written(self._sent_bytes, files.file_bytes(), [stats])
+        self._done_bytes = files.progress()
+        return Written(self._done_bytes, files.file_bytes(), [files.stats()])
 
     def sum(self, held: _C.HeldRows) -> bytes:
         """What this rank's tensors contribute to the checksums of the files."""
@@ -152,37 +144,20 @@ class StoreLayout(SafetensorsLayout):
 
     def write(self, boxes: bytes) -> None:
         """Writes what was brought to this rank in one round, and what it has before that."""
-        assert self._objects is not None
-        self._objects.write(boxes)
+        assert self._writer is not None
+        self._writer.write(boxes)
 
-    def _agree_on_heads(self, sum: Callable[[], bytes] | None) -> list[bytes] | None:
+    def _agree_on_heads(self, steps: Steps, held: _C.HeldRows) -> list[bytes] | None:
         """With all ranks. Returns number, length and head of each file that this rank writes; None on all ranks if one
-        has failed. `sum`: None if this one has. Raises this rank's error."""
-        steps, self._steps = self._steps, None
-        assert steps is not None
-        exchange, doing, failed = steps.exchange, steps.phase("write together"), None
-        message = pack(_FAILED)
-        if sum is not None:
-            try:
-                message = pack(_FINE, sum())
-            except BaseException as error:
-                failed = error
-        of_all = exchange.gather(message, f"{doing}: checksums")
-        heads: list[bytes] | None = None
-        if of_all is not None:
-            heads = [b""] * exchange.size
-            parts = [unpack(of_rank) for of_rank in of_all]
-            if all(said == _FINE for said, *_ in parts):
-                try:
-                    heads = self._make_heads([blocks for _, blocks in parts])
-                except BaseException as error:
-                    failed = error
-        packed = exchange.scatter(heads, f"{doing}: heads")
+        has an error."""
+        self._steps = None
+        of_all = steps.gather(lambda: pack(self.sum(held)), "write together: checksums")
+        heads = None if of_all is None else steps.take(self._make_heads, [unpack(of_rank)[0] for of_rank in of_all])
+        heads = heads or [b""] * steps.exchange.size
+        packed = steps.exchange.scatter(heads, steps.phase("write together: heads"))
         if not packed:
             self._rounds = None  # no rank takes them
-        if failed is not None:
-            raise failed
-        return unpack(packed)[1:] if packed else None
+        return unpack(packed) if packed else None
 
     def _make_heads(self, blocks: list[bytes]) -> list[bytes]:
         """For each rank number, length and head of each file that it writes. `blocks`: those of each rank."""
@@ -191,29 +166,20 @@ class StoreLayout(SafetensorsLayout):
         of_all: list[list[bytes]] = [[] for _ in blocks]
         for number, writer in enumerate(writers_of(lengths, len(blocks))):
             of_all[writer] += [str(number).encode(), str(lengths[number]).encode(), self._file_heads[number]]
-        return [pack(_FINE, *of_rank) for of_rank in of_all]
-
-    def progress(self) -> int:
-        files = self._objects
-        return self._sent_bytes if files is None else files.progress()
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if (files := self._objects) is not None:
-            files.cancel()
+        return [pack(*of_rank) for of_rank in of_all]
 
     def discard(self, error: BaseException | None = None) -> None:
         """Aborts uploads, and removes the objects of this rank: with its error nobody commits."""
-        begun = [] if self._objects is None else self._objects.begun()
+        begun = self._writer.begun() if isinstance(self._writer, _C.OrderedWriter) else []
         self._close()
-        if self._steps is not None and isinstance(error, Exception):  # the others wait for its checksums
-            self._agree_on_heads(None)
-            self._rounds = None
+        if (steps := self._steps) is not None and isinstance(error, Exception):  # the others wait for its checksums
+            steps.error = error
+            self._agree_on_heads(steps, _C.HeldRows(b"", b""))
         self._give_up(error)
         self._remove([self._names[number] for number in begun])
 
     def _close(self) -> None:
-        self._objects = None  # an unfinished upload is aborted
+        self._writer = None  # an unfinished upload is aborted
         self._tables.clear()
 
     def _remove(self, names: list[str]) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from .. import settings
-from .._collective import at_exit
+from .._collective.background import process_is_ending
 from .._engine.live_objects import LiveObjects
 
 Work = TypeVar("Work")
@@ -56,7 +56,7 @@ class BackgroundWork(EndsWithProcess, Generic[Work]):
             if self._thread is not None:
                 return
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            if not (ending := at_exit.process_is_ending()):
+            if not (ending := process_is_ending()):
                 self._thread.start()
         if ending:  # nothing would wait for a thread; but the process waits for the save that calls this
             self._run()

@@ -440,15 +440,16 @@ class CheckpointManager:
     def _differing(step: int, text: bytes, exchange: Exchange) -> str:
         """A text that says how the ranks' metrics differ, equal on all ranks."""
         phase = "comparing metrics"
-        of_all = exchange.gather(text, phase)
-        answer = None
-        if of_all is not None:
+        of_all = exchange.gather(text, phase) or []
+
+        def difference() -> str:
             other = next((rank for rank, theirs in enumerate(of_all) if theirs != of_all[0]), 0)
-            answer = (
+            return (
                 f"the metrics of step {step} differ over ranks: rank 0 gives {of_all[0].decode()[:500]}, rank {other} "
                 f"gives {of_all[other].decode()[:500]}. Give all ranks the same: the mean over ranks, say"
-            ).encode()
-        return exchange.broadcast(answer, phase).decode()
+            )
+
+        return exchange.from_coordinator(difference, phase)
 
     def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
         """Prepares the step's directory on the coordinator. Raises on all ranks if the branch cannot be recorded."""

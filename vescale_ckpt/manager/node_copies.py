@@ -14,10 +14,9 @@ import torch.distributed as dist
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import path_of
-from .._collective.node_files import NodeFiles
+from .._collective.node_files import NodeFiles, Places, copies_of_each
 from .._observe.amounts import size
 from .._ranks.exchange import Exchange
-from .._ranks.file_places import Places, copies_of_each
 from .._storage.open_storage import storage_at
 from .background_work import EndsWithProcess
 from .node_tier import file_ends_of, read_small_files
@@ -107,12 +106,8 @@ class NodeCopies(EndsWithProcess):
         path, began = path_of(self._root, step), time.monotonic()
         try:
             # Clean-ups leave the step while it is sent.
-            lock = storage_at(path).share(METADATA_NAME)
-            try:
+            with storage_at(path).share(METADATA_NAME):
                 self._send(path)
-            finally:
-                if lock is not None:
-                    lock.release()
         except Exception as error:
             logger.warning("step %d has fewer copies on other nodes than wanted: %s", step, error)
         else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .._checkpoint.native import metadata_file, step_order
 from .._checkpoint.native.file_names import is_data_file
 from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder, path_of
-from .._ranks.file_places import Places
+from .._collective.node_files import Places
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from . import step_metrics

@@ -26,7 +26,7 @@ from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._checkpoint.newest import in_doubt
 from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
-from .._collective.node_files import DURABLE, NodeFiles
+from .._collective.node_files import DURABLE, NodeFiles, Places
 from .._collective.start_load import start_load
 from .._collective.start_save import prepare_save, start_save
 from .._dcp.save_planner import SavePlanner
@@ -34,7 +34,6 @@ from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._ranks.exchange import Exchange
-from .._ranks.file_places import Places
 from .._ranks.groups import PerGroup
 from .._ranks.message import pack, unpack
 from .._state.key_selection import Rename, Selection

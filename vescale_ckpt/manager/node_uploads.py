@@ -141,12 +141,8 @@ class PartCopy:
         """Returns when the step is committed. Raises `CheckpointError`, and OSError."""
         storage = storage_at(self._url)
         storage.make()
-        lock = storage.share()
-        try:
+        with storage.share():
             self._run()
-        finally:
-            if lock is not None:
-                lock.release()
 
     def _run(self) -> None:
         contents = read_small_files(self._source)

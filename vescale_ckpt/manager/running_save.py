@@ -36,7 +36,7 @@ class RunningSave:
         self.on_end: list[Callable[[int | None], None]] = []  # called with the step, or None after a failure
         self.superseded = Removal()  # with folders of the nodes: what goes when it has committed
         self.before = before  # until this one has ended
-        self._lock: Lease | None = None  # it locks the step's directory
+        self._lock = Lease()  # it locks the step's directory
         self._ended = threading.Event()
 
     def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
@@ -72,8 +72,7 @@ class RunningSave:
         """Called when the save is durable or has failed. Releases the lock and calls `then`, whose errors are logged.
         Needs no other rank."""
         try:
-            if self._lock is not None:
-                self._lock.release()
+            self._lock.release()
             if self.before is not None:  # its clean-up may still remove large files
                 self.before.wait_until_ended()
             if then is not None:
@@ -83,7 +82,7 @@ class RunningSave:
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:
-            self._lock = self.before = None
+            self.before = None
             try:
                 for call in self.on_end:
                     call(None if then is None else self.step)

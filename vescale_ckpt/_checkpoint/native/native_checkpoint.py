@@ -46,7 +46,7 @@ class NativeCheckpoint(LoadableCheckpoint):
     """
 
     format = "dcp"
-    _lock: Lease | None = None
+    _lock = Lease()
 
     def __init__(
         self, path: str, rank: int | None, read_metadata: Callable[[], Metadata], index: _C.Index | None = None
@@ -96,15 +96,13 @@ class NativeCheckpoint(LoadableCheckpoint):
             with gc_paused():
                 opened = cls.by_metadata(path, rank)
         except BaseException:
-            if lock is not None:
-                lock.release()
+            lock.release()
             raise
         opened._lock, opened._seen = lock, seen
         return opened
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
 
     # --- What it holds
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from ..._engine import _C
 from ..._engine.engine_errors import named_system_errors
+from ..._storage.locks import serialize_commits
 from ..._storage.open_storage import storage_at
 from ..._storage.pending import Pending
 from ..._storage.storage import COMMITTED_MEANWHILE
@@ -75,7 +76,7 @@ def commit_files(files: Pending, index: IndexOf, overwrite: bool) -> None:
     pending, unless an index names them already. With `overwrite=False` raises `CheckpointError` if the folder holds a
     model."""
     directory = files.directory
-    with named_system_errors(directory), files.serialize_commits() as alone:
+    with named_system_errors(directory), serialize_commits(directory) as alone:
         before = _look(directory)
         if not overwrite and before.has_model:
             raise holds_model(directory, COMMITTED_MEANWHILE)

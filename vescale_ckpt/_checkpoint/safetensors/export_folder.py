@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..._engine import _C
-from ..._engine.engine_errors import check_space, named_system_errors
+from ..._engine.engine_errors import named_system_errors
 from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
@@ -52,7 +52,7 @@ class ExportFolder:
         with named_system_errors(directory, needed):
             check_replaceable(directory)
             orphans.remove([*left_by_exports(directory), *_markers(directory)])
-            check_space(directory, needed)
+            self.files.storage.check_space(needed)
             first, *names = file_names(len(sizes))
             try:
                 self.files.begin(lambda: self._make_first(first, sizes[0]))
