@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["state_of"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 TESTED = ("1.14", "1.16")
 #: What Accelerate keeps of what it prepared, by the names under which `state_of` has it.
 _PREPARED = {

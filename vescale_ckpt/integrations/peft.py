@@ -18,11 +18,6 @@ from ._versions import check_version, hook
 
 __all__ = ["Adapter", "save_adapter"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 TESTED = ("0.20", "0.22")
 _FILE = "adapter_model.safetensors"
 
