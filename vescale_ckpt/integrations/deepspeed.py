@@ -29,11 +29,7 @@ def engine_state(engine: Any) -> dict[str, Any]:
             f"{type(engine.optimizer).__name__}, ZeRO stage {engine.zero_optimization_stage()}: engine_state knows "
             "torch's optimizers. Save ZeRO's with engine.save_checkpoint"
         )
-    state: dict[str, Any] = {
-        "counters": _Counters(engine),
-        "module": engine.module,
-        "optimizer": engine.optimizer,
-    }
+    state = {"counters": _Counters(engine), "module": engine.module, "optimizer": engine.optimizer}
     if engine.lr_scheduler is not None:
         state["lr_scheduler"] = engine.lr_scheduler
     return state
