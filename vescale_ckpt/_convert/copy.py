@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
@@ -63,12 +63,10 @@ def copy(
     source, path = checkpoint_path(checked_path("src", src)), checkpoint_path(checked_path("dst", dst))
     path = path.rstrip("/") or path
     report = CopyReport(path)
-    with ExitStack() as held, named_system_errors(path):
+    with named_system_errors(path):
         if is_folder(source):
-            lock = storage_at(source).share(metadata_name(None))
-            if lock is not None:
-                held.callback(lock.release)
-            FolderCopy(source, path, overwrite, report, progress).run()
+            with storage_at(source).shared(metadata_name(None)):
+                FolderCopy(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began

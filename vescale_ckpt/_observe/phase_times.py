@@ -80,8 +80,7 @@ class PhaseTimes:
     @property
     def open_phase(self) -> Phase | None:
         """The innermost phase. Any thread may ask."""
-        phases = self._open[-1:]
-        return phases[0] if phases else None
+        return next(iter(self._open[-1:]), None)
 
     @property
     def seconds(self) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, NamedTuple, Protocol
 
 from .._engine import _C
@@ -246,6 +246,16 @@ class Storage(ABC):
 
         None if the storage has no locks, or the file is missing. Raises `CheckpointError` only for a save.
         """
+
+    @contextmanager
+    def shared(self, name: str = LOCK_NAME) -> Iterator[None]:
+        """A context with the lock that `share` gives."""
+        lock = self.share(name)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
 
     @abstractmethod
     def lock_exclusively(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:

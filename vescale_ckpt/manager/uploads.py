@@ -154,19 +154,17 @@ class Uploads(BackgroundWork[bool]):
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.remote, step)
         began = time.monotonic()
-        lock = storage_at(source).share(METADATA_NAME)
         report = CopyReport(url)
-        copy = self._copy(source, url, report)
-        with self._changed:
-            self._cancel = copy.cancel
-        try:
-            with named_system_errors(url):
-                copy.run()
-        finally:
+        with storage_at(source).shared(METADATA_NAME):
+            copy = self._copy(source, url, report)
             with self._changed:
-                self._cancel = None
-            if lock is not None:
-                lock.release()
+                self._cancel = copy.cancel
+            try:
+                with named_system_errors(url):
+                    copy.run()
+            finally:
+                with self._changed:
+                    self._cancel = None
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
         self._clean_up(step)
 

@@ -35,15 +35,11 @@ def check_native(directory: str, report: VerifyReport, progress: Progress | None
             return
         ranks = [None]
     for rank in ranks:
-        lock = storage_at(directory).share(metadata_name(rank))
         try:
-            with explained(directory):
+            with storage_at(directory).shared(metadata_name(rank)), explained(directory):
                 _check_metadata_file(directory, rank, report, progress)
         except CheckpointError as error:
             add_error(report, error, os.path.join(directory, metadata_name(rank)))
-        finally:
-            if lock is not None:
-                lock.release()
 
 
 def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
