@@ -143,22 +143,15 @@ def node() -> int | None:
     return int(text)
 
 
-def unknown() -> list[str]:
-    """The environment variables with the prefix that are no settings."""
-    names = (name for name in os.environ if name.startswith(PREFIX))
-    return sorted(name for name in names if name not in (*_BY_VARIABLE, _NODE) and not name.startswith(_NOT_SETTINGS))
-
-
 def check() -> None:
     """Raises ValueError if the environment variable of any setting is wrong, even of an unused one. Warns once in a
     process of each variable with the prefix that is no setting."""
-    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         if (setting := _BY_VARIABLE.get(name)) is not None:
             setting.parse(os.environ[name])
         elif name == _NODE:
             node()
-    for name in unknown():
-        if name not in _warned:
+        elif not name.startswith(_NOT_SETTINGS) and name not in _warned:
             _warned.add(name)
             similar = difflib.get_close_matches(name, [*_BY_VARIABLE, _NODE], 1)
             hint = f" Did you mean {similar[0]}?" if similar else ""

@@ -74,7 +74,8 @@ def test_metadata_of_one_node_is_lost_with_it() -> None:
 def test_the_lines_of_all_nodes_count() -> None:
     """The coordinator's folder may be new."""
     parts = {step: {1: Part(str(step), FIRST, {})} for step in (1, 2, 3)}
-    made = NodeTable(parts, {2: SECOND})
+    made = NodeTable(parts)
+    made.durable = {2: SECOND}
     tracker = BranchTracker("", lambda _: SavedOrder.of(made.branches))
     tracker.look()
     assert tracker.note_restored(2) == [3]

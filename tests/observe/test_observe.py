@@ -23,7 +23,7 @@ from harness.ranks import on_ranks, run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import metrics
-from vescale_ckpt._observe import bar, lines
+from vescale_ckpt._observe import amounts, lines
 from vescale_ckpt._observe.timeline import Timeline, phase
 from vescale_ckpt.reports import JobStats
 
@@ -318,7 +318,7 @@ def test_progress_setting_prints_lines_where_there_is_no_terminal(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VESCALE_CKPT_PROGRESS", "1")
-    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(amounts, "_QUIET_SECONDS", 0.1)
     with steps.slow_background_writes(12 << 20):
         vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
     told = capsys.readouterr().err

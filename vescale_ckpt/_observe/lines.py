@@ -8,7 +8,7 @@ import os
 from .. import settings
 from ..reports import LoadStats, SaveStats
 from .amounts import seconds_text, size
-from .phase_times import OpenPhase, PhaseTimes
+from .phase_times import Phase, PhaseTimes
 
 logger = logging.getLogger("vescale_ckpt")
 
@@ -54,7 +54,7 @@ def log_end(timeline: PhaseTimes, stats: SaveStats | LoadStats | None, error: Ba
         logger.log(_level(timeline), "%s: %s", timeline.doing, summary(stats))
 
 
-def log_still(timeline: PhaseTimes, phase: OpenPhase, seconds: float, moved: bool) -> None:
+def log_still(timeline: PhaseTimes, phase: Phase, seconds: float, moved: bool) -> None:
     """A phase goes on for long. `moved`: whether bytes were written or read since the last such line."""
     text = f"{timeline.doing}: rank {timeline.rank} of {timeline.ranks} is in '{phase.name}'"
     text += f" ({phase.detail})" if phase.detail else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,8 +35,7 @@ class Finished:
 
 Listener = Callable[[Finished], object]
 
-_listeners: list[Listener] = []
-_lock = threading.Lock()
+_listeners: list[Listener] = []  # each change is one operation of the list, so threads need no lock
 
 
 def on_finish(listener: Listener) -> Callable[[], None]:
@@ -44,21 +43,17 @@ def on_finish(listener: Listener) -> Callable[[], None]:
 
     An exception of the listener is logged and goes no further. Returns a function that removes the listener.
     """
-    with _lock:
-        _listeners.append(listener)
+    _listeners.append(listener)
 
     def remove() -> None:
-        with _lock:
-            if listener in _listeners:
-                _listeners.remove(listener)
+        with suppress(ValueError):
+            _listeners.remove(listener)
 
     return remove
 
 
 def tell(finished: Finished) -> None:
-    with _lock:
-        listeners = list(_listeners)
-    for listener in listeners:
+    for listener in list(_listeners):
         try:
             listener(finished)
         except Exception:

@@ -21,15 +21,16 @@ _BEFORE_MEETING = ("", "connect", "plan", "previous save")
 
 
 @dataclass
-class OpenPhase:
-    """A phase that is not over."""
+class Phase:
+    """A phase, which is open until it has ended."""
 
     name: str
     detail: str  #: what is done in it: the step of an exchange, a file
     #: names the ranks that it waits for; empty if a lower rank logs them. Called on another thread
     who: Callable[[], str] | None
-    began: int  #: nanoseconds
+    began: int  #: nanoseconds of `time.perf_counter_ns`
     thread: str
+    ended: int = 0
 
 
 class PhaseTimes:
@@ -48,19 +49,21 @@ class PhaseTimes:
         self.blocked_seconds: float | None = None  #: until the call returned; None: it has not returned yet
         self.began = time.perf_counter_ns()
         self._mark = self.began
-        self._open: list[OpenPhase] = []
+        self._open: list[Phase] = []
         self.have_met = False  #: whether all ranks have entered this call
         self._first_wait = 0.0  # seconds until they had; the last rank waits least
         self._before = ("", 0.0)  # the phase that took this rank longest until then, and its seconds
 
-    def open(self, phase: OpenPhase) -> None:
+    def open(self, phase: Phase) -> None:
         self._count(phase.began)
         self._open.append(phase)
 
-    def close(self, now: int, meets: bool) -> OpenPhase:
+    def close(self, meets: bool) -> Phase:
         """Ends the innermost phase. `meets`: all ranks took part in it."""
+        now = time.perf_counter_ns()
         self._count(now)
         phase = self._open.pop()
+        phase.ended = now
         if phase.name == WAIT and meets and not self.have_met:
             self.have_met = True
             self._first_wait = self.seconds_by_phase[WAIT]
@@ -75,24 +78,19 @@ class PhaseTimes:
         self._mark = now
 
     @property
-    def open_phase(self) -> OpenPhase | None:
+    def open_phase(self) -> Phase | None:
         """The innermost phase. Any thread may ask."""
-        phases = self._open[-1:]
-        return phases[0] if phases else None
+        return next(iter(self._open[-1:]), None)
 
     @property
     def seconds(self) -> float:
         """Since the call."""
         return (time.perf_counter_ns() - self.began) / 1e9
 
-    @property
-    def busy_seconds(self) -> float:
-        """In phases other than waiting for other ranks."""
-        return sum(seconds for name, seconds in self.seconds_by_phase.items() if name != WAIT)
-
     def votes(self, own_bytes: int) -> tuple[list[int], list[int]]:
         """What `job` needs of this rank: numbers of which all ranks find the minimum, and numbers that they add up."""
-        busy, wait = round(self.busy_seconds * _TICKS), round(self._first_wait * _WAIT_TICKS)
+        own_seconds = sum(seconds for name, seconds in self.seconds_by_phase.items() if name != WAIT)
+        busy, wait = round(own_seconds * _TICKS), round(self._first_wait * _WAIT_TICKS)
         name, seconds = self._before
         before = _BEFORE_MEETING.index(name) << _TENTHS_BITS | min(round(10 * seconds), (1 << _TENTHS_BITS) - 1)
         came = (wait << _RANK_BITS | self.rank) << _PHASE_BITS + _TENTHS_BITS | before

@@ -9,8 +9,8 @@ import time
 
 from .. import settings
 from . import lines
-from .bar import Bar
-from .phase_times import OpenPhase, PhaseTimes
+from .amounts import Bar
+from .phase_times import Phase, PhaseTimes
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,11 @@ class _Watched:
     def __init__(self, timeline: PhaseTimes) -> None:
         self.timeline = timeline
         self.times = 1  # `here` may be nested
-        self._phase: OpenPhase | None = None
+        self._phase: Phase | None = None
         self._reports = 0  # how often that phase was reported
         self._bytes = (0, 0)  # at the last report
-        self._bar = Bar(timeline.doing, _LINE_SECONDS) if _wants_bar(timeline) else None
+        wants_bar = timeline.rank == 0 and settings.lenient("progress") == 1
+        self._bar = Bar(timeline.doing, _LINE_SECONDS) if wants_bar else None
 
     def next_look(self) -> float:
         """In so many seconds."""
@@ -51,7 +52,7 @@ class _Watched:
             lines.log_still(timeline, phase, _seconds_since(phase), moved=now != self._bytes)
             self._bytes = now
 
-    def _until_report(self, phase: OpenPhase | None) -> float:
+    def _until_report(self, phase: Phase | None) -> float:
         """Seconds until the phase is to be reported (again)."""
         seconds = float(settings.lenient("report_seconds"))
         if phase is None:
@@ -64,12 +65,17 @@ class _Watched:
             self._bar.end()
 
 
-def _seconds_since(phase: OpenPhase) -> float:
+def _seconds_since(phase: Phase) -> float:
     return (time.perf_counter_ns() - phase.began) / 1e9
 
 
 class _Watch:
     def __init__(self) -> None:
+        self._start_anew()
+        os.register_at_fork(after_in_child=self._start_anew)
+
+    def _start_anew(self) -> None:
+        """In a forked child the thread is gone, and the saves belong to the parent."""
         self._changed = threading.Condition()
         self._watched: dict[int, _Watched] = {}
         self._thread: threading.Thread | None = None
@@ -117,25 +123,4 @@ class _Watch:
                     logger.debug("a look at a running save or load failed", exc_info=True)
 
 
-def _wants_bar(timeline: PhaseTimes) -> bool:
-    return timeline.rank == 0 and settings.lenient("progress") == 1
-
-
-_watch = _Watch()
-
-
-def add(timeline: PhaseTimes) -> None:
-    _watch.add(timeline)
-
-
-def remove(timeline: PhaseTimes) -> None:
-    _watch.remove(timeline)
-
-
-def _start_anew() -> None:
-    """In a forked child the thread is gone, and the saves belong to the parent."""
-    global _watch
-    _watch = _Watch()
-
-
-os.register_at_fork(after_in_child=_start_anew)
+watch = _Watch()

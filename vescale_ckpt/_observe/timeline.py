@@ -5,19 +5,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from .. import settings
 from .._engine.torch_private import profiled
 from ..reports import LoadStats, SaveStats
-from . import lines, listeners, slow_phases, write_trace
+from . import lines, listeners
 from .listeners import Finished
-from .phase_times import Kind, OpenPhase, PhaseTimes
-from .write_trace import Span
+from .phase_times import Kind, Phase, PhaseTimes
+from .slow_phases import watch
+
+logger = logging.getLogger(__name__)
 
 
 class Call(PhaseTimes):
@@ -37,13 +44,13 @@ class Call(PhaseTimes):
         self, name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False
     ) -> Iterator[None]:
         """A phase. Calls that need no other rank have none, and so cost nothing here."""
-        self.open(OpenPhase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name))
-        slow_phases.add(self)
+        self.open(Phase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name))
+        watch.add(self)
         try:
             yield
         finally:
-            slow_phases.remove(self)
-            self.close(time.perf_counter_ns(), meets)
+            watch.remove(self)
+            self.close(meets)
 
 
 class Timeline(Call):
@@ -56,12 +63,12 @@ class Timeline(Call):
         self.path = path
         self.ended = False
         self._trace_directory = str(settings.lenient("trace"))
-        self._spans: list[Span] = []  # for the trace, if one is wanted
+        self._phases: list[Phase] = []  # that have ended, for the trace, if one is wanted
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """A context in which this thread goes on with the save or load. An error ends the timeline."""
-        slow_phases.add(self)
+        watch.add(self)
         try:
             with super().here():
                 yield
@@ -69,22 +76,21 @@ class Timeline(Call):
             self.end(error=error)
             raise
         finally:
-            slow_phases.remove(self)
+            watch.remove(self)
 
     @contextmanager
     def phase(
         self, name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False
     ) -> Iterator[None]:
         """A phase, which profiles of torch show, too."""
-        self.open(OpenPhase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name))
-        try:
-            with profiled(f"vescale_ckpt {self.kind}: {name}"):
-                yield
-        finally:
-            now = time.perf_counter_ns()
-            ended = self.close(now, meets)
-            if self._trace_directory:
-                self._spans.append(Span(ended.name, ended.detail, ended.thread, ended.began, now))
+        with profiled(f"vescale_ckpt {self.kind}: {name}"), super().phase(name, detail, who, meets):
+            yield
+
+    def close(self, meets: bool) -> Phase:
+        ended = super().close(meets)
+        if self._trace_directory:
+            self._phases.append(ended)
+        return ended
 
     def begin(self, note: str = "") -> None:
         """Logs that the save or load begins."""
@@ -103,8 +109,43 @@ class Timeline(Call):
         self.progress = None  # it may hold the state
         lines.log_end(self, stats, error)
         if self._trace_directory:
-            write_trace.append(self._trace_directory, self, self.kind, self._spans)
+            self._write_trace(self._trace_directory)
         listeners.tell(Finished(self.kind, self.path, self.rank, self.ranks, self.seconds, stats, error))
+
+    def _write_trace(self, directory: str) -> None:
+        """Appends the save or load and its phases to this process's file in Chrome's trace format: an array of events
+        without its closing bracket, which viewers accept, so it can be read after the process was killed. A save does
+        not fail for its trace."""
+        rank = os.environ.get("RANK", "")
+        number = int(rank) if rank.isdecimal() else self.rank
+        host, process = socket.gethostname(), os.getpid()
+        threads = list(dict.fromkeys(phase.thread for phase in self._phases))
+        # The system's clock minus that of the phases: files of several machines have one time.
+        offset = time.time_ns() - time.perf_counter_ns()
+
+        def event(form: str, thread: int, **fields: Any) -> dict[str, Any]:
+            return {"ph": form, "pid": number, "tid": thread, **fields}
+
+        def span(thread: int, name: str, began: int, ended: int, args: dict[str, Any]) -> dict[str, Any]:
+            times = {"ts": (began + offset) / 1000, "dur": (ended - began) / 1000}
+            return event("X", thread, name=name, cat=self.kind, **times, args={"id": self.began, **args})
+
+        events = [event("M", 0, name="process_name", args={"name": f"rank {number} ({host}, process {process})"})]
+        events += [event("M", 0, name="process_sort_index", args={"sort_index": number})]
+        events += [event("M", lane, name="thread_name", args={"name": name}) for lane, name in enumerate(threads, 1)]
+        events += [span(0, self.doing, self.began, time.perf_counter_ns(), {"seconds": self.seconds_by_phase})]
+        events += [
+            span(1 + threads.index(phase.thread), phase.name, phase.began, phase.ended, {"detail": phase.detail})
+            for phase in self._phases
+        ]
+        text = "".join(f"{json.dumps(item)},\n" for item in events)
+        path = os.path.join(directory, f"trace-rank{number:05d}-{host}-{process}.json")
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with open(path, "ab", buffering=0) as file:
+                file.write((("" if file.tell() else "[\n") + text).encode())
+        except OSError as error:
+            logger.warning("no trace is written to %s: %s", directory, error)
 
 
 _current: ContextVar[Call | None] = ContextVar("vescale_ckpt_call", default=None)

@@ -28,7 +28,7 @@ def check_given(options: Namespace) -> None:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder} is no directory")
     sources = _local([given.get(name) for name in ("path", "a", "b", "src")])
-    for path in (*sources, *_local([given.get("like")])):
+    for path in sources:
         if not os.path.exists(path):
             raise FileNotFoundError(f"cannot read {path}: there is no such file or folder")
     if "key" in given or "keys" in given:

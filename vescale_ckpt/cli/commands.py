@@ -133,7 +133,7 @@ COMMANDS = (
     Command(
         "list",
         "list the checkpoints of a manager: when they were saved, how large, their metrics, whether they are complete",
-        "list_steps:run",
+        "verify_compare:list_steps",
         (
             value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),
             _JSON,

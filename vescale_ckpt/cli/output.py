@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .._observe.bar import Bar
+from .._observe.amounts import Bar
 
 #: Exit statuses: all well; damage or a difference; usage, or nothing that can be read; nothing that can be verified.
 FINE, FOUND, UNUSABLE, UNVERIFIED = 0, 1, 2, 3
-
 
 _MOST_LINES = 40  #: of one list
 

@@ -6,7 +6,6 @@ those of model and optimizer go through DCP: inside `vescale_ckpt.integrations.d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import PerRank, RandomState
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["state_of"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-TESTED = ("1.14", "1.16")
 #: What Accelerate keeps of what it prepared, by the names under which `state_of` has it.
 _PREPARED = {
     "model": "_models",
@@ -50,7 +43,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     Works with and without FSDP. Raises `CheckpointError` if nothing has been prepared, for what DeepSpeed, Megatron-LM
     or XLA have prepared, and for an Accelerate in which the prepared objects are not found.
     """
-    check_version("accelerate", TESTED)
+    check_version("accelerate", ("1.14", "1.16"))
     kind = hook("accelerate", "Accelerator")
     if not isinstance(accelerator, kind):
         raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
@@ -66,7 +59,11 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         for loader in prepared["dataloader"]
         if hasattr(loader, "iteration")
     ]
-    state = {key: value for name, values in prepared.items() for key, value in _numbered(name, values)}
+    state = {
+        f"{name}_{number}" if number else name: value
+        for name, values in prepared.items()
+        for number, value in enumerate(values)
+    }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     return {**state, "accelerator": _Counter(accelerator), "random": PerRank(RandomState())}
@@ -121,8 +118,3 @@ def _attribute(accelerator: Accelerator, name: str) -> list[Any]:
             "give CheckpointManager.save the prepared objects yourself"
         )
     return found
-
-
-def _numbered(name: str, values: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    for number, value in enumerate(values):
-        yield (f"{name}_{number}" if number else name), value

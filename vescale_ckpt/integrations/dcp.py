@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 from weakref import ref
@@ -24,11 +26,6 @@ from ..errors import CheckpointError
 from ..settings import Broadcast, checked_count, checked_flag
 
 __all__ = ["Defaults", "dcp_defaults", "enable"]
-
-
-def __dir__() -> list[str]:
-    return __all__
-
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +58,17 @@ class DefaultWriter(StorageWriter):
         )
         checked_count("per_thread_copy_ahead", per_thread_copy_ahead)
         checked_flag("cache_staged_state_dict", cache_staged_state_dict)
-        _check_serialization(serialization_format)
+        serialization = str(getattr(serialization_format, "value", serialization_format)).lower()
+        if serialization_format is not None and serialization != "torch_save":
+            raise ValueError(
+                f"serialization_format={serialization_format!r}: data files hold tensors as torch.save writes them. "
+                "For safetensors take format='safetensors', which writes files that every reader of safetensors knows"
+            )
         if _extensions:
             raise ValueError(
                 "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
                 "are run by torch's FileSystemWriter and FileSystemReader only"
             )
-
-
-def _check_serialization(wanted: Any) -> None:
-    """Raises ValueError for a value of torch's `SerializationFormat` other than `TORCH_SAVE`."""
-    name = str(getattr(wanted, "value", wanted)).lower()
-    if wanted is not None and name != "torch_save":
-        raise ValueError(
-            f"serialization_format={wanted!r}: data files hold tensors as torch.save writes them. For safetensors take "
-            "format='safetensors', which writes files that every reader of safetensors knows"
-        )
 
 
 class _WithOffsets(Safetensors):
@@ -147,22 +139,32 @@ class DefaultPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        _plans.lend_to(self)
+        kind = type(self), self.flatten_state_dict, self.flatten_sharded_tensors, self.placement
+        with _lending:
+            loan = next((loan for loan in _loans if loan.kind == kind and loan.is_free), None)
+            if loan is None:
+                loan = _Loan(kind)
+                _loans.append(loan)
+            loan.borrower, loan.thread = ref(self), threading.current_thread()
+        self.share_plans(loan.keeper)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def forget_state(self) -> None:
         super().forget_state()
-        _plans.take_back_from(self)
+        with _lending:
+            for loan in _loans:
+                if loan.borrower is not None and loan.borrower() is self:
+                    loan.borrower = loan.thread = None
 
 
+@dataclass
 class _Loan:
     """Plans that are lent to one planner at a time."""
 
-    def __init__(self, kind: tuple[Any, ...]) -> None:
-        self.kind = kind
-        self.keeper = SavePlanner()
-        self.borrower: ref[DefaultPlanner] | None = None
-        self.thread: threading.Thread | None = None
+    kind: tuple[Any, ...]
+    keeper: SavePlanner = field(default_factory=SavePlanner)
+    borrower: ref[DefaultPlanner] | None = None
+    thread: threading.Thread | None = None
 
     @property
     def is_free(self) -> bool:
@@ -173,35 +175,8 @@ class _Loan:
         return self.thread is threading.current_thread() or not self.thread.is_alive()
 
 
-class _Plans:
-    """The plans that the planners of this process keep together."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loans: list[_Loan] = []
-
-    def lend_to(self, planner: DefaultPlanner) -> None:
-        kind = type(planner), planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.placement
-        with self._lock:
-            loan = next((loan for loan in self._loans if loan.kind == kind and loan.is_free), None)
-            if loan is None:
-                loan = _Loan(kind)
-                self._loans.append(loan)
-            loan.borrower, loan.thread = ref(planner), threading.current_thread()
-        planner.share_plans(loan.keeper)
-
-    def take_back_from(self, planner: DefaultPlanner) -> None:
-        with self._lock:
-            for loan in self._loans:
-                if loan.borrower is not None and loan.borrower() is planner:
-                    loan.borrower = loan.thread = None
-
-
-_plans = _Plans()
-
-
-class DefaultLoader(LoadPlanner):
-    """A `LoadPlanner` with the arguments of torch's `DefaultLoadPlanner`."""
+_loans: list[_Loan] = []  # of the planners of this process
+_lending = threading.Lock()
 
 
 class DefaultStager(Stager):
@@ -240,7 +215,7 @@ class ProcessExecutor(torch_private.AsyncProcessExecutor):
 _DCP = "torch.distributed.checkpoint"
 _STORAGE: dict[str, type] = {"FileSystemWriter": DefaultWriter, "FileSystemReader": DefaultReader}
 _HUGGING_FACE: dict[str, type] = {"HuggingFaceStorageWriter": DefaultHuggingFaceWriter}
-_PLANNERS: dict[str, type] = {"DefaultSavePlanner": DefaultPlanner, "DefaultLoadPlanner": DefaultLoader}
+_PLANNERS: dict[str, type] = {"DefaultSavePlanner": DefaultPlanner, "DefaultLoadPlanner": LoadPlanner}
 #: The names that DCP and its hosts look up when they save or load, by module.
 _NAMES: dict[str, dict[str, type]] = {
     f"{_DCP}._storage_utils": _STORAGE,  # for `checkpoint_id=`
@@ -252,7 +227,7 @@ _NAMES: dict[str, dict[str, type]] = {
         "DefaultStager": DefaultStager,
         "_ProcessBasedAsyncCheckpointExecutor": ProcessExecutor,
     },
-    f"{_DCP}.state_dict_loader": {"DefaultLoadPlanner": DefaultLoader},
+    f"{_DCP}.state_dict_loader": {"DefaultLoadPlanner": LoadPlanner},
 }
 
 
@@ -295,7 +270,7 @@ _active: list[Defaults] = []
 def enable(*, broadcast_checkpoint: Broadcast = False) -> Defaults:
     """The same as `dcp_defaults`, until `disable()` of the result is called, or the process ends."""
     with _lock:
-        modules = {name: _module(name) for name in _NAMES}
+        modules = {name: import_module(name) for name in _NAMES}
         originals = {name: getattr(modules[_DCP], name) for name in _NAMES[_DCP]}
         for module, names in _NAMES.items():
             for name in names:
@@ -338,11 +313,6 @@ def dcp_defaults(*, broadcast_checkpoint: Broadcast = False) -> Iterator[Default
         yield made
     finally:
         made.disable()
-
-
-def _module(name: str) -> ModuleType:
-    __import__(name)
-    return sys.modules[name]
 
 
 def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:

@@ -11,11 +11,6 @@ from ._versions import check_version
 
 __all__ = ["engine_state"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 check_version("deepspeed", ("0.19", "0.20"))
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -34,11 +29,7 @@ def engine_state(engine: Any) -> dict[str, Any]:
             f"{type(engine.optimizer).__name__}, ZeRO stage {engine.zero_optimization_stage()}: engine_state knows "
             "torch's optimizers. Save ZeRO's with engine.save_checkpoint"
         )
-    state: dict[str, Any] = {
-        "counters": _Counters(engine),
-        "module": engine.module,
-        "optimizer": engine.optimizer,
-    }
+    state = {"counters": _Counters(engine), "module": engine.module, "optimizer": engine.optimizer}
     if engine.lr_scheduler is not None:
         state["lr_scheduler"] = engine.lr_scheduler
     return state

@@ -46,11 +46,6 @@ __all__ = [
     "newest",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger(__name__)
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code in other distributions
@@ -113,18 +108,14 @@ def _sound(path: str) -> bool:
     return report.ok and (storage_at(path).has(_META) or _META in inspect(path).extra_files)
 
 
-def _is_folder(path: str) -> bool:
-    return is_folder(checkpoint_path(path))
-
-
 def _found(path: str) -> tuple[str, bool]:
     """The path to load, and whether it is a folder. A kill may leave "last" unfinished: then the newest is loaded."""
-    if _is_folder(path) and committed_at(path) is None:
+    if is_folder(checkpoint_path(path)) and committed_at(path) is None:
         folder, name = os.path.split(path)
         if name.startswith(_LAST) and (other := newest(folder)) is not None:
             logger.warning("the save of %s did not finish: %s, the newest checkpoint beside it, is loaded", path, other)
             path = other
-    return path, _is_folder(path)
+    return path, is_folder(checkpoint_path(path))
 
 
 class _Meta(Mapping[str, bytes]):
@@ -168,10 +159,6 @@ def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None)
 def _given(weights_only: bool | None) -> dict[str, bool]:
     """For a call of Lightning's own, which before 2.6 does not take it."""
     return {} if weights_only is None else {"weights_only": weights_only}
-
-
-def _only_weights(weights_only: bool | None) -> bool:
-    return True if weights_only is None else weights_only  # None is torch's default
 
 
 class _Strategy(_Host):
@@ -238,7 +225,7 @@ class _Strategy(_Host):
             path,
             state,
             strict=strict,
-            weights_only=_only_weights(weights_only),
+            weights_only=weights_only is not False,  # None is torch's default: True
             broadcast_checkpoint=self._broadcast_checkpoint,
             extra_files=files,
         )
@@ -510,7 +497,7 @@ def _whole(
     files: dict[str, bytes] = {}
     state = load(
         path,
-        weights_only=_only_weights(weights_only),
+        weights_only=weights_only is not False,  # None is torch's default: True
         broadcast_checkpoint=broadcast,
         process_group=process_group,
         extra_files=files,

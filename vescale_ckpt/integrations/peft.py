@@ -18,12 +18,6 @@ from ._versions import check_version, hook
 
 __all__ = ["Adapter", "save_adapter"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-TESTED = ("0.20", "0.22")
 _FILE = "adapter_model.safetensors"
 
 
@@ -49,7 +43,7 @@ class Adapter:
         *,
         save_embedding_layers: bool | Literal["auto"] = "auto",
     ) -> None:
-        check_version("peft", TESTED)
+        check_version("peft", ("0.20", "0.22"))
         self.model = _peft_model(model)
         if adapter_name not in self.model.peft_config:
             there = ", ".join(map(repr, self.model.peft_config))
@@ -84,7 +78,8 @@ def save_adapter(
     exchange = Exchange.of(process_group, None, purpose="pretrained")
     tensors = {}
     for key, value in adapter.state_dict().items():
-        whole = _whole(value)
+        value = value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
         if exchange.is_coordinator:
             tensors[key] = whole.cpu().clone(memory_format=torch.contiguous_format)  # no two share memory
 
@@ -105,11 +100,6 @@ def _peft_model(model: Any) -> Any:
     if not isinstance(model, kind):
         raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
     return model
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _config_of(adapter: Adapter) -> tuple[Any, dict[str, str] | None]:

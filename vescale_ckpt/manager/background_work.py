@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .. import settings
 from .._collective.background import process_is_ending
@@ -17,25 +17,15 @@ from .._engine.live_objects import LiveObjects
 Work = TypeVar("Work")
 
 
-class EndsWithProcess(ABC):
-    """What `end_within` is called for when the process ends. A forked child has none of the threads, and ends none."""
-
-    def __init__(self) -> None:
-        _alive.add(self)
-
-    @abstractmethod
-    def end_within(self, seconds: float) -> None:
-        """Waits for the end of the work. If that takes longer, says what is left undone."""
-
-
-class BackgroundWork(EndsWithProcess, Generic[Work]):
-    """A thread that lives while there is work."""
+class BackgroundWork(ABC, Generic[Work]):
+    """A thread that lives while there is work. A forked child has none of the threads, and waits for none."""
 
     def __init__(self, name: str) -> None:
         self._name = name  # of the thread
         self._changed = threading.Condition()  # guards `_thread`, and what subclasses say
         self._thread: threading.Thread | None = None
-        super().__init__()
+        self._is_reserved = False
+        _alive.add(self)
 
     @abstractmethod
     def _next_work(self) -> Work | None:
@@ -44,6 +34,19 @@ class BackgroundWork(EndsWithProcess, Generic[Work]):
     @abstractmethod
     def _do(self, work: Work) -> None:
         """Raises nothing."""
+
+    @abstractmethod
+    def end_within(self, seconds: float) -> None:
+        """Waits for the end of the work, also when the process ends. If that takes longer, says what is left undone."""
+
+    def reserve(self) -> None:
+        """Notes that a save that runs will bring work. All ranks do so, while all are idle."""
+        self._is_reserved = True
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do, nor will be when a running save ends."""
+        with self._changed:
+            return self._thread is None and not self._is_reserved
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until nothing is left to do. False if that takes longer."""
@@ -71,7 +74,7 @@ class BackgroundWork(EndsWithProcess, Generic[Work]):
             self._do(work)
 
 
-_alive: LiveObjects[EndsWithProcess] = LiveObjects()
+_alive: LiveObjects[BackgroundWork[Any]] = LiveObjects()
 
 
 def _end_all() -> None:

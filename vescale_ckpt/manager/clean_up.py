@@ -42,7 +42,7 @@ def clean_up(
     went on from an older step.
     """
     with storage_at(root).look(lists=True, fresh=True):
-        checkpoints = _at_stake(root, retention)
+        checkpoints = _candidates(root, retention)
         surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
         step_directories.remove(root, sorted(surplus - sound - spared))
         step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
@@ -75,7 +75,7 @@ def clean_up_part(
 
 def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """Returns the steps that `clean_up` removes unless they are in use."""
-    checkpoints = _at_stake(root, retention)
+    checkpoints = _candidates(root, retention)
     return _to_remove(root, retention, checkpoints, saved, frozenset())[0]
 
 
@@ -147,17 +147,15 @@ def _to_remove(
     return surplus | lost, sound
 
 
-def _at_stake(root: str, retention: Retention) -> list[Candidate]:
-    """Returns none where retention keeps all, and reads nothing for that."""
-    return [] if retention.max_to_keep is None else _candidates(root, retention)
-
-
 def _verify_whole(root: str, step: int) -> VerifyReport:
     with storage_at(root).look(fresh=True):  # it takes long, and damage may make the manager remove the step
         return verify(path_of(root, step))
 
 
 def _candidates(root: str, retention: Retention) -> list[Candidate]:
+    """Returns none where retention keeps all, and reads nothing for that."""
+    if retention.max_to_keep is None:
+        return []
     oldest_first = SavedOrder(root).newest_first()[::-1]
     return [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
 

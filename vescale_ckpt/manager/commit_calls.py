@@ -49,15 +49,12 @@ class CommitCalls(BackgroundWork[tuple[int, str]]):
     def _do(self, work: tuple[int, str]) -> None:
         step, path = work
         try:
-            self._call_for(step, path)
+            with storage_at(path).share(METADATA_NAME):
+                if storage_at(path).has(METADATA_NAME):
+                    self._call(step, path)
+                else:
+                    logger.warning("on_commit is not called for step %d, which retention has removed meanwhile", step)
             self.failures.pop(step, None)
         except Exception as error:
             self.failures[step] = error
             logger.warning("on_commit failed for step %d: %s: %s", step, type(error).__name__, error)
-
-    def _call_for(self, step: int, path: str) -> None:
-        with storage_at(path).share(METADATA_NAME):
-            if storage_at(path).has(METADATA_NAME):
-                self._call(step, path)
-            else:
-                logger.warning("on_commit is not called for step %d, which retention has removed meanwhile", step)

@@ -43,18 +43,14 @@ def listed_steps(root: str) -> list[ListedStep]:
 
 def _listed(root: str, step: int, is_last: bool) -> ListedStep:
     path = path_of(root, step)
-    report, time = verify(path, quick=True), committed_at(path)
+    report, time, index = verify(path, quick=True), committed_at(path), read_index(path)
     saved = None if time is None else datetime.fromtimestamp(time / 1e9).astimezone().isoformat(" ", "seconds")
     states = (("damaged", report.damaged), ("refused", report.refused), ("not all is here", report.unreadable))
     state = next((name for name, found in states if found), "complete")
+    saved_by = None if index is None else unstamped(index.save_id)[1]
     return ListedStep(
-        step, saved, _saved_by(path), data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
+        step, saved, saved_by, data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
     )  # fmt: skip
-
-
-def _saved_by(path: str) -> SavedBy | None:
-    index = read_index(path)
-    return None if index is None else unstamped(index.save_id)[1]
 
 
 def newest_or_best(

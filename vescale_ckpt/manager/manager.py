@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, suppress
-from functools import wraps
+from functools import partial, wraps
 from signal import Signals
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
@@ -41,11 +41,10 @@ from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
 from .commit_calls import CommitCalls, OnCommit
-from .durable_step import cannot_be_stored
 from .node_table import branch_of
 from .node_tier import NodeTier
 from .node_work import NodeWork, find_nodes
-from .remote_tier import RemoteTier
+from .remote_tier import RemoteTier, cannot_be_stored
 from .retention import BestMode, Candidate, Retention
 from .running_save import RunningSave
 from .schedule import NO_SIGNAL, Decision, Schedule, SignalFlag
@@ -293,8 +292,7 @@ class CheckpointManager:
             if not decision.due:
                 step_metrics.check(metrics or {})
                 return None
-            numbers, wrong = _numbers(metrics)  # not before: a device may have to finish its work first
-            numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
+            numbers = self._agreed(step, metrics, is_last=decision.by_signal)
             with self._tolerating(step, CheckpointError):
                 if flag is not None and flag.has_deadline:
                     return self._save_in_time(flag, step, state, numbers, **options)
@@ -402,20 +400,23 @@ class CheckpointManager:
                 path, seconds = path_of(self.directory, step), time.monotonic() - began
                 tell(Finished("save", path, *place_in(self.process_group), seconds, None, error))
 
-    def _agreed(
-        self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
-    ) -> dict[str, float] | None:
+    def _agreed(self, step: int, metrics: Mapping[str, Any] | None, *, is_last: bool) -> dict[str, float] | None:
         """Returns the metrics that all ranks give for a save. Raises on all ranks if the metrics of one rank are
         wrong."""
-        if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
+        numbers, error = None, None
+        try:  # not before a save is due: a device may have to finish its work first
+            numbers = None if metrics is None else step_metrics.as_numbers(metrics)
+        except Exception as wrong:
+            error = wrong
+        if error is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
             given = ", ".join(map(repr, numbers or {})) or "none"
-            wrong = ValueError(
+            error = ValueError(
                 f"step {step}: metrics={{{self.retention.best!r}: ...}} is missing, which best= asks for: {given} given"
             )
         exchange = self._exchange()
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
-        ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
+        ours = (step, ~step, number, ~number, exchange.size if error is None else exchange.rank)
         votes = [] if self._node_work is None else self._node_work.votes()
         answers = exchange.agree((*ours, *votes), "beginning to save")
         least, not_most, low, not_high, missing_on, *votes = answers
@@ -423,7 +424,6 @@ class CheckpointManager:
             self._node_work.decide(votes)
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
-        error = wrong
         if error is None and missing_on < exchange.size:
             error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
         elif error is None and low != ~not_high:
@@ -768,8 +768,7 @@ class CheckpointManager:
             step = self._load_newest(state, options)
         else:
             step = _checked_step(step)
-            wanted = step
-            path = self._from_coordinator(lambda: self._path_of(wanted), "looking for a checkpoint")
+            path = self._from_coordinator(partial(self._path_of, step), "looking for a checkpoint")
             self._load(path, state, **options)
         self._note_restored(step)
         if prepare:
@@ -847,7 +846,7 @@ class CheckpointManager:
         )
 
     def _note_restored(self, step: int) -> None:
-        def go_on() -> int:
+        def go_on() -> None:
             if abandoned := self._branches.note_restored(step):
                 logger.warning(
                     "step %d was saved last in %s; later steps %s were abandoned, when training went back",
@@ -855,7 +854,6 @@ class CheckpointManager:
                     self.directory,
                     some([*map(str, abandoned)]),
                 )
-            return step
 
         self._from_coordinator(go_on, "looking for later checkpoints")
 
@@ -943,11 +941,3 @@ def _checked_step(step: int) -> int:
     if step < 0:
         raise ValueError(f"step: expected a number from 0 on, got {step}")
     return step
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float] | None, Exception | None]:
-    """The metrics as numbers, or None and the error that they cause."""
-    try:
-        return None if metrics is None else step_metrics.as_numbers(metrics), None
-    except Exception as error:
-        return None, error

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -18,14 +17,14 @@ from .._collective.node_files import NodeFiles, Places, copies_of_each
 from .._observe.amounts import size
 from .._ranks.exchange import Exchange
 from .._storage.open_storage import storage_at
-from .background_work import EndsWithProcess
+from .background_work import BackgroundWork
 from .node_tier import file_ends_of, read_small_files
 
 logger = logging.getLogger(__name__)
 
 
-class NodeCopies(EndsWithProcess):
-    """The copies of one manager's steps on other nodes. Each rank has one, with a thread while a step is sent.
+class NodeCopies(BackgroundWork[tuple[int, object]]):
+    """The copies of one manager's steps on other nodes, one step at a time. Each rank has one.
 
     Args:
         leaders: for each rank the lowest rank of its node.
@@ -48,31 +47,20 @@ class NodeCopies(EndsWithProcess):
         self._process_group = process_group
         self._timeout = timeout
         self._bytes_per_second = bytes_per_second
-        self._is_reserved = False  # for a step that is being saved
         self.last: int | None = None  #: the step that was sent last, or is sent now; equal on all ranks
         self.complete: int | None = None  #: the last step that has its copies; the coordinator asks for it
-        self._sending: object = None  # identifies the step that is sent, until it is saved again
-        self._thread: threading.Thread | None = None
-        super().__init__()
-
-    def is_idle(self) -> bool:
-        """Whether nothing is sent, nor will be when a running save ends."""
-        return not self._is_reserved and (self._thread is None or not self._thread.is_alive())
-
-    def reserve(self) -> None:
-        """Notes that the step that is saved next will be sent. All ranks do so, while all are idle."""
-        self._is_reserved = True
+        self._sending: object = None  # identifies the step that is sent last, until it is saved again
+        self._waiting: deque[tuple[int, object]] = deque()  # guarded by `_changed`: a restore adds a second one
+        super().__init__("vescale_ckpt copies")
 
     def begin_step(self, step: int | None) -> None:
         """Sends a step in the background, as all ranks do. None: the save has failed for which this was reserved."""
         if step is not None:
             self.last = step
             self._sending = object()
-            arguments = step, self._thread, self._sending
-            thread = threading.Thread(target=self._run, args=arguments, name="vescale_ckpt copies", daemon=True)
-            with suppress(RuntimeError):  # the interpreter is ending
-                thread.start()
-                self._thread = thread  # `wait` joins it, which has to be started
+            with self._changed:
+                self._waiting.append((step, self._sending))
+            self._begin()
         self._is_reserved = False
 
     def forget(self, step: int) -> None:
@@ -90,19 +78,15 @@ class NodeCopies(EndsWithProcess):
             self.begin_step(step)
         return self.wait(max(0.0, until - time.monotonic()))
 
-    def wait(self, timeout: float) -> bool:
-        """Waits until nothing is sent. False if that takes longer."""
-        if (thread := self._thread) is not None:
-            thread.join(timeout)
-        return thread is None or not thread.is_alive()
-
     def end_within(self, seconds: float) -> None:
         if not self.wait(seconds):
             logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
 
-    def _run(self, step: int, before: threading.Thread | None, sending: object) -> None:
-        if before is not None:
-            before.join()  # a restore begins a step while another one is sent
+    def _next_work(self) -> tuple[int, object] | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def _do(self, work: tuple[int, object]) -> None:
+        step, sending = work
         path, began = path_of(self._root, step), time.monotonic()
         try:
             # Clean-ups leave the step while it is sent.

@@ -85,12 +85,10 @@ class Removal:
 class NodeTable:
     """Kept on the coordinator; empty on other ranks."""
 
-    def __init__(
-        self, parts: Mapping[int, Mapping[int, Part]] | None = None, durable: Mapping[int, Branch] | None = None
-    ) -> None:
-        """`parts`: {step: {leader: its part}}. `durable`: {step: branch} of the durable place, if it can be read."""
+    def __init__(self, parts: Mapping[int, Mapping[int, Part]] | None = None) -> None:
+        """`parts`: {step: {leader: its part}}."""
         self.parts = parts or {}
-        self.durable = durable or {}
+        self.durable: Mapping[int, Branch] = {}  #: {step: branch} of the durable place, if it can be read
         self.rows: dict[int, Row] = {}
         for step, of_step in self.parts.items():
             if groups := self.groups(step):

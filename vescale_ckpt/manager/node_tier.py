@@ -43,9 +43,8 @@ from .._write.optimizer_gate import Gate, as_gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
 from . import run_id
-from .durable_step import DurableStep
 from .node_table import NodeTable, Part, branch_of, parts_in
-from .remote_tier import RemoteTier
+from .remote_tier import DurableStep, RemoteTier
 from .retention import Retention
 from .run_id import Run
 
@@ -193,10 +192,8 @@ class NodeTier:
 
     def _on_nodes(self, exchange: Exchange, phase: str, step: int, sources: list[int]) -> WholeStep | None:
         """The step on the nodes, by the metadata that the ranks `sources` have. None if it is not whole."""
-        for source in sources:
-            if (contents := self._contents(exchange, phase, step, source)) is not None:
-                break
-        else:
+        contents = next(filter(None, (self._contents(exchange, phase, step, source) for source in sources)), None)
+        if contents is None:
             return None
         durable = DurableStep(self._durable, step)
         places = exchange.from_coordinator(lambda: self._places(step, contents, durable), phase)
@@ -227,8 +224,7 @@ class NodeTier:
                 mine = pack(json.dumps([*contents]).encode(), *contents.values())
             except (CheckpointError, OSError) as error:
                 logger.warning("the metadata of step %d cannot be read here: %s", step, error)
-        gathered = exchange.gather(mine, phase)
-        packed = exchange.broadcast(None if gathered is None else gathered[source], phase)
+        packed = exchange.share(mine, phase)[source]
         if not packed:
             return None
         names, *found = unpack(packed)

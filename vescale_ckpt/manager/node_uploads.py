@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
@@ -23,14 +23,13 @@ from .._convert.transfer import CopyReport, Transfer
 from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, some
-from .durable_step import copy_file
 from .node_tier import file_ends_of, read_small_files
+from .remote_tier import copy_file
 from .retention import Retention
 from .uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
-_WRITER = re.compile(r"__(\d+)_")  # of a data file
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what other nodes have copied
 
 
@@ -62,24 +61,15 @@ class NodeUploads(Uploads):
         self._remove_left = remove_left
         self._wanted: tuple[int | None, Collection[str] | None] = None, None  # the step to copy, and which files
         self._own: Collection[str] | None = None  # of the step that is copied
-        self._is_reserved = False  # for a step that is being saved
-
-    def is_idle(self) -> bool:
-        """Whether nothing is copied, nor will be when a running save ends."""
-        with self._changed:
-            return self._thread is None and not self._is_reserved
-
-    def reserve(self) -> None:
-        """Notes that the step that is saved next will be copied. All nodes do so, while all are idle."""
-        self._is_reserved = True
 
     def begin_step(self, step: int | None, own: Collection[str] | None = None) -> None:
         """Copies a step when nothing else is copied, as all nodes do. None: the save has failed for which this was
         reserved. `own`: the files that this node copies; None: those that its ranks have saved."""
         with self._changed:
-            self._wanted, self._is_reserved = (step, own), False
+            self._wanted = step, own
         if step is not None:
             self.begin()
+        self._is_reserved = False
 
     def _next(self, tried: set[int]) -> int | None:
         step, self._own = self._wanted
@@ -88,11 +78,12 @@ class NodeUploads(Uploads):
         return None if self._is_sent(step) else step
 
     def _copy(self, source: str, url: str, report: CopyReport) -> PartCopy:
-        ranks = {rank for rank, leader in enumerate(self._leaders) if leader == self._rank}
+        # Names of data files begin with the rank that wrote them, as the job that saved them numbered its ranks.
+        of_ranks = tuple(f"__{rank}_" for rank, leader in enumerate(self._leaders) if leader == self._rank)
         own = self._own
 
         def is_own(name: str) -> bool:
-            return _writer_of(name) in ranks if own is None else name in own
+            return name.startswith(of_ranks) if own is None else name in own
 
         return PartCopy(source, url, is_own, self._rank == 0, report, self.bytes_per_second, self._patience)
 
@@ -102,6 +93,7 @@ class NodeUploads(Uploads):
         self._remove_left()
 
 
+@dataclass
 class PartCopy:
     """The copy of one node's part of a step.
 
@@ -110,23 +102,15 @@ class PartCopy:
         commits: whether this node commits the step.
     """
 
-    def __init__(
-        self,
-        source: str,
-        url: str,
-        is_own: Callable[[str], bool],
-        commits: bool,
-        report: CopyReport,
-        bytes_per_second: int,
-        patience: float,
-    ) -> None:
-        self._source = source
-        self._url = url
-        self._is_own = is_own
-        self._commits = commits
-        self._report = report
-        self._bytes_per_second = bytes_per_second
-        self._patience = patience
+    _source: str
+    _url: str
+    _is_own: Callable[[str], bool]
+    _commits: bool
+    _report: CopyReport
+    _bytes_per_second: int
+    _patience: float
+
+    def __post_init__(self) -> None:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -206,9 +190,3 @@ class PartCopy:
         storage.commit(METADATA_NAME, contents[METADATA_NAME], True)
         if superseded := superseded - NativeCheckpoint.by_index(self._url, None).named_files():
             remove_orphans(self._url, superseded)
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a data file, as the job that saved it numbered its ranks."""
-    match = _WRITER.match(name)
-    return -1 if match is None else int(match[1])

@@ -50,12 +50,8 @@ def find_nodes(exchange: Exchange, durable: RemoteTier) -> NodeTier | None:
             try:
                 storage_at(root).make()
                 marker.make()
-            except (
-                CheckpointError,
-                _C.EngineError,
-                OSError,
-            ) as error:  # if other nodes have made theirs, saves raise it
-                failure = error
+            except (CheckpointError, _C.EngineError, OSError) as error:
+                failure = error  # if other nodes have made theirs, saves raise it
         made = leads and failure is None
         (first,) = exchange.agree((exchange.rank if made else exchange.size,), phase)
         if first == exchange.size:
@@ -63,11 +59,10 @@ def find_nodes(exchange: Exchange, durable: RemoteTier) -> NodeTier | None:
         (number,) = exchange.agree((marker.number if exchange.rank == first else NO_NUMBER,), phase)
 
         def look() -> int:
-            if not made or exchange.rank == first:
-                return 0
             with suppress(SeparateDirectoriesError):
-                marker.look(number, exchange.rank)
-                return 1
+                if made and exchange.rank != first:
+                    marker.look(number, exchange.rank)
+                    return 1
             return 0
 
         (seeing,) = exchange.agree((), phase, [exchange.together(look, phase)])

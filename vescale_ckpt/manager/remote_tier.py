@@ -1,18 +1,27 @@
-"""`RemoteTier` reads the durable place of a manager with `local`, without long waits for a store that is away."""
+"""`RemoteTier` reads the durable place of a manager with `local`, without long waits for a store that is away.
+
+`DurableStep` copies to a node what the nodes have lost of a step.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps
+from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps, path_of
+from .._collective.node_files import DURABLE
+from .._convert.transfer import Transfer
 from .._engine import _C
-from .._storage.open_storage import storage_at
-from ..errors import CheckpointError
+from .._ranks.send_files import Check
+from .._storage.open_storage import size_in, storage_at
+from .._storage.pending import PendingFile
+from ..errors import CheckpointError, StorageFullError
 from . import run_id
 from .run_id import Run
 
@@ -22,6 +31,7 @@ Answer = TypeVar("Answer")
 
 _PATIENCE = 10  # a request times out after so many seconds if there are local checkpoints
 _AWAY_SECONDS = 60.0  # a store that did not answer is not asked again for so long
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EDQUOT, errno.ENOSPC}
 
 
 @dataclass(frozen=True)
@@ -116,3 +126,46 @@ class RemoteTier:
 
     def _has_local(self) -> bool:
         return self.nodes_have_steps or bool(complete_steps(self.local))
+
+
+class DurableStep:
+    """One step in the durable place, perhaps not committed there. Its files have the names that they have on nodes."""
+
+    def __init__(self, tier: RemoteTier, step: int) -> None:
+        self._tier = tier
+        self._url = path_of(tier.url, step)
+        self._path = path_of(tier.local, step)
+
+    def size_of(self, name: str) -> int | None:
+        """None, with a warning, also if the place cannot be read now."""
+        try:
+            return self._tier.ask(lambda: size_in(self._url, name), None)
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s in %s does not count: %s", name, self._url, error)
+            return None
+
+    def fetch(self, name: str, check: Check) -> None:
+        """As `DurableFiles` says."""
+        try:
+            copy_file(Transfer(0, None), os.path.join(self._url, name), os.path.join(self._path, name), check)
+        except (CheckpointError, OSError) as error:
+            if cannot_be_stored(error):
+                raise
+            raise CheckpointError(str(error), rank=DURABLE) from error
+
+
+def copy_file(transfer: Transfer, source: str, path: str, check: Check = lambda path, name: None) -> None:
+    """Copies a file to a folder that can rename, in place of one of this name. `check` is that of `send_files`."""
+    with PendingFile(path) as pending:
+        transfer.copy(source, "", pending.directory, pending.create)
+        name = os.path.basename(path)
+        check(pending.paths[0], name)
+        pending.give_names([name], replace=True)
+        pending.committed()
+    storage_at(os.path.dirname(path)).sync()
+
+
+def cannot_be_stored(error: CheckpointError | OSError) -> bool:
+    """Whether a load has failed because a node cannot store files that it lacks. Equal on all ranks."""
+    numbers = {getattr(one, "errno", None) for one in (error, getattr(error, "cause", None))}
+    return isinstance(error, StorageFullError) or not numbers.isdisjoint(_NOT_WRITABLE)

@@ -6,7 +6,6 @@ manager had no durable place has none.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -14,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .._checkpoint.native.step_order import checksum_of
+from .._checkpoint.native.step_order import read_record, write_record
 from .._storage.open_storage import storage_at
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +40,19 @@ class Run(NamedTuple):
 def read(root: str) -> Run | None:
     """None if there is no id, or if it is damaged. Raises OSError and `CheckpointError` if it cannot be read."""
     try:
-        record = json.loads(storage_at(root).read(RUN_NAME))
-        if record.pop("crc32") == checksum_of(record):
-            return Run(str(record["id"]), str(record["durable"]), str(record["local"]))
+        return Run(**read_record(root, RUN_NAME))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    logger.warning("%s is damaged, and does not count", os.path.join(root, RUN_NAME))
-    return None
+    except (CorruptCheckpointError, TypeError) as error:
+        logger.warning("%s does not count: %s", os.path.join(root, RUN_NAME), error)
+        return None
 
 
 def write(root: str, run: Run) -> None:
     """Writes the id durably, if it is not there. Raises OSError, `CheckpointError` and `_C.EngineError`."""
     if read(root) != run:
-        record = run._asdict()
         storage_at(root).make()
-        storage_at(root).write(RUN_NAME, json.dumps({**record, "crc32": checksum_of(record)}).encode())
+        write_record(root, RUN_NAME, run._asdict())
 
 
 def choose(new: Run, durable: Run | None, folders: Mapping[int, Run | None]) -> Run:

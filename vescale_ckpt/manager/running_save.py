@@ -78,7 +78,7 @@ class RunningSave:
             if then is not None:
                 then()
             elif self.is_coordinator and self._was_cancelled():
-                step_directories.remove_orphan(self.root, self.step)
+                step_directories.remove_orphans(self.root, [self.step])
         except Exception:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", self.step)
         finally:

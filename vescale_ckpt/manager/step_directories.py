@@ -16,7 +16,6 @@ from .._storage.open_storage import stat_of, storage_at
 from .._storage.orphans import SAVE_GRACE
 from .._storage.paths import is_url
 from .._storage.storage import LOCK_NAME
-from . import step_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -47,38 +46,35 @@ def remove_unused(path: str) -> bool:
     return True
 
 
-def remove_orphans(root: str, *, besides: Container[int] = (), dry_run: bool = False) -> list[int]:
+def remove_orphans(
+    root: str, which: Iterable[int] | None = None, *, besides: Container[int] = (), dry_run: bool = False
+) -> list[int]:
     """Removes directories of dead saves, and returns their steps. Such a directory has no `.metadata`, has only files
     of this package, and no save uses it.
 
     Args:
+        which: steps to look at; None: all.
         besides: steps that are known to be none. In an object store each look at one is a request.
         dry_run: removes nothing, and returns the steps only.
     """
-    return _remove_orphans(root, [step for step in step_order.all_steps(root) if step not in besides], dry_run)
-
-
-def remove_orphan(root: str, step: int) -> None:
-    """Does the same for the directory of one step."""
-    _remove_orphans(root, [step], dry_run=False)
-
-
-def _remove_orphans(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
     gone = []
-    for step in which:
+    for step in step_order.all_steps(root) if which is None else which:
+        if step in besides:
+            continue
         path = step_order.path_of(root, step)
         found = _names(path)
-        if found is None or file_names.METADATA_NAME in found:
-            continue
-        if not _is_orphan(path):
+        if found is None or file_names.METADATA_NAME in found or not all(map(_is_ours, found)):
             continue
         versions, old = _versions(path), _age(path) > SAVE_GRACE
-        if not old and not _tells_if_in_use(path):
+        # A running save would hold one of these locked, but a save without a manager has none at its beginning.
+        if not old and not any(name == LOCK_NAME or file_names.is_data_file(name) for name in found):
             continue
         with exclusive(path) as unused, storage_at(path).look(lists=True, fresh=True):
             # Checked again under the lock: a save may have committed in the meantime.
-            removable = (unused or (unused is None and old)) and _is_orphan(path)
-            if removable and _versions(path) == versions and (dry_run or _set_aside(root, step)):
+            found = _names(path)
+            is_orphan = found is not None and all(map(_is_ours, found))
+            is_unused = unused or (unused is None and old)
+            if is_orphan and is_unused and _versions(path) == versions and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
@@ -98,7 +94,7 @@ def _is_ours(name: str) -> bool:
     return (
         file_names.is_of_a_save(name)
         or name == LOCK_NAME
-        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME))
+        or name.startswith((file_names.METRICS_NAME, step_order.ORDER_NAME))
     )
 
 
@@ -114,17 +110,6 @@ def _names(path: str) -> list[str] | None:
         return storage_at(path).names()
     except OSError:
         return None
-
-
-def _is_orphan(path: str) -> bool:
-    found = _names(path)
-    return found is not None and all(map(_is_ours, found))
-
-
-def _tells_if_in_use(path: str) -> bool:
-    """Whether the directory has a file that a running save would hold locked. A save without a manager has none at its
-    beginning."""
-    return any(name == LOCK_NAME or file_names.is_data_file(name) for name in _names(path) or ())
 
 
 def _versions(path: str) -> dict[str, tuple[int, ...]]:

@@ -8,24 +8,20 @@ checkpoint before it without metrics, not with wrong ones.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from .._checkpoint.native.file_names import METRICS_NAME
 from .._checkpoint.native.metadata_file import metadata_fingerprint
-from .._checkpoint.native.step_order import checksum_of
+from .._checkpoint.native.step_order import read_record, write_record
 from .._engine import _C
 from .._engine.engine_errors import of_system
-from .._storage.open_storage import is_inconclusive, read_twice, storage_at
+from .._storage.open_storage import is_inconclusive, storage_at
 from ..errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
-
-FILE_NAME = METRICS_NAME
 
 
 def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
@@ -35,16 +31,16 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     """
     storage = storage_at(directory)
     if not metrics:
-        if not storage.by_requests or storage.has(FILE_NAME):
-            storage.remove(FILE_NAME)
+        if not storage.by_requests or storage.has(METRICS_NAME):
+            storage.remove(METRICS_NAME)
         return
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}
     try:
-        storage.write(FILE_NAME, json.dumps({**record, "crc32": checksum_of(record)}, indent=1).encode())
+        write_record(directory, METRICS_NAME, record)
     except BaseException:
         with contextlib.suppress(OSError, _C.EngineError):
-            storage.remove(FILE_NAME)  # otherwise the metrics of an earlier save would count for this save
+            storage.remove(METRICS_NAME)  # otherwise the metrics of an earlier save would count for this save
         raise
 
 
@@ -70,10 +66,9 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def check(metrics: Mapping[str, Any]) -> None:
     """Raises as `as_numbers` does, without reading the value of a tensor, for which its device may have to be waited
     for."""
-    elements = {name: getattr(value, "numel", None) for name, value in metrics.items()}  # a method of tensors alone
     as_numbers(
-        {
-            name: value if (of := elements[name]) is None or of() != 1 or value.is_complex() else 0
+        {  # only tensors have the method
+            name: 0 if hasattr(value, "numel") and value.numel() == 1 and not value.is_complex() else value
             for name, value in metrics.items()
         }
     )
@@ -82,9 +77,8 @@ def check(metrics: Mapping[str, Any]) -> None:
 def read(directory: str) -> dict[str, float]:
     """Returns the metrics of the checkpoint in a directory, without metrics that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""
-    path = os.path.join(directory, FILE_NAME)
     try:
-        record = read_twice(path, lambda: _read(directory, path))
+        record = read_record(directory, METRICS_NAME)
         if record["replaces"] == metadata_fingerprint(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
@@ -95,14 +89,3 @@ def read(directory: str) -> dict[str, float]:
         if isinstance(error, OSError) and storage_at(directory).can_be_away and is_inconclusive(error.errno, directory):
             raise of_system(error, directory) from error
         return {}
-
-
-def _read(directory: str, path: str) -> dict[str, Any]:
-    content = storage_at(directory).read(FILE_NAME)
-    try:
-        record: dict[str, Any] = json.loads(content)
-        if record.pop("crc32") != checksum_of(record):
-            raise ValueError("its checksum does not match")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
-    return record

@@ -154,8 +154,8 @@ class Uploads(BackgroundWork[bool]):
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.remote, step)
         began = time.monotonic()
+        report = CopyReport(url)
         with storage_at(source).share(METADATA_NAME):
-            report = CopyReport(url)
             copy = self._copy(source, url, report)
             with self._changed:
                 self._cancel = copy.cancel

@@ -59,8 +59,9 @@ def _fork() -> None:
 
 def _replace_dcp(reached: str) -> None:
     """Makes DCP's defaults this package's, and notes the tests that come to them in the file `reached`."""
+    from vescale_ckpt import LoadPlanner
     from vescale_ckpt.integrations import enable
-    from vescale_ckpt.integrations.dcp import DefaultLoader, DefaultPlanner, DefaultReader, DefaultWriter
+    from vescale_ckpt.integrations.dcp import DefaultPlanner, DefaultReader, DefaultWriter
 
     enable()
 
@@ -78,7 +79,7 @@ def _replace_dcp(reached: str) -> None:
     note(DefaultWriter, "prepare_local_plan")
     note(DefaultReader, "set_up_storage_reader")
     note(DefaultPlanner, "create_local_plan")
-    note(DefaultLoader, "create_local_plan")
+    note(LoadPlanner, "create_local_plan")
 
 
 # multiprocessing's own helper processes run no tests.

@@ -29,7 +29,7 @@ from .metadata_file import has_metadata, metadata_fingerprint
 logger = logging.getLogger(__name__)
 
 ORDER_NAME = ".order"  #: the file that holds the branch of a checkpoint
-_MOST_ORDER_BYTES = 1 << 20
+_MOST_BYTES = 1 << 24  # of a small file
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -129,8 +129,7 @@ def write(directory: str, branch: Branch) -> None:
         "replaces": metadata_fingerprint(directory),
         "before": {"branch": before.number, "line": before.line},
     }
-    content = json.dumps({**record, "crc32": checksum_of(record)})
-    storage_at(directory).write(ORDER_NAME, content.encode())
+    write_record(directory, ORDER_NAME, record)
 
 
 def read(directory: str) -> Branch:
@@ -138,36 +137,43 @@ def read(directory: str) -> Branch:
     branch. Raises OSError if an object store cannot read it: a checkpoint in the wrong order might be removed."""
     path = os.path.join(directory, ORDER_NAME)
     try:
-        return read_twice(path, lambda: _read(directory, path))
-    except FileNotFoundError:
-        return FIRST
-    except CorruptCheckpointError as error:
-        logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error.__cause__)
-        return FIRST
-    except OSError as error:
-        if storage_at(directory).can_be_away:
-            raise
-        logger.warning("%s cannot be read, so nobody knows when its checkpoint was saved: %s", path, error)
-        return FIRST
-
-
-def _read(directory: str, path: str) -> Branch:
-    _, content = storage_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
-    try:
-        record = json.loads(content)
-        if record.pop("crc32") != checksum_of(record):
-            raise ValueError("its checksum does not match")
+        record = read_record(directory, ORDER_NAME)
         replaces = record["replaces"]
         # If the save died before its commit, the record before it counts.
-        return _branch(record["before"] if replaces and replaces == metadata_fingerprint(directory) else record)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
+        found = record["before"] if replaces and replaces == metadata_fingerprint(directory) else record
+        return Branch(int(found["branch"]), tuple((int(of), int(last)) for of, last in found["line"]))
+    except FileNotFoundError:
+        return FIRST
+    except (OSError, CorruptCheckpointError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, OSError) and storage_at(directory).can_be_away:
+            raise
+        logger.warning("%s: nobody knows when its checkpoint was saved: %s", path, error)
+        return FIRST
 
 
-def _branch(record: Any) -> Branch:
-    return Branch(int(record["branch"]), tuple((int(of), int(last)) for of, last in record["line"]))
+def write_record(directory: str, name: str, record: dict[str, Any]) -> None:
+    """Writes a small file of JSON durably, with a checksum. Raises `_C.EngineError` and OSError."""
+    content = json.dumps({**record, "crc32": _checksum_of(record)}, indent=1)
+    storage_at(directory).write(name, content.encode())
 
 
-def checksum_of(record: dict[str, Any]) -> int:
-    """The checksum that a small file of JSON has in it, under another key."""
+def read_record(directory: str, name: str) -> dict[str, Any]:
+    """Returns the content of a small file of JSON. Raises `CorruptCheckpointError` if its checksum does not match."""
+    path = os.path.join(directory, name)
+
+    def read() -> dict[str, Any]:
+        _, content = storage_at(directory).read_range(name, 0, _MOST_BYTES)
+        try:
+            record: dict[str, Any] = json.loads(content)
+            if record.pop("crc32") == _checksum_of(record):
+                return record
+            reason = "its checksum does not match"
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = str(error)
+        raise CorruptCheckpointError(f"{path} is damaged: {reason}", key=None, file=path)
+
+    return read_twice(path, read)
+
+
+def _checksum_of(record: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
