@@ -34,16 +34,12 @@ def read_mapped(path: str, key: str, begin: int, view: torch.Tensor, target: tor
     with damage_named(path, key, begin), open(path, "rb", buffering=0) as file:
         for offsets, sizes in cut(tuple(view.shape), most):
             piece = narrowed(view, offsets, sizes)
-            into = narrowed(target, offsets, sizes)
             at = begin + int(piece.storage_offset()) * piece.itemsize
-            if _is_dense(piece) and _is_dense(into) and into.dtype == piece.dtype:
-                _read(file.fileno(), at, into.reshape(-1).view(torch.uint8))
-                continue
             found = torch.empty(_extent(piece) * piece.itemsize, dtype=torch.uint8, device="cpu")
             _read(file.fileno(), at, found)
             values = found.view(piece.dtype).as_strided(piece.shape, piece.stride())
             values = values.conj() if piece.is_conj() else values
-            into.copy_(torch._neg_view(values) if piece.is_neg() else values)
+            narrowed(target, offsets, sizes).copy_(torch._neg_view(values) if piece.is_neg() else values)
 
 
 def read_storage(path: str, key: str, begin: int, length: int) -> torch.UntypedStorage:
@@ -57,11 +53,6 @@ def read_storage(path: str, key: str, begin: int, length: int) -> torch.UntypedS
 def _extent(tensor: torch.Tensor) -> int:
     """The number of elements from the first to the last one in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements follow each other in host memory as they are."""
-    return tensor.is_contiguous() and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _read(descriptor: int, begin: int, target: torch.Tensor) -> None:

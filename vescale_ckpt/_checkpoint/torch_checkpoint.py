@@ -16,7 +16,7 @@ from .._state.flatten import flatten_with_structure
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
-from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
+from .checkpoint import Checkpoint, Chunk, Read, TensorInfo
 from .mapped_files import read_mapped, read_storage
 from .non_contiguous_records import is_in_order
 from .seen_files import SeenFiles
@@ -119,7 +119,8 @@ class TorchCheckpoint(Checkpoint):
 
     def _info(self, key: str, tensor: torch.Tensor) -> TensorInfo:
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize
-        return whole_in(os.path.basename(self.path), tuple(tensor.shape), tensor.dtype, offset)
+        shape, file = tuple(tensor.shape), os.path.basename(self.path)
+        return TensorInfo(shape, tensor.dtype, [Chunk((0,) * len(shape), shape, file, offset, tensor.nbytes)])
 
     def checksum(self, key: str, chunk: Chunk) -> int:
         tensor, entry = self._tensors[key], self._entry_of[key]
@@ -141,6 +142,11 @@ class TorchCheckpoint(Checkpoint):
                 read[storage._cdata] = read_storage(self.path, key, entry.offset, storage.nbytes())
         memo: dict[Any, Any] = {"torch": read}  # where torch looks for copies of storages
         return copy.deepcopy(value, memo) if read else value
+
+    def check(self, key: str) -> None:
+        """Compares the data of a tensor with their checksum."""
+        self._verify(self._entry_of[key], key)
+        self._seen.check([self.path])
 
     def read(self, reads: Sequence[Read]) -> None:
         for read in reads:
