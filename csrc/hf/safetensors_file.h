@@ -1,17 +1,13 @@
-// Writes whole safetensors files, and opens them.
+// Opens safetensors files.
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
-#include <vector>
 
 #include "hf/safetensors.h"
-#include "hf/safetensors_layout.h"
 #include "io/file.h"
 #include "io/transfer_loop.h"
-#include "write/writer.h"
 
 namespace vescale_ckpt::hf {
 
@@ -27,10 +23,5 @@ struct SafetensorsFile {
   SafetensorsHeader header;
   uint32_t head_crc = 0;  // CRC-32 of the bytes before the data: tells this file from another of its name
 };
-
-// `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().
-// The file is complete but has its old name. Returns its length.
-uint64_t write_safetensors(write::FileWriter& writer, const SafetensorsLayout& layout,
-                           std::span<const std::byte* const> data, bool sync);
 
 }  // namespace vescale_ckpt::hf
