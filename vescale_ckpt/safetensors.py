@@ -23,15 +23,14 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import settings
-from ._checkpoint.safetensors.header_dtypes import DTYPES, MISSING_DTYPES, STORABLE
 from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
 from ._engine import _C
 from ._engine.device_streams import copies_from_cuda, filled_snapshot
-from ._engine.dtype_codes import DTYPE_CODES
+from ._engine.dtype_codes import DTYPE_CODES, SAFETENSORS_DTYPES
 from ._engine.engine_errors import named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import batch_bytes, direct_io_setting, engine_options, threads_of
-from ._engine.overlap import overlap
+from ._engine.overlap import groups_of, overlap
 from ._engine.rows import int_table, words
 from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import device_notes, to_device
@@ -47,6 +46,7 @@ __all__ = ["load_file", "safe_open", "save_file"]
 Device = str | int | torch.device
 
 _DTYPE_OF = attrgetter("dtype")
+_MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - SAFETENSORS_DTYPES.keys()  # this torch does not have them
 
 
 # --- Saving
@@ -84,7 +84,7 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     if any(value in tensors for _, value in texts):
         texts = with_ties(texts, {})
     names, values = list(tensors), list(tensors.values())
-    in_place, reads = reads is not None, reads or read_tensors(values)
+    reads = reads or read_tensors(values)
     try:
         layout = _C.SafetensorsLayout(names, reads.table, texts)
     except _C.EngineError as error:
@@ -93,10 +93,7 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
         file.storage.check_space(layout.file_bytes)
         options = engine_options(None, direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter(name, layout.file_bytes, options))
-        if in_place:
-            _C.write_safetensors(writer, layout, reads.table, sync=True)
-        else:
-            _write_copies(writer, layout, _Copies(names, values, reads))
+        _write_parts(writer, layout, _Parts(names, values, reads))
         watch.check_unchanged()
         file.commit()
 
@@ -111,7 +108,7 @@ def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
     except (TypeError, UnicodeEncodeError):
         return None
     values = list(tensors.values())
-    if not STORABLE.issuperset(map(_DTYPE_OF, values)):
+    if not set(map(_DTYPE_OF, values)).issubset(SAFETENSORS_DTYPES.values()):
         return None
     reads = read_tensors(values)
     as_they_are = reads.ready.count(ON_HOST) == len(values) and _C.are_dense_and_apart(reads.table)
@@ -145,13 +142,13 @@ def _check_tensors(tensors: object) -> None:
             "with contiguous()"
         )
     for name, tensor in tensors.items():
-        if tensor.dtype not in STORABLE:
+        if tensor.dtype not in SAFETENSORS_DTYPES.values():
             raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
 
 
-def _write_copies(writer: _C.FileWriter, layout: _C.SafetensorsLayout, copies: _Copies) -> None:
-    """Writes tensors of which some must be copied to host memory: a part of the file at a time, of at most half
-    `VESCALE_CKPT_MEMORY_BYTES`. One part is written while the next one is copied."""
+def _write_parts(writer: _C.FileWriter, layout: _C.SafetensorsLayout, parts: _Parts) -> None:
+    """Writes a part of the file at a time, of at most half `VESCALE_CKPT_MEMORY_BYTES`, while the tensors of the next
+    one that lie on devices are copied to host memory."""
     blocks: list[int] = []
 
     def write(part: _Part) -> list[int]:
@@ -161,7 +158,7 @@ def _write_copies(writer: _C.FileWriter, layout: _C.SafetensorsLayout, copies: _
             if part.snapshot is not None:
                 part.snapshot.release()
 
-    for _, found in overlap(copies.parts(layout), write):
+    for _, found in overlap(parts.of(layout), write):
         blocks += found
     device_notes()  # logs new ones
     writer.finish_bytes(layout.head(blocks), sync=True)
@@ -176,9 +173,9 @@ class _Part(NamedTuple):
     snapshot: _C.Snapshot | None  #: of the other rows
 
 
-class _Copies:
-    """Tensors to save. Those in plain memory are read where they were at first, even if another thread gives a tensor
-    other memory: `reads` keeps the storages."""
+class _Parts:
+    """The parts of a file. Tensors in plain memory are read where they were at first, even if another thread gives a
+    tensor other memory: `reads` keeps the storages."""
 
     def __init__(self, names: list[str], tensors: list[torch.Tensor], reads: TensorReads) -> None:
         self._names, self._tensors, self._reads = names, tensors, reads
@@ -189,7 +186,7 @@ class _Copies:
             at += 4 + 2 * table[at + 3]
         self._latest: tuple[int, torch.Tensor] | None = None  # copied without a snapshot; it may go on in the next part
 
-    def parts(self, layout: _C.SafetensorsLayout) -> Iterator[_Part]:
+    def of(self, layout: _C.SafetensorsLayout) -> Iterator[_Part]:
         most = batch_bytes() // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK  # a tensor's blocks must not be cut
         begin = end = layout.data_begin
         pieces: list[tuple[int, int, int]] = []  # tensor, first byte, bytes
@@ -203,7 +200,7 @@ class _Copies:
                 if end == limit:
                     yield self._part(begin, pieces)
                     begin, pieces = end, []
-        if pieces:
+        if pieces or begin == layout.data_begin:  # a file without elements has a part, too
             yield self._part(begin, pieces)
 
     def _part(self, offset: int, pieces: Sequence[tuple[int, int, int]]) -> _Part:
@@ -302,8 +299,8 @@ class _Opened:
 
     @contextmanager
     def _errors_of_torch(self, indices: Sequence[int]) -> Iterator[None]:
-        for name, _, torch_name, _ in map(self.tensors.__getitem__, indices if MISSING_DTYPES else ()):
-            if torch_name in MISSING_DTYPES:
+        for name, _, torch_name, _ in map(self.tensors.__getitem__, indices if _MISSING_DTYPES else ()):
+            if torch_name in _MISSING_DTYPES:
                 raise CheckpointError(f"{name}: this torch has no {torch_name}", path=self.path)
         try:
             yield
@@ -324,7 +321,7 @@ class _Opened:
 
     def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
         """Allocates memory that the engine fills."""
-        return torch.empty(shape, dtype=DTYPES[name], device="cpu" if self.cuda is None else self.device)
+        return torch.empty(shape, dtype=SAFETENSORS_DTYPES[name], device="cpu" if self.cuda is None else self.device)
 
     def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
         device, stream = (self._streams() or [(-1, 0)])[0]
@@ -360,15 +357,8 @@ class _Opened:
         if self.device.type == "cpu" or self.cuda is not None:
             yield list(range(self.file.count))
             return
-        group: list[int] = []
-        group_bytes = 0
-        for index in range(self.file.count):
-            group.append(index)
-            group_bytes += self.file.range(index)[1]
-            if group_bytes >= settings.number("memory_bytes"):
-                yield group
-                group, group_bytes = [], 0
-        yield group
+        indices = range(self.file.count)
+        yield from groups_of(indices, lambda index: self.file.range(index)[1], settings.number("memory_bytes"))
 
     def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.device.type == "cpu" or self.cuda is not None:
@@ -385,7 +375,7 @@ def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: 
     its sharing between processes would fail or do nothing. The tensor has its own version counter: with a common one,
     autograd would take a change of one tensor for a change of all.
     """
-    return block[begin:end].view(DTYPES[name]).view(shape).data
+    return block[begin:end].view(SAFETENSORS_DTYPES[name]).view(shape).data
 
 
 class safe_open:  # the name that callers know

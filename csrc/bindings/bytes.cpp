@@ -58,31 +58,10 @@ std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const
   return objects;
 }
 
-// Of rows of address, length, offset in a file: a checksum and a length for each cell that a row touches.
-py::bytes crc32_of_cells(const py::buffer& buffer) {
-  const Table table(buffer);
-  std::vector<int64_t> found;
-  {
-    const py::gil_scoped_release release;
-    for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
-      const std::byte* data = cursor.address();
-      const uint64_t length = cursor.size(), offset = cursor.size();
-      for (uint64_t at = 0; at < length;) {
-        const uint64_t bytes = std::min(length - at, format::kChecksumBlock - (offset + at) % format::kChecksumBlock);
-        found.push_back(crc32(0, data + at, bytes));
-        found.push_back(static_cast<int64_t>(bytes));
-        at += bytes;
-      }
-    }
-  }
-  return bytes_of(found);
-}
-
 }  // namespace
 
 void bind_bytes(py::module_& module) {
   module.attr("CHECKSUM_BLOCK") = py::int_(format::kChecksumBlock);
-  module.def("crc32_of_cells", &crc32_of_cells, py::arg("table"));
   module.def(
       "crc32_of_memory",
       [](uintptr_t address, uint64_t bytes) { return crc32(0, reinterpret_cast<void*>(address), bytes); },

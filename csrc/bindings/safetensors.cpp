@@ -46,18 +46,6 @@ hf::SafetensorsLayout make_file_layout(const std::vector<std::string>& names, co
   return {std::move(tensors), metadata};
 }
 
-py::dict write(write::FileWriter& writer, const hf::SafetensorsLayout& layout, const py::buffer& table, bool sync) {
-  const Table words(table);
-  const state::TensorTable rows(words.values());
-  if (rows.size() != layout.order().size()) throw Error::invalid("other tensors than those that were laid out");
-  std::vector<const std::byte*> data;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    data.push_back(reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(rows[i].address)));
-  }
-  without_gil([&] { return hf::write_safetensors(writer, layout, data, sync); });
-  return stats_dict(writer.stats());
-}
-
 py::object metadata_of(const hf::SafetensorsFile& file) {
   if (!file.header.metadata()) return py::none();
   py::dict result;
@@ -372,8 +360,6 @@ void bind_safetensors(py::module_& module) {
         return names;
       },
       "torch's names of all dtypes that a safetensors file can hold");
-
-  module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
 }
 
 }  // namespace vescale_ckpt::bindings

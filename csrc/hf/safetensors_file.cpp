@@ -136,15 +136,4 @@ std::unique_ptr<read::ReadReport> SafetensorsReads::check(std::span<const std::s
   return read::check_tensors(paths, items, options_, prepare(paths, items));
 }
 
-uint64_t write_safetensors(write::FileWriter& writer, const SafetensorsLayout& layout,
-                           std::span<const std::byte* const> data, bool sync) {
-  std::vector<write::RecordSource> sources(layout.order().size());
-  for (size_t i = 0; i < sources.size(); ++i) {
-    sources[i].data = data[layout.order()[i]];
-    sources[i].bytes = layout.bytes()[i];
-  }
-  const std::string head = layout.head(writer.write_dense(sources, layout.data_begin()));
-  return writer.finish_dense(std::as_bytes(std::span(head)), sync);
-}
-
 }  // namespace vescale_ckpt::hf

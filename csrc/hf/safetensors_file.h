@@ -1,5 +1,4 @@
-// Opens safetensors files, reads boxes of tensors out of them by the tables with which those of data files are read,
-// and writes whole ones.
+// Opens safetensors files, and reads boxes of tensors out of them by the tables with which those of data files are read.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +7,11 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "hf/safetensors.h"
-#include "hf/safetensors_layout.h"
 #include "io/file.h"
 #include "io/transfer.h"
 #include "read/reader.h"
-#include "write/writer.h"
 
 namespace vescale_ckpt::hf {
 
@@ -57,10 +53,5 @@ class SafetensorsReads {
   std::mutex mutex_;                                                     // guards `known_`
   std::map<std::string, std::shared_ptr<const SafetensorsFile>> known_;  // those without a file are closed
 };
-
-// `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().
-// The file is complete but has its old name. Returns its length.
-uint64_t write_safetensors(write::FileWriter& writer, const SafetensorsLayout& layout,
-                           std::span<const std::byte* const> data, bool sync);
 
 }  // namespace vescale_ckpt::hf

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, convert, safetensors
-from vescale_ckpt._checkpoint import mapped_files, torch_checkpoint
+from vescale_ckpt._checkpoint import torch_checkpoint
 
 
 def test_conversions_take_for_a_model_what_loads_do(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(
 
 
 def test_tensors_of_any_strides_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_files, "_READ_BYTES", 100)
+    monkeypatch.setattr(torch_checkpoint, "_READ_BYTES", 100)
     base = torch.arange(7.0 * 6 * 5).to(torch.complex64).view(7, 6, 5)
     base = base + 1j * base.flip(0)
     values = {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.harness.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file
-from vescale_ckpt._checkpoint.safetensors.header_dtypes import DTYPES
+from vescale_ckpt._engine.dtype_codes import SAFETENSORS_DTYPES
 from vescale_ckpt._storage import locks
 
 
@@ -136,4 +136,4 @@ def share(path: Path) -> Any:
 
 def safetensors_dtypes() -> dict[str, torch.dtype]:
     """Those that this torch has, by their names in headers."""
-    return dict(DTYPES)
+    return dict(SAFETENSORS_DTYPES)

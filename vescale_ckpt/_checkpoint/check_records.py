@@ -11,7 +11,7 @@ from .._engine import _C
 from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import direct_io_setting, engine_options
-from .._engine.overlap import GROUP_TENSORS, overlap
+from .._engine.overlap import groups_of, overlap
 from .._engine.rows import int_table
 from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -152,18 +152,13 @@ def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Reco
     # The order is that of the files, so that neighbouring records are read together.
     records = sorted(records, key=lambda record: (record.file, record.offset))
     for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
-        group: list[Record] = []
-        table, group_bytes = int_table(), 0
-        for record in of_file:
-            if group and (len(group) == GROUP_TENSORS or group_bytes + record.length > _GROUP_BYTES):
-                yield group, table
-                group, table, group_bytes = [], int_table(), 0
-            code = dtype_code(record.dtype, record.key)
-            table.extend((record.file, record.offset, record.length, record.crc, code))
-            table.extend((len(record.sizes), *record.sizes))
-            group.append(record)
-            group_bytes += record.length
-        yield group, table
+        for group in groups_of(of_file, lambda record: record.length, _GROUP_BYTES):
+            table = int_table()
+            for record in group:
+                code = dtype_code(record.dtype, record.key)
+                table.extend((record.file, record.offset, record.length, record.crc, code))
+                table.extend((len(record.sizes), *record.sizes))
+            yield group, table
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> bool:

@@ -25,8 +25,8 @@ class Chunk:
     offsets: tuple[int, ...]  #: the first element in the tensor
     sizes: tuple[int, ...]
     file: str  #: name relative to the checkpoint's root
-    offset: int  #: position of the record in the file; -1 if it is compressed, or part of one pickle
-    bytes: int  #: length of the record, framing included; -1 in the same cases
+    offset: int  #: position of the record in the file; -1 if it is part of a pickle
+    bytes: int  #: length of the record, framing included; -1 in the same case
     crc: int = -1  #: CRC-32 that reads compare, of the elements, the object, or the file's header; -1: none
     is_transformed: bool = False  #: whether a stream transform of stock DCP made the record
 
@@ -42,12 +42,6 @@ class TensorInfo:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-def whole_in(file: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> TensorInfo:
-    """A tensor that is whole in one file, without framing. `offset`: -1 if it is compressed there."""
-    length = prod(shape) * dtype.itemsize if offset >= 0 else -1
-    return TensorInfo(shape, dtype, [Chunk((0,) * len(shape), shape, file, offset, length)])
 
 
 @dataclass(frozen=True)

@@ -143,10 +143,6 @@ class Part(NamedTuple):
     inside: list[int]  #: offsets in the chunk
     target: torch.Tensor
 
-    @property
-    def is_whole(self) -> bool:
-        return tuple(self.target.shape) == self.chunk.sizes
-
 
 def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
     reader.fill(

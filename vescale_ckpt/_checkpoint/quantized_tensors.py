@@ -22,7 +22,7 @@ from math import prod
 import torch
 
 from .._engine import _C
-from .._engine.overlap import overlap
+from .._engine.overlap import groups_of, overlap
 from .._state.stacking import Composite, Stack, check_names, joined, restacked
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, some
@@ -218,7 +218,7 @@ def fill(
     values of the one before are made."""
 
     def filled() -> Iterator[list[_Piece]]:
-        for group in _groups(boxes):
+        for group in groups_of(_pieces(boxes), lambda piece: piece[0].target.numel(), _PIECE_ELEMENTS):
             read([one for _, reads in group for one in reads])
             yield [piece for piece, _ in group]
 
@@ -230,22 +230,14 @@ def fill(
         pass
 
 
-def _groups(
+def _pieces(
     boxes: Iterable[tuple[Quantized, Sequence[int], torch.Tensor]],
-) -> Iterator[list[tuple[_Piece, list[Read]]]]:
-    group, elements = [], 0
+) -> Iterator[tuple[_Piece, list[Read]]]:
     for of, offsets, tensor in boxes:
         for inside, sizes in cut(tuple(tensor.shape), _PIECE_ELEMENTS):
-            if 0 in sizes:
-                continue
-            at = [a + b for a, b in zip(offsets, inside, strict=True)]
-            group.append(_piece(of, at, narrowed(tensor, inside, sizes)))
-            elements += prod(sizes)
-            if elements >= _PIECE_ELEMENTS:
-                yield group
-                group, elements = [], 0
-    if group:
-        yield group
+            if 0 not in sizes:
+                at = [a + b for a, b in zip(offsets, inside, strict=True)]
+                yield _piece(of, at, narrowed(tensor, inside, sizes))
 
 
 def _piece(of: Quantized, offsets: Sequence[int], target: torch.Tensor) -> tuple[_Piece, list[Read]]:

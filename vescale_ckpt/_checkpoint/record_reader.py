@@ -15,8 +15,8 @@ from torch.autograd.graph import increment_version
 from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors, of_system
-from .._engine.options import batch_bytes, engine_options
-from .._engine.overlap import GROUP_TENSORS, overlap
+from .._engine.options import batch_bytes, engine_options, threads_of
+from .._engine.overlap import groups_of, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
 from .._engine.wrapper_tensors import is_wrapper
@@ -75,7 +75,7 @@ class Target:
 class _Group:
     """Tensors that are read together, their rows in the engine's table, and the device of each row."""
 
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Target]
     table: array[int] = field(default_factory=int_table)
     devices: array[int] = field(default_factory=int_table)
 
@@ -90,6 +90,7 @@ class RecordReader:
         self._root = checkpoint.root
         self._is_safetensors = checkpoint.format == "safetensors"
         self.options = options
+        self.threads = threads_of(options.thread_count)
         self.where = checkpoint.path
         self.paths: list[str] = []
         self.file_numbers: dict[str, int] = {}  #: {name in metadata: index into `paths`}
@@ -103,11 +104,7 @@ class RecordReader:
             cached: engine_options(options.thread_count, False if cached else options.direct_io, requests=by_requests)
             for cached in (False, True)
         }
-        self._safetensors = {
-            cached: _C.SafetensorsReads(options.verify, of_engine)
-            for cached, of_engine in self._engine_options.items()
-            if self._is_safetensors
-        }
+        self._safetensors: dict[bool, _C.SafetensorsReads] = {}  # of reads that raised no error
         self.totals: dict[str, Any] = dict.fromkeys(_PATHS, 0)
         self.bytes = 0  #: this load needed so many
         self.unverified_bytes = 0
@@ -334,21 +331,18 @@ class RecordReader:
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
     """Cuts the targets into groups. The number of targets limits a group, and so do the bytes of memory for targets
     that are not filled in place. Two groups hold such memory at a time."""
-    budget = batch_bytes()
-    group, memory_bytes = _Group(), 0
-    for target in targets:
-        record, filled = target.record, target.filled
-        code = dtype_code(record.dtype, record.key)
-        group.table.extend(
-            (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
-        )
-        group.table.extend((*target.storage_offset, *filled.shape, filled.data_ptr(), *filled.stride()))
-        group.devices.append(target.device)
-        group.targets.append(target)
-        if filled is not target.tensor:
-            memory_bytes += filled.nbytes
-        if memory_bytes >= budget or len(group.targets) == GROUP_TENSORS:
-            yield group
-            group, memory_bytes = _Group(), 0
-    if group.targets:
+
+    def bytes_of(target: Target) -> int:
+        return 0 if target.filled is target.tensor else target.filled.nbytes
+
+    for members in groups_of(targets, bytes_of, batch_bytes()):
+        group = _Group(members)
+        for target in members:
+            record, filled = target.record, target.filled
+            code = dtype_code(record.dtype, record.key)
+            group.table.extend(
+                (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
+            )
+            group.table.extend((*target.storage_offset, *filled.shape, filled.data_ptr(), *filled.stride()))
+            group.devices.append(target.device)
         yield group

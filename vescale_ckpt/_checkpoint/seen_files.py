@@ -12,12 +12,6 @@ from collections.abc import Callable, Iterable
 from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
 
-_Identity = tuple[int, ...]
-
-
-def _never(name: str) -> bool:
-    return False
-
 
 class SeenFiles:
     """The identities of files, recorded before they are read.
@@ -27,10 +21,10 @@ class SeenFiles:
     `is_written_once`: whether a file of that name is never written again in its format.
     """
 
-    def __init__(self, metadata: str = "", is_written_once: Callable[[str], bool] = _never) -> None:
+    def __init__(self, metadata: str = "", is_written_once: Callable[[str], bool] = lambda name: False) -> None:
         self._metadata = metadata
         self._is_written_once = is_written_once
-        self._seen: dict[str, _Identity | None] = {}
+        self._seen: dict[str, tuple[int, ...] | None] = {}
         self.look(metadata)
 
     def look(self, path: str) -> None:
@@ -60,7 +54,7 @@ class SeenFiles:
                 )
 
 
-def _identity(path: str) -> _Identity | None:
+def _identity(path: str) -> tuple[int, ...] | None:
     try:
         return stat_of(path).identity
     except OSError:  # the code that reads the file raises the error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import os
 import pickle
@@ -16,12 +17,12 @@ from .._state.flatten import flatten_with_structure
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
-from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, whole_in
-from .mapped_files import read_mapped, read_storage
+from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
 from .non_contiguous_records import is_in_order
 from .seen_files import SeenFiles
 
 _SHARDS = b"ShardedTensor", b"DTensor"  #: classes, as pickles name them
+_READ_BYTES = 64 << 20  # one read takes at most so many bytes, or one row
 
 
 class TorchCheckpoint(Checkpoint):
@@ -119,7 +120,8 @@ class TorchCheckpoint(Checkpoint):
 
     def _info(self, key: str, tensor: torch.Tensor) -> TensorInfo:
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize
-        return whole_in(os.path.basename(self.path), tuple(tensor.shape), tensor.dtype, offset)
+        shape, file = tuple(tensor.shape), os.path.basename(self.path)
+        return TensorInfo(shape, tensor.dtype, [Chunk((0,) * len(shape), shape, file, offset, tensor.nbytes)])
 
     def checksum(self, key: str, chunk: Chunk) -> int:
         tensor, entry = self._tensors[key], self._entry_of[key]
@@ -138,16 +140,21 @@ class TorchCheckpoint(Checkpoint):
         for storage in _storages_within(value):
             if entry := self._entries.get(storage.data_ptr()):
                 self._verify(entry, key)
-                read[storage._cdata] = read_storage(self.path, key, entry.offset, storage.nbytes())
+                read[storage._cdata] = _read_storage(self.path, key, entry.offset, storage.nbytes())
         memo: dict[Any, Any] = {"torch": read}  # where torch looks for copies of storages
         return copy.deepcopy(value, memo) if read else value
+
+    def check(self, key: str) -> None:
+        """Compares the data of a tensor with their checksum."""
+        self._verify(self._entry_of[key], key)
+        self._seen.check([self.path])
 
     def read(self, reads: Sequence[Read]) -> None:
         for read in reads:
             self._verify(self._entry_of[read.key], read.key)
         for read in reads:
             view = narrowed(self._tensors[read.key], read.offsets, read.target.shape)
-            read_mapped(self.path, read.key, self._entry_of[read.key].offset, view, read.target)
+            _read_mapped(self.path, read.key, self._entry_of[read.key].offset, view, read.target)
         self._seen.check([self.path])
 
     def _verify(self, entry: Entry, key: str) -> None:
@@ -198,3 +205,56 @@ def _storages_within(value: Any) -> list[torch.UntypedStorage]:
 
     Finder(io.BytesIO()).dump(value)
     return found
+
+
+# --- Values of tensors that torch has mapped from a file
+#
+# An access to mapped memory beyond the end of a file ends the process (SIGBUS), and any file may be cut short while it
+# is read. So the mapped memory is never touched: tensors in it tell where their values lie in the file.
+
+
+def _read_mapped(path: str, key: str, begin: int, view: torch.Tensor, target: torch.Tensor) -> None:
+    """Fills `target` with the values of `view`, whose storage begins at the byte `begin` of the file `path`.
+
+    Raises `CorruptCheckpointError` if the file ends before them, and `CheckpointError` if it cannot be read.
+    """
+    view, target = view.detach(), target.detach()
+    if not view.numel():
+        return
+    strides = view.stride()
+    order = sorted(range(view.dim()), key=lambda dim: -strides[dim])  # so that a piece lies together in the file
+    view, target = view.permute(order), target.permute(order)
+    most = max(1, _READ_BYTES // view.itemsize * view.numel() // _extent(view))
+    with damage_named(path, key, begin), open(path, "rb", buffering=0) as file:
+        for offsets, sizes in cut(tuple(view.shape), most):
+            piece = narrowed(view, offsets, sizes)
+            at = begin + int(piece.storage_offset()) * piece.itemsize
+            found = torch.empty(_extent(piece) * piece.itemsize, dtype=torch.uint8, device="cpu")
+            _read(file.fileno(), at, found)
+            values = found.view(piece.dtype).as_strided(piece.shape, piece.stride())
+            values = values.conj() if piece.is_conj() else values
+            narrowed(target, offsets, sizes).copy_(torch._neg_view(values) if piece.is_neg() else values)
+
+
+def _read_storage(path: str, key: str, begin: int, length: int) -> torch.UntypedStorage:
+    """Returns a storage with `length` bytes of a file. Raises as `_read_mapped`."""
+    found = torch.empty(length, dtype=torch.uint8, device="cpu")
+    with damage_named(path, key, begin), open(path, "rb", buffering=0) as file:
+        _read(file.fileno(), begin, found)
+    return found.untyped_storage()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """The number of elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _read(descriptor: int, begin: int, target: torch.Tensor) -> None:
+    """Fills a dense tensor of bytes from a file."""
+    array: Any = (ctypes.c_ubyte * target.numel()).from_address(target.data_ptr())  # needs no numpy
+    left = memoryview(array).cast("B")
+    while left:
+        count = os.preadv(descriptor, [left], begin)
+        if not count:
+            raise EOFError(f"the file ends at {begin:,}, before the end of the values")
+        left, begin = left[count:], begin + count

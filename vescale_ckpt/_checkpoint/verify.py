@@ -18,9 +18,6 @@ from .recognize import recognize
 
 if TYPE_CHECKING:
     from .check_records import Progress
-    from .checkpoint import Checkpoint
-
-_READ_BYTES = 64 << 20  # one read takes at most so many bytes
 
 
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
@@ -70,7 +67,7 @@ def verify_checkpoint(
         if kind is None and must_exist:
             raise CheckpointError(report.reason, path=where)
     else:
-        _check_by_reading(where, report, progress)
+        _check_torch_file(where, report, progress)
         return report
     if report.quick:
         report.unchecked.append("the data: only its length was checked")
@@ -99,35 +96,27 @@ def _check_safetensors(path: str, report: VerifyReport, progress: Progress | Non
         check_records(checkpoint, {}, report, progress)
 
 
-def _check_by_reading(path: str, report: VerifyReport, progress: Progress | None) -> None:
-    """Checks a file of torch.save."""
+def _check_torch_file(path: str, report: VerifyReport, progress: Progress | None) -> None:
     from .open_checkpoint import open_checkpoint
+    from .torch_checkpoint import TorchCheckpoint
 
     try:
         checkpoint = open_checkpoint(path)
     except CorruptCheckpointError as error:
         report.damaged.append(as_damage(error, path))
         return
+    assert isinstance(checkpoint, TorchCheckpoint)
     with closing(checkpoint):
-        report.keys, report.files = len(checkpoint.tensors) + len(checkpoint.objects), len(checkpoint.file_names()) or 1
+        report.keys, report.files = len(checkpoint.tensors) + len(checkpoint.objects), 1
         if report.quick:
-            report.unchecked.append("the data: only the files' tables of contents were read")
+            report.unchecked.append("the data: only the file's table of contents was read")
             return
-        _read_all(checkpoint, report, progress)
-
-
-def _read_all(checkpoint: Checkpoint, report: VerifyReport, progress: Progress | None) -> None:
-    import torch
-
-    from .checkpoint import Read, cut
-
-    total = sum(info.bytes for info in checkpoint.tensors.values())
-    for key, info in checkpoint.tensors.items():
-        try:
-            for offsets, sizes in cut(info.shape, max(1, _READ_BYTES // info.dtype.itemsize)):
-                checkpoint.read([Read(key, offsets, torch.empty(sizes, dtype=info.dtype, device="cpu"))])
-        except CheckpointError as error:
-            add_error(report, error, checkpoint.path)
-        report.bytes += info.bytes
-        if progress is not None:
-            progress(report.bytes, total)
+        total = sum(info.bytes for info in checkpoint.tensors.values())
+        for key, info in checkpoint.tensors.items():
+            try:
+                checkpoint.check(key)
+            except CheckpointError as error:
+                add_error(report, error, path)
+            report.bytes += info.bytes
+            if progress is not None:
+                progress(report.bytes, total)

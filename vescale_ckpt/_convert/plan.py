@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from math import prod
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Read
+from .._checkpoint.quantized_names import holders_of_config, scales_of
 from .._checkpoint.quantized_tensors import check_cast, stacked_with_scales
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.stacking import Composite, check_names
@@ -122,6 +124,20 @@ def _structure(source: Checkpoint, selection: Selection, with_other_names: bool)
         return None
     empty = {path for path in structure.empty if not with_other_names and ".".join(map(str, path)) in selection}
     return replace(structure, empty=empty).pack()
+
+
+# --- The configuration beside the weights
+
+
+def fitting(content: bytes, planned: Plan) -> bytes:
+    """Returns a model's `config.json` without `quantization_config` if the weights are plain values. Raises ValueError
+    if it is no JSON."""
+    kinds = {output.name: str(output.dtype).removeprefix("torch.") for output in planned.outputs}
+    if any(scales_of(name, dtype, kinds) for name, dtype in kinds.items()):
+        return content
+    text = json.loads(content)
+    found = [holder for holder in holders_of_config(text) if holder.pop("quantization_config", None) is not None]
+    return json.dumps(text, indent=2, ensure_ascii=False).encode() if found else content
 
 
 # --- New names

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.safetensors.header_dtypes import STORABLE
 from .._checkpoint.safetensors.header_texts import with_ties
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
-from .._engine.dtype_codes import DTYPE_CODES
+from .._engine.dtype_codes import DTYPE_CODES, SAFETENSORS_DTYPES
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
@@ -30,7 +29,7 @@ class _Layout:
         texts = [pair for pair in ties.items() if pair[0] != "format"]  # for the library's load_model
         table = int_table()
         for output in outputs:
-            if output.dtype not in STORABLE:
+            if output.dtype not in SAFETENSORS_DTYPES.values():
                 raise ValueError(f"{output.name}: safetensors files have no {output.dtype}: give it another dtype")
             shape, ndim = output.shape, len(output.shape)
             table.extend((0, DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
@@ -45,13 +44,16 @@ class _Layout:
 
     def add_checksum(self, piece: Piece, address: int) -> None:
         """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
-        row = (address, piece.bytes, piece.file_offset)
-        found = memoryview(_C.crc32_of_cells(int_table(row))).cast("q").tolist()
-        crcs, lengths = found[::2], found[1::2]
-        if crcs and piece.output is self._of and piece.file_offset % _C.CHECKSUM_BLOCK:
-            self._blocks[-1] = _C.crc32_combine(self._blocks[-1], crcs.pop(0), lengths[0])
-        self._blocks += crcs
-        self._of = piece.output if piece.bytes else None
+        at = piece.file_offset
+        while left := piece.file_offset + piece.bytes - at:
+            count = min(left, _C.CHECKSUM_BLOCK - at % _C.CHECKSUM_BLOCK)
+            crc = _C.crc32_of_memory(address + at - piece.file_offset, count)
+            if piece.output is self._of and at % _C.CHECKSUM_BLOCK:  # the last piece ended within the block
+                self._blocks[-1] = _C.crc32_combine(self._blocks[-1], crc, count)
+            else:
+                self._blocks.append(crc)
+            self._of = piece.output
+            at += count
 
     def segments(self, most_bytes: int) -> Iterator[Segment]:
         """The head and all tensors, which follow each other without gaps."""

@@ -14,6 +14,11 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
+#: dtypes that both safetensors files and this torch have, by their names in torch
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
+}
+
 
 def dtype_code(dtype: torch.dtype, key: str) -> int:
     """Raises `CheckpointError` with the key for a dtype that torch itself has no way to store."""

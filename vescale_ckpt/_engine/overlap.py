@@ -5,15 +5,30 @@ The engine does not hold the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 Done = TypeVar("Done")
 
 #: Tensors in one item. Small enough that the engine starts soon, large enough that the cost of an item is negligible.
 GROUP_TENSORS = 2048
+
+
+def groups_of(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Cuts items into groups of at most `GROUP_TENSORS` items and `most_bytes`. A larger item makes its own group."""
+    group, held = list[Item](), 0
+    for item in items:
+        size = bytes_of(item)
+        if group and (held + size > most_bytes or len(group) == GROUP_TENSORS):
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group
 
 
 def overlap(prepared: Iterator[Prepared], work: Callable[[Prepared], Done]) -> Iterator[tuple[Prepared, Done]]:

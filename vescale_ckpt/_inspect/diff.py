@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
 
 from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
 from .._checkpoint.open_checkpoint import open_checkpoint
+from .._engine.overlap import groups_of
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._storage.open_storage import checkpoint_path
 from ..errors import UntrustedCheckpointError
@@ -185,7 +185,7 @@ def _values(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yields the values of tensors that have the same shape in both, as flat pieces that follow each other."""
     done, total = 0, sum(a.tensors[key].bytes for key in keys)
-    for group in _groups(a, b, keys):
+    for group in groups_of(_reads(a, b, keys), lambda pair: max(of.target.nbytes for of in pair), _GROUP_BYTES):
         a.read([one for one, _ in group])
         b.read([other for _, other in group])
         for one, other in group:
@@ -195,21 +195,13 @@ def _values(
                 progress(done, total)
 
 
-def _groups(a: Checkpoint, b: Checkpoint, keys: Iterable[str]) -> Iterator[list[tuple[Read, Read]]]:
-    group, held = list[tuple[Read, Read]](), 0
+def _reads(a: Checkpoint, b: Checkpoint, keys: Iterable[str]) -> Iterator[tuple[Read, Read]]:
     for key in keys:
         dtypes = a.tensors[key].dtype, b.tensors[key].dtype
         itemsize = max(dtype.itemsize for dtype in dtypes)
         for offsets, sizes in cut(a.tensors[key].shape, max(1, _GROUP_BYTES // itemsize)):
-            count = prod(sizes) * itemsize
-            if group and held + count > _GROUP_BYTES:
-                yield group
-                group, held = [], 0
             one, other = (Read(key, offsets, torch.empty(sizes, dtype=dtype, device="cpu")) for dtype in dtypes)
-            group.append((one, other))
-            held += count
-    if group:
-        yield group
+            yield one, other
 
 
 def _compare_checksums(a: Checkpoint, b: Checkpoint, keys: Iterable[str], result: Diff) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.native.index_checkpoint import IndexCheckpoint
-from .._checkpoint.plain_values import MOST_REQUESTED, MOST_VALUES, plain_value
 from .._checkpoint.recognize import recognize
+from .._engine import _C
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of, storage_at
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
+
+_MOST_VALUES = 200  # a listing reads the values of so many objects
+_MOST_REQUESTED = 20  # of so many in an object store, where each is a request
+_MOST_BYTES = 8 << 10  # longer records are no short values
+_MOST_ELEMENTS = 16
+_SCALARS = (bool, int, float, str, type(None))
 
 
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
@@ -76,10 +85,10 @@ def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
             for chunk in tensor.chunks
             if chunk.offsets not in known
         )
-    most = MOST_REQUESTED if storage_at(part.root).by_requests else MOST_VALUES
+    most = _MOST_REQUESTED if storage_at(part.root).by_requests else _MOST_VALUES
     for key, chunk in part.objects.items():
         has_value = part.format == "dcp" and key in selection and len(info.objects) < most
-        value = plain_value(part, key) if has_value else None
+        value = _plain_value(part, key) if has_value else None
         info.objects[key] = StoredObject(chunk.file, chunk.offset, chunk.bytes, value)
     for name in part.file_names():
         info.files.setdefault(name, _length(os.path.join(part.root, name)))
@@ -90,3 +99,36 @@ def _length(path: str) -> int:
         return stat_of(path).size
     except OSError:
         return -1
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("a tensor is not plain")
+
+
+def _plain_value(checkpoint: Checkpoint, key: str) -> Any:
+    """Returns the value of an object of a native checkpoint: a number, a text, a short list of them. None if it is no
+    such value, damaged, or cannot be read. Runs no code."""
+    chunk = checkpoint.objects[key]
+    if not 0 < chunk.bytes <= _MOST_BYTES or chunk.is_transformed:
+        return None
+    try:
+        _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
+        content = _C.archive_pickle(record) if chunk.crc < 0 or _C.crc32(record) == chunk.crc else None
+        if content is None or _C.check_pickle(content)[0]:
+            return None
+        value = _Unpickler(io.BytesIO(content)).load()
+    except Exception:  # a damaged pickle raises nearly anything
+        return None
+    return value if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return len(value) <= _MOST_ELEMENTS and all(type(item) in _SCALARS for item in value)
+    if type(value) is dict:
+        return _is_plain(list(value.values())) and all(type(key) is str for key in value)
+    return type(value) in _SCALARS

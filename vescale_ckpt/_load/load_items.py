@@ -6,13 +6,13 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.loadable import crc_of, refused_transform
@@ -33,19 +33,11 @@ from .load_packed import begin_reading, fill_packed
 from .rank_load import RankLoad, overlaps_itself
 
 
-class TargetPlanner(Protocol):
-    """The methods of DCP's `LoadPlanner` that take what is read."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor: ...
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
-
-
 @dataclass(frozen=True)
 class ItemTargets:
     """Where the items of a load are loaded to."""
 
-    planner: TargetPlanner
+    planner: LoadPlanner
     #: whether the tensors that the planner resolves are views of its state, which live for the whole load. Other
     #: planners may hand out memory item by item, and need `commit_tensor` called for each
     are_views: bool = False

@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from .._checkpoint.record_reader import Record, Target
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
-from .._ranks.groups import resolve_group
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from ..settings import ranks_of_this_node
-from .rank_load import RankLoad
+from .rank_load import RankLoad, ranks_of_node
 
 _LEAST_OVERLAP = 1.5
 
@@ -129,9 +125,7 @@ def fill_packed(load: RankLoad, reads: PackedReads) -> None:
 
 def _overlap(load: RankLoad, reads: PackedReads) -> float:
     """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
-    group = resolve_group(None)
-    ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
-    if ranks == 1:
+    if (ranks := ranks_of_node()) == 1:
         return 1
     return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.checkpoint.stored_bytes())
 

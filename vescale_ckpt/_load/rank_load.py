@@ -16,11 +16,10 @@ from .. import settings
 from .._checkpoint.checkpoint import Read
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.quantized_tensors import Quantized, check_cast, fill
-from .._checkpoint.record_reader import ReadOptions, Record, RecordReader, Target
+from .._checkpoint.record_reader import ReadOptions, RecordReader
 from .._checkpoint.seen_files import SeenFiles
 from .._engine import _C, device_streams
-from .._engine.dtype_codes import CODE_DTYPES
-from .._engine.options import threads_of, used_paths
+from .._engine.options import used_paths
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
 from .._ranks.groups import resolve_group
@@ -117,9 +116,8 @@ class RankLoad(RecordReader):
         if self.quantized is None:
             return 0
         self.begin(self.quantized, None)
-        description, group = self.quantized, resolve_group(None)
-        ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
-        shared = self.options.direct_io == "auto" and ranks > 1
+        description = self.quantized
+        shared = self.options.direct_io == "auto" and ranks_of_node() > 1
 
         def boxes() -> Iterator[tuple[Quantized, Sequence[int], torch.Tensor]]:
             for row, (name, *_, offset, size) in enumerate(description.items):
@@ -136,23 +134,11 @@ class RankLoad(RecordReader):
         fill(boxes(), read, self.threads)
         return len(set(description.names))
 
-    # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 
-    @property
-    def threads(self) -> int:
-        return threads_of(self.options.thread_count)
-
-    def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
-        report = self.read_tensors(table, key_of)
-        self.count(report, for_others=True)
-        return list(report["unread"])
-
-    def read_piece_from_archive(
-        self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
-    ) -> None:
-        file, offset, length, crc, code = record
-        stored = Record(key, file, offset, length, crc, CODE_DTYPES[code], sizes)
-        self.fill_from_archive(Target(stored, start, piece, piece))
+def ranks_of_node() -> int:
+    """Returns how many ranks load on this node."""
+    group = resolve_group(None)
+    return ranks_of_this_node(1 if group is None else dist.get_world_size(group))
 
 
 def overlaps_itself(key: str) -> CheckpointError:

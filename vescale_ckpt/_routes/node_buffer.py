@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from .._ranks.connections import Connections, tensor_over
 from .._ranks.exchange import Exchange
 from .._ranks.node import Process
 from ..errors import CheckpointError
+from .pipeline import Buffers
 from .routes import Round
 
 _PAGE = 4096
@@ -30,13 +31,7 @@ _LOOK_SECONDS = 0.05  # so often a rank that waits looks whether the other one l
 _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
 
 
-class _Buffer(Protocol):
-    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None: ...
-    def close(self) -> None: ...
-    def release(self) -> None: ...
-
-
-_Made = TypeVar("_Made", bound=_Buffer)
+_Made = TypeVar("_Made", bound=Buffers)
 
 
 def open_on_all(

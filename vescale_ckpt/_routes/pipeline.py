@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -29,6 +29,10 @@ class Buffers(Protocol):
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
         and until the messages of this rank have come."""
+
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None: ...
+    def close(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class Pipeline:

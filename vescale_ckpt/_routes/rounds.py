@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from .._checkpoint.record_reader import Record, RecordReader, Target
 from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.engine_errors import named_errors
@@ -25,33 +26,6 @@ from .pipeline import Pipeline
 from .routes import BUFFERS, Round, Routes
 
 logger = logging.getLogger(__name__)
-
-
-class PieceReader(Protocol):
-    """Reads the pieces of records that are this rank's to read, into the memory of a round."""
-
-    @property
-    def threads(self) -> int:
-        """The number of the engine's threads."""
-
-    @property
-    def streams(self) -> device_streams.Streams:
-        """The streams of the training thread, after whose work its tensors are filled."""
-
-    def on_device_of(
-        self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, int] | None:
-        """Dense memory on the CUDA device of `tensor`, and the number of the device; None for tensors elsewhere."""
-
-    def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
-        """Reads the rows of the engine's table. Returns the rows left unread: records of non-contiguous tensors.
-        `key_of` names a row in errors."""
-
-    def read_piece_from_archive(
-        self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
-    ) -> None:
-        """Fills `piece` with the values at `start` of a chunk of shape `sizes`. `record`: file, offset, length, CRC-32
-        and dtype code of a record that `read_pieces` left unread."""
 
 
 class FailedElsewhereError(Exception):
@@ -75,8 +49,8 @@ class RoutedRead:
         self._devices = devices
         self._own_only = own_only
 
-    def deliver(self, reader: PieceReader, reads: PackedReads | None) -> bool:
-        """Runs all rounds. `reads`: what this rank's routes were planned from (None: nothing).
+    def deliver(self, reader: RecordReader, reads: PackedReads | None) -> bool:
+        """Runs all rounds. `reader`: of this rank's load. `reads`: what its routes were planned from (None: nothing).
 
         Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
         on all ranks: each rank reads all that it needs itself. Raises its own error, or `FailedElsewhereError`.
@@ -179,11 +153,14 @@ class RoutedRead:
             return rows[index]
 
         table = _C.staging_table(round_.staged, memory.data_ptr(), len(memory))
-        for index in self._reader.read_pieces(table, lambda index: names[row_at(index)[1]]):
-            offset, item, *record, ndim = row_at(index)[:8]
+        report = self._reader.read_tensors(table, lambda index: names[row_at(index)[1]])
+        self._reader.count(report, for_others=True)
+        for index in report["unread"]:
+            at, item, file, offset, length, crc, code, ndim = row_at(index)[:8]
             chunk, start, size = _lists(row_at(index)[8:], ndim, 3)
-            piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
-            self._reader.read_piece_from_archive(names[item], record, chunk, start, piece)
+            record = Record(names[item], file, offset, length, crc, CODE_DTYPES[code], chunk)
+            piece = _tensor_at(memory, at, record.dtype, size)
+            self._reader.fill_from_archive(Target(record, start, piece, piece))
 
     def _convert(self, rows: memoryview, wanted: set[int], buffers: dict[int, torch.Tensor]) -> None:
         """Copies rows to targets of another dtype than the stored one, or that the engine cannot fill. To a CUDA device

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from .._checkpoint.recognize import Format, format_of
 from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
-from .._convert.model_config import fitting
-from .._convert.plan import Plan, RenameRules, Stack, plan
+from .._convert.plan import Plan, RenameRules, Stack, fitting, plan
 from .._observe.amounts import size
 from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import MissingKeysError

@@ -80,7 +80,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
 
 def _check_index(checkpoint: NativeCheckpoint, counts: bool, path: str, report: VerifyReport) -> None:
     try:
-        index = metadata_file.open_index(checkpoint.path, checkpoint.rank)
+        _, index = metadata_file.open_index(checkpoint.path, checkpoint.rank)
     except (_C.EngineError, OSError) as error:
         if error.errno != errno.ENOENT:
             report.harmless.append(Damage(None, path, getattr(error, "offset", 0), str(error)))

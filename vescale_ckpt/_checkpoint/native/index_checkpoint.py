@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..._engine import _C
 from ..._storage.open_storage import storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError
-from ...reports import SavedBy
 from ..checkpoint import Checkpoint, Chunk, TensorInfo
 from ..safetensors.headers import HeaderTables
 from . import metadata_check, metadata_file
@@ -69,7 +68,7 @@ class IndexCheckpoint(Checkpoint):
         """Raises `_C.EngineError` for a damaged index, and KeyError for dtypes that the engine does not know."""
         self.format, self.path, self.root = "dcp", path, path
         self.writer = "vescale_ckpt"
-        self.save_id, self._saved_by = unstamped(index.save_id)
+        self.save_id, self.saved_by = unstamped(index.save_id)
         self._files: list[str] = []  # also those without tensors; filled for safetensors
         tensors: dict[str, TensorInfo] = {}
         objects: dict[str, Chunk] = {}
@@ -78,7 +77,7 @@ class IndexCheckpoint(Checkpoint):
                 tensors[name] = TensorInfo(shape, _DTYPES[dtype], chunks)
             else:
                 (objects[name],) = chunks
-        self._tensors, self._objects = tensors, objects
+        self.tensors, self.objects = tensors, objects
 
     @classmethod
     def open(cls, path: str) -> IndexCheckpoint | None:
@@ -103,24 +102,12 @@ class IndexCheckpoint(Checkpoint):
         opened = cls(path, headers.index())
         opened.format, opened.root, opened.writer = "safetensors", headers.root, ""
         opened._files, opened.aliases = headers.files, headers.aliases
-        opened._tensors = {name: tensor for name, tensor in opened._tensors.items() if name not in headers.aliases}
+        opened.tensors = {name: tensor for name, tensor in opened.tensors.items() if name not in headers.aliases}
         return opened
-
-    @property
-    def saved_by(self) -> SavedBy | None:
-        return self._saved_by
 
     @property
     def is_node_part(self) -> bool:
         return self.format == "dcp" and storage_at(self.path).has(NODE_MARKER)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    @property
-    def objects(self) -> Mapping[str, Chunk]:
-        return self._objects
 
     def file_names(self) -> list[str]:
         chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]

@@ -103,42 +103,37 @@ def read_index(directory: str, rank: int | None = None, metadata: bytes | None =
     """Returns the index of the checkpoint in a directory, or None if it has none that is sound and belongs to its
     metadata. Raises `CheckpointError` if an object store cannot be read: a read of the metadata would fail, too, after
     another long wait. `metadata`: the bytes of the metadata file, if they have been read."""
+    found = _matching(directory, rank, metadata)
+    return None if found is None else found[1]
+
+
+def index_bytes(directory: str) -> bytes | None:
+    """Returns the bytes of the index and checks all of them. None where `read_index` returns None."""
+    found = _matching(directory, None, None)
+    return None if found is None else found[0]
+
+
+def _matching(directory: str, rank: int | None, metadata: bytes | None) -> tuple[bytes, _C.Index] | None:
+    storage = storage_at(directory)
     try:
-        return _matching(open_index(directory, rank), directory, rank, metadata)
+        data, index = open_index(directory, rank)
+        if metadata is not None:
+            length, end = len(metadata), metadata[-TRAILER_BYTES:]
+        else:
+            found, end = storage.read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+            length = found.size
+        return (data, index) if index.matches(end, length) else None
     except (OSError, _C.EngineError) as error:
-        _check_is_harmless(error, directory)
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and storage.can_be_away:
+            raise of_system(error, directory) from error
         return None
 
 
-def _check_is_harmless(error: OSError | _C.EngineError, directory: str) -> None:
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and storage_at(directory).can_be_away:
-        raise of_system(error, directory) from error
-
-
-def open_index(directory: str, rank: int | None) -> _C.Index:
+def open_index(directory: str, rank: int | None) -> tuple[bytes, _C.Index]:
     """Reads the index, and checks all of it, whatever metadata it belongs to."""
     storage, name = storage_at(directory), index_name(rank)
     path = os.path.join(directory, name)
     if not storage.by_requests and storage.stat(name).size > _MOST_INDEX_BYTES:  # sparse, perhaps
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-    return _C.Index.from_bytes(storage.read(name), path)
-
-
-def index_bytes(directory: str) -> bytes | None:
-    """Returns the bytes of the index and checks all of them. None where `read_index` returns None."""
-    try:
-        data = storage_at(directory).read(index_name(None))
-        index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
-        return None if _matching(index, directory, None, None) is None else data
-    except (OSError, _C.EngineError) as error:
-        _check_is_harmless(error, directory)
-        return None
-
-
-def _matching(index: _C.Index, directory: str, rank: int | None, metadata: bytes | None) -> _C.Index | None:
-    if metadata is not None:
-        length, end = len(metadata), metadata[-TRAILER_BYTES:]
-    else:
-        found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
-        length = found.size
-    return index if index.matches(end, length) else None
+    data = storage.read(name)
+    return data, _C.Index.from_bytes(data, path)

@@ -14,7 +14,6 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable
 from itertools import product
 from operator import ne
 from typing import Any
@@ -265,43 +264,18 @@ def _reduce_storage_info(info: StorageInfo) -> tuple[Any, ...]:
     return (StorageInfo, place) if crc is None else (StorageInfo, place, {"crc": crc})
 
 
-class _MetadataPickler(pickle.Pickler):
-    """Writes metadata's classes as calls of their constructors, and equal shapes and properties once.
-
-    Without sharing, copies of the same few shapes would be half of a large `.metadata`, and half of the time to write.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=4)
-        shared: dict[Any, Any] = {}
-
-        def share(value: Any) -> Any:
-            return shared.setdefault(value, value)
-
-        def share_properties(value: TensorProperties) -> TensorProperties:
-            key = (value.dtype, value.layout, value.requires_grad, value.pin_memory)
-            properties: TensorProperties = shared.setdefault(key, value)
-            return properties
-
-        self.dispatch_table: dict[type, Callable[[Any], Any]] = {
-            **copyreg.dispatch_table,  # it has torch.layout
-            TensorProperties: _reduce_properties,
-            MetadataIndex: lambda v: (MetadataIndex, (v.fqn, share(v.offset), v.index)),
-            ChunkStorageMetadata: lambda v: (ChunkStorageMetadata, (share(v.offsets), share(v.sizes))),
-            TensorStorageMetadata: lambda v: (
-                TensorStorageMetadata,
-                (share_properties(v.properties), share(v.size), v.chunks),
-            ),
-            StorageInfo: _reduce_storage_info,
-            # Most versions of Python pickle enumerations by value; some pickle `getattr`.
-            MemoryFormatEncoding: lambda v: (MemoryFormatEncoding, (v.value,)),
-        }
-
-
 def dumps(metadata: Metadata) -> bytes:
     """The bytes of a `.metadata` file that torch ≥ 2.3 reads."""
     buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,  # it has torch.layout
+        TensorProperties: _reduce_properties,
+        StorageInfo: _reduce_storage_info,
+        # Most versions of Python pickle enumerations by value; some pickle `getattr`.
+        MemoryFormatEncoding: lambda member: (MemoryFormatEncoding, (member.value,)),
+    }
     with gc_paused():
-        _MetadataPickler(buffer).dump(metadata)
+        pickler.dump(metadata)
     pickled = buffer.getvalue()
     return pickled + trailer(pickled, len(pickled))

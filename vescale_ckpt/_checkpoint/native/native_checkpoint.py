@@ -229,7 +229,7 @@ class NativeCheckpoint(LoadableCheckpoint):
         """Whether the part is less than its chunk, in a file without block checksums. Verifies the chunk then; raises
         `CorruptCheckpointError` if it is damaged."""
         chunk = part.chunk
-        if part.is_whole:
+        if tuple(part.target.shape) == chunk.sizes:
             return False
         path = os.path.join(self.root, chunk.file)
         self._seen.look(path)
