@@ -67,12 +67,12 @@ def test_fsdp1_loads_and_is_loaded_by_all_others(checkpoint: Path) -> None:
             dcp.save(states, storage_writer=FileSystemWriter(checkpoint / "numbers", sync_files=False))
         expected = train(model, optimizer)
         for name in {"FSDP1": ["FSDP1", "stock"], "FSDP2": ["FSDP2", "numbers"]}.get(kind, [kind]):
-            for loader in kinds if kind.startswith("FSDP1") else kinds[2:] if name == "numbers" else kinds[:2]:
+            loaders = kinds if kind.startswith("FSDP1") else kinds[2:] if name == "numbers" else kinds[:2]
+            for number, loader in enumerate(loaders):
                 fresh, its_optimizer = _model(loader, seed=2)
                 state = {"model": fresh, "optimizer": its_optimizer}
-                for broadcast in (True, False):
-                    report = vescale_ckpt.load(checkpoint / name, state, broadcast_checkpoint=broadcast)
-                    assert report.missing == report.unexpected == report.mismatched == []
+                report = vescale_ckpt.load(checkpoint / name, state, broadcast_checkpoint=number % 2 == 0)
+                assert report.missing == report.unexpected == report.mismatched == []
                 assert [int(buffer) for name, buffer in fresh.named_buffers() if name.endswith("calls")] == [1]
                 assert train(fresh, its_optimizer) == pytest.approx(expected, rel=1e-5), f"{name} -> {loader}"
 
