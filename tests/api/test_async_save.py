@@ -30,7 +30,7 @@ from vescale_ckpt import (
 )
 
 BOUND = 180.0  # seconds after which something counts as hung
-SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "100"))
+SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "60"))
 
 
 @pytest.fixture

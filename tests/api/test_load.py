@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.cost import calls_of
 from harness.files import read_metadata, rewrite_metadata
 from harness.states import MiB, assert_same, blank, mixed_state
 from torch import nn
@@ -20,8 +22,10 @@ from vescale_ckpt import (
     IncompatibleStateError,
     Mismatch,
     MissingKeysError,
+    Safetensors,
     UntrustedCheckpointError,
 )
+from vescale_ckpt.safetensors import save_file
 
 
 @pytest.fixture(params=["ours", "stock"])
@@ -227,3 +231,32 @@ def test_no_checkpoint_is_a_named_error(checkpoint: Path) -> None:
     for state in (None, {"x": 1}):
         with pytest.raises(CheckpointError, match=r"no \.metadata: not a checkpoint"):
             vescale_ckpt.load(checkpoint, state)  # type: ignore[call-overload]
+
+
+# --- Very many tensors
+
+
+@pytest.mark.parametrize(
+    ("save", "most"),
+    [
+        (lambda path, state: save_file(state, path), 8),
+        (lambda path, state: vescale_ckpt.save(path, state, format=Safetensors(max_shard_size=2048)), 36),
+        (vescale_ckpt.save, 6),
+        (lambda path, state: dcp.save(state, checkpoint_id=path, no_dist=True), 140),
+    ],
+    ids=["file", "index", "native", "stock"],
+)
+def test_calls_for_each_tensor(save: Callable[..., Any], most: float, tmp_path: Path) -> None:
+    """Next to no Python code runs for each: models of very many small tensors load fast."""
+    counts, numbers, dtypes = [], (100, 600), (torch.float32, torch.int64, torch.uint8, torch.bool)
+    for count in numbers:
+        state = {f"layers.{i // 4}.w{i % 4}": torch.arange(2).to(dtypes[i % 4]) + (i % 2) for i in range(count)}
+        path = tmp_path / f"of {count}"
+        save(path, state)
+        vescale_ckpt.load(path)  # what is made once
+        loaded: dict[str, Any] = {}
+        counts.append(calls_of(lambda path=path, loaded=loaded: loaded.update(vescale_ckpt.load(path))))
+        assert list(loaded) == list(state) if save is vescale_ckpt.save else loaded.keys() == state.keys()
+        for key, value in state.items():
+            assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
+    assert (counts[1] - counts[0]) / (numbers[1] - numbers[0]) <= most

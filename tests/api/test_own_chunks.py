@@ -18,15 +18,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
 from harness.ranks import on_ranks
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from harness.saves import load_by, save_by
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
+from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
 
 FULL = torch.arange(27.0).view(9, 3)
 knows_fields = hasattr(dcp, "CheckpointableTensor")
@@ -105,33 +105,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def save(how: str, path: Path, state: dict[str, Any]) -> None:
-    if how in ("ours", "safetensors"):
-        options: dict[str, Any] = {"format": "safetensors"} if how == "safetensors" else {}
-        vescale_ckpt.save(path, state, **options)
-    elif how == "async":
-        vescale_ckpt.save(path, state, async_checkpoint=True).result()
-    elif how == "staged":
-        dcp.save(Stager().stage(state), storage_writer=StorageWriter(path), planner=SavePlanner())
-    elif how == "dcp.save":
-        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
-    else:
-        dcp.save(state, storage_writer=FileSystemWriter(path), planner=DefaultSavePlanner())
-
-
-def load(how: str, path: Path, state: dict[str, Any]) -> None:
-    if how == "ours":
-        vescale_ckpt.load(path, state)
-    elif how == "dcp.load":
-        dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
-    elif how == "our reader":
-        dcp.load(state, storage_reader=StorageReader(path), planner=DefaultLoadPlanner())
-    elif how == "our planner":
-        dcp.load(state, storage_reader=FileSystemReader(path), planner=LoadPlanner())
-    else:
-        dcp.load(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner())
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["ours", "async", "safetensors", "dcp.save", "staged", "stock"])
@@ -139,12 +112,12 @@ def test_a_save_stores_what_the_tensor_tells(checkpoint: Path, kind: str, how: s
     if how == "stock" and kind != "methods" and not knows_fields:
         pytest.skip("this torch has no CheckpointableTensor")
     objects = {} if how == "safetensors" else {"n": 5}
-    save(how, checkpoint, {"a": KINDS[kind](), "b": torch.ones(2), **objects})
+    save_by(how, checkpoint, {"a": KINDS[kind](), "b": torch.ones(2), **objects})
     whole = {"a": torch.zeros(9, 3)}
-    load("ours", checkpoint, whole)
+    load_by("ours", checkpoint, whole)
     assert torch.equal(whole["a"], FULL)
     if how != "safetensors":
-        load("stock", checkpoint, whole := {"a": torch.zeros(9, 3)})
+        load_by("stock", checkpoint, whole := {"a": torch.zeros(9, 3)})
         assert torch.equal(whole["a"], FULL)
 
 
@@ -157,9 +130,9 @@ def test_a_load_fills_what_the_tensor_tells(checkpoint: Path, kind: str, saved_b
         pytest.skip("this torch has no CheckpointableTensor")
     if how == "our planner" and saved_by == "safetensors":
         pytest.skip("stock reads DCP's checkpoints")
-    save(saved_by, checkpoint, {"a": FULL, "b": torch.ones(2)})
+    save_by(saved_by, checkpoint, {"a": FULL, "b": torch.ones(2)})
     target = KINDS[kind](zeros=True)
-    load(how, checkpoint, {"a": target})
+    load_by(how, checkpoint, {"a": target})
     local = target._local_tensor if isinstance(target, DTensor) else target
     assert torch.equal(local, held(zeros=False))
 
@@ -259,12 +232,12 @@ def test_what_torch_plans_is_refused_where_torch_does_not_know_the_fields(checkp
 @pytest.mark.parametrize("kind", ["fields", "trained"])
 @pytest.mark.parametrize("how", ["ours", "dcp.load"])
 def test_targets_without_memory(checkpoint: Path, kind: str, how: str) -> None:
-    save("ours", checkpoint, {"a": FULL})
+    save_by("ours", checkpoint, {"a": FULL})
     value = KINDS[kind]()
     meta = value.detach().to("meta")
     vars(meta).update(vars(value))
     state = {"a": meta}
-    load(how, checkpoint, state)
+    load_by(how, checkpoint, state)
     for at, rows in CHUNKS.values():
         start = next(start for start, chunk in CHUNKS.items() if chunk == (at, rows))
         assert torch.equal(state["a"][at : at + rows], FULL[start : start + rows])
@@ -328,16 +301,16 @@ def test_ranks_tell_uneven_chunks_in_an_order_of_their_own(tmp_path: Path) -> No
         mine = state()
         if how == "stock" and not knows_fields:
             mine["half"] = WHOLE
-        save(how, target, mine)
+        save_by(how, target, mine)
         readers = ["ours", "dcp.load"] if how == "safetensors" else ["ours", "dcp.load", "stock"]
         for reader in readers:
             whole: dict[str, Any] = {"uneven": torch.zeros(13, 3), "half": torch.zeros(13, 3), "b": torch.zeros(2)}
             whole["uneven"] = distribute_tensor(whole["uneven"], mesh, [Replicate(), Shard(1)], src_data_rank=None)
-            load(reader, target, whole)
+            load_by(reader, target, whole)
             assert torch.equal(whole["uneven"].full_tensor(), WHOLE), (how, reader)
             assert torch.equal(whole["half"], WHOLE), (how, reader)
             if reader != "stock" or knows_fields:
-                load(reader, target, same := state(zeros=True))
+                load_by(reader, target, same := state(zeros=True))
                 check(same)
 
 
@@ -373,7 +346,7 @@ def test_a_plain_tensor_that_differs_between_ranks_by_its_type_is_no_replica(che
     vescale_ckpt.save(checkpoint / "plain", {"the": {"key": torch.ones(3)}})
     attempts = [lambda: vescale_ckpt.load(checkpoint / "plain", typed())]
     for number, how in enumerate(("ours", "safetensors", "dcp.save")):
-        attempts.append(partial(save, how, checkpoint / str(number), typed()))
+        attempts.append(partial(save_by, how, checkpoint / str(number), typed()))
     for attempt in attempts:
         if kind in (_Spmd.R, _Spmd.I):
             attempt()
@@ -457,12 +430,12 @@ def test_ragged_shards_are_what_their_methods_tell(tmp_path: Path) -> None:
     rank = dist.get_rank()
     for at, how in enumerate(("ours", "safetensors", "dcp.save", "stock")):
         start, end = [(0, 7), (7, 20)][rank]
-        save(how, tmp_path / how, {"a": _Ragged(whole, start, end)})
+        save_by(how, tmp_path / how, {"a": _Ragged(whole, start, end)})
         for reader in ("ours", "dcp.load") if how == "safetensors" else ("ours", "dcp.load", "stock"):
-            load(reader, tmp_path / how, plain := {"a": torch.zeros(4, 5, 3)})
+            load_by(reader, tmp_path / how, plain := {"a": torch.zeros(4, 5, 3)})
             assert torch.equal(plain["a"], whole), (how, reader)
             other: Any = _Ragged(torch.zeros(4, 5, 3), *[(0, 13 - at), (13 - at, 20)][rank])
-            load(reader, tmp_path / how, {"a": other})
+            load_by(reader, tmp_path / how, {"a": other})
             assert torch.equal(other._local_tensor, _Ragged(whole, *[(0, 13 - at), (13 - at, 20)][rank])._local_tensor)
     value = DTensor.from_local(
         whole.flatten(0, 1)[:10], init_device_mesh("cpu", (2,)), [RaggedShard((0, 1), (1, 1))],

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,7 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
 # --- Children of multiprocessing
 
 
-@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
     context = forks() if kind == "forkserver" else multiprocessing.get_context(kind)
     assert exit_code(context, save_in_background, checkpoint) == 0
@@ -98,6 +99,38 @@ def test_a_child_removes_what_its_last_save_supersedes(checkpoint: Path) -> None
 @pytest.mark.parametrize(("function", "code"), [(fail_in_background, 1), (fail_and_exit, 3), (fail_and_ask, 0)])
 def test_a_child_whose_save_failed_unseen(checkpoint: Path, function: Callable[[Path], None], code: int) -> None:
     assert exit_code(forks(), function, checkpoint) == code
+
+
+# --- What a process remembers of its saves
+
+
+def test_saves_begin_while_others_end() -> None:
+    """Each of several threads saves to a directory of its own."""
+    failures: list[BaseException] = []
+    before = set(steps.background._notices)
+
+    def begin_and_end() -> None:
+        try:
+            for _ in range(300):
+                notices = [steps.Notice() for _ in range(20)]
+                for notice in notices:
+                    steps.background._add_save(notice)
+                for notice in notices:
+                    steps.background._notices.discard(notice)
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=begin_and_end) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == [] and steps.background._notices == before
 
 
 # --- The exit status

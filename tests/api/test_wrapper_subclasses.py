@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import data_files, flip
 from harness.ranks import on_ranks, run_ranks
-from harness.saves import cause
+from harness.saves import cause, load_by, save_by
 from harness.snapshots import late_copies
 from harness.wrapper_tensors import Copying, OneScale, Quantized, Uncut, Unknown
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,41 +41,12 @@ def state(of: Any, **options: Any) -> dict[str, Any]:
     return {"a": torch.arange(5.0), "q": of(ROWS, **options), "z": torch.ones(3), "step": 7}
 
 
-def saved_by(writer: str, path: Path, saved: dict[str, Any]) -> None:
-    if writer == "ours":
-        vescale_ckpt.save(path, saved)
-    elif writer == "ours, asynchronously":
-        vescale_ckpt.save(path, saved, async_checkpoint=True).result()
-    elif writer == "ours under stock plans":
-        dcp.save(saved, storage_writer=vescale_ckpt.StorageWriter(path), planner=dcp.DefaultSavePlanner(), no_dist=True)
-    elif writer == "stock under our plans":
-        dcp.save(saved, storage_writer=dcp.FileSystemWriter(path), planner=vescale_ckpt.SavePlanner(), no_dist=True)
-    else:
-        dcp.save(saved, checkpoint_id=path, no_dist=True)
-
-
-def loaded_by(reader: str, path: Path, target: dict[str, Any]) -> dict[str, Any]:
-    if reader == "ours":
-        vescale_ckpt.load(path, target)
-    elif reader == "ours under stock plans":
-        reads = vescale_ckpt.StorageReader(path)
-        dcp.load(target, storage_reader=reads, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    elif reader == "ours under dcp.load":
-        reads = vescale_ckpt.StorageReader(path)
-        dcp.load(target, storage_reader=reads, planner=vescale_ckpt.LoadPlanner(), no_dist=True)
-    else:
-        dcp.load(target, checkpoint_id=path, no_dist=True)
-    return target
-
-
-@pytest.mark.parametrize("reader", ["ours", "ours under stock plans", "ours under dcp.load", "stock"])
-@pytest.mark.parametrize(
-    "writer", ["ours", "ours, asynchronously", "ours under stock plans", "stock under our plans", "stock"]
-)
+@pytest.mark.parametrize("reader", ["ours", "our reader", "dcp.load", "stock"])
+@pytest.mark.parametrize("writer", ["ours", "async", "our writer", "our planner", "stock"])
 def test_all_read_what_each_writes(checkpoint: Path, writer: str, reader: str) -> None:
     given = state(Quantized.random)
-    saved_by(writer, checkpoint, given)
-    found = loaded_by(reader, checkpoint, state(Quantized.zeros))
+    save_by(writer, checkpoint, given)
+    load_by(reader, checkpoint, found := state(Quantized.zeros))
     assert found["q"].bits() == given["q"].bits()
     assert torch.equal(found["a"], given["a"])
     assert torch.equal(found["z"], given["z"])
@@ -158,7 +129,7 @@ def test_a_plan_is_not_used_for_a_plain_tensor_of_the_same_shape(checkpoint: Pat
 def test_values_of_it(checkpoint: Path, writer: str, caplog: pytest.LogCaptureFixture) -> None:
     """As stock DCP: a plain tensor gets the values, and a wrapper quantizes those of a plain tensor."""
     given = Quantized.random(ROWS)
-    saved_by(writer, checkpoint, {"q": given})
+    save_by(writer, checkpoint, {"q": given})
     plain = {"q": torch.zeros(ROWS, 8)}
     vescale_ckpt.load(checkpoint, plain)
     assert torch.equal(plain["q"], given.values())
@@ -168,7 +139,7 @@ def test_values_of_it(checkpoint: Path, writer: str, caplog: pytest.LogCaptureFi
     vescale_ckpt.load(checkpoint, part, broadcast_checkpoint=True)
     assert torch.equal(part["q"], given.values())
 
-    saved_by(writer, checkpoint, {"q": given.values()})
+    save_by(writer, checkpoint, {"q": given.values()})
     expected, target = Quantized.zeros(ROWS), Quantized.zeros(ROWS)
     expected.copy_(given.values())
     vescale_ckpt.load(checkpoint, {"q": target})
@@ -179,7 +150,7 @@ def test_values_of_it(checkpoint: Path, writer: str, caplog: pytest.LogCaptureFi
 def test_values_that_take_more_bytes_than_are_stored(checkpoint: Path, writer: str) -> None:
     """A tensor that claims more bytes than its records have is refused otherwise."""
     given = Quantized.random(2000)
-    saved_by(writer, checkpoint, {"q": given})
+    save_by(writer, checkpoint, {"q": given})
     assert sum(file.stat().st_size for file in checkpoint.iterdir()) < given.values().nbytes
     assert torch.equal(vescale_ckpt.load(checkpoint)["q"], given.values())
 
@@ -259,7 +230,7 @@ def test_dcp_save_into_safetensors_files_refuses_it_on_all_ranks(checkpoint: Pat
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_commands(checkpoint: Path, writer: str) -> None:
     given = Quantized.random(ROWS)
-    saved_by(writer, checkpoint, {"q": given, "x": torch.ones(4)})
+    save_by(writer, checkpoint, {"q": given, "x": torch.ones(4)})
     report = vescale_ckpt.verify(checkpoint)
     assert report.ok
     assert not report.harmless
@@ -272,7 +243,7 @@ def test_commands(checkpoint: Path, writer: str) -> None:
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_verify_needs_no_class(checkpoint: Path, writer: str) -> None:
-    saved_by(writer, checkpoint, {"q": Unknown.random(ROWS), "x": torch.ones(4)})
+    save_by(writer, checkpoint, {"q": Unknown.random(ROWS), "x": torch.ones(4)})
     report = vescale_ckpt.verify(checkpoint)
     assert (report.damaged, report.harmless) == ([], [])
 
@@ -280,7 +251,7 @@ def test_verify_needs_no_class(checkpoint: Path, writer: str) -> None:
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_damage_is_found(checkpoint: Path, writer: str) -> None:
     given = Quantized.random(ROWS)
-    saved_by(writer, checkpoint, {"q": given})
+    save_by(writer, checkpoint, {"q": given})
     (file,) = data_files(checkpoint)
     flip(file, file.read_bytes().index(given.codes.numpy().tobytes()) + 5)
     assert [damage.key for damage in vescale_ckpt.verify(checkpoint).damaged] == ["q"]
@@ -316,31 +287,23 @@ def _save(path: str, writer: str, replicated: bool) -> None:
     given = Quantized.random(48)
     placement: Any = Replicate() if replicated else Shard(0)
     saved = {"q": _sharded(Quantized, given, placement), "x": torch.ones(3)}
-    if writer == "stock":
-        dcp.save(saved, checkpoint_id=path)
-    elif writer == "async_save":
+    if writer == "async_save":
         with dcp_defaults():
             dcp.async_save(saved, checkpoint_id=path).result()
     else:
-        vescale_ckpt.save(path, saved)
+        save_by(writer, path, saved)
 
 
-def _load(path: str, reader: str, **options: Any) -> bool:
+def _load(path: str, reader: str) -> bool:
     whole, zeros = Quantized.random(48), Quantized.zeros(48)
     target, expected = _sharded(Quantized, zeros, Shard(0)), _sharded(Quantized, whole, Shard(0))
-    if reader == "stock":
-        dcp.load({"q": target}, checkpoint_id=path)
-    elif reader == "ours under stock plans":
-        reads = vescale_ckpt.StorageReader(path)
-        dcp.load({"q": target}, storage_reader=reads, planner=dcp.DefaultLoadPlanner())
-    else:
-        vescale_ckpt.load(path, {"q": target}, **options)
+    load_by(reader, path, {"q": target})
     return bool(target.to_local().bits() == expected.to_local().bits())
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("async_save", "ours under stock plans")],
+    [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("async_save", "our reader")],
 )
 @pytest.mark.parametrize("replicated", [False, True])
 def test_shards_on_other_numbers_of_ranks(checkpoint: Path, writer: str, reader: str, replicated: bool) -> None:
@@ -386,11 +349,11 @@ def test_replicas_are_not_cut(checkpoint: Path) -> None:
         (Uncut, "cannot be cut to"),
     ],
 )
-@pytest.mark.parametrize("reader", ["ours", "ours under stock plans"])
+@pytest.mark.parametrize("reader", ["ours", "our reader"])
 def test_what_cannot_be_resharded_is_refused(checkpoint: Path, kind: Any, reason: str, reader: str) -> None:
     run_ranks(2, _save_and_load_parts, str(checkpoint), kind.__name__)
     with pytest.raises((CheckpointError, CheckpointException)) as raised:
-        loaded_by(reader, checkpoint, {"q": kind.zeros(48)})
+        load_by(reader, checkpoint, {"q": kind.zeros(48)})
     found: Any = cause(raised.value) if reader != "ours" else raised.value
     assert found.key == "q"
     assert re.match(rf"^q: .*{reason}.*load it with the sharding that it was saved with$", str(found))

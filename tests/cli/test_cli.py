@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.commands import difference
 from harness.files import lock
 from harness.ranks import run_ranks
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -26,6 +25,7 @@ import vescale_ckpt
 from vescale_ckpt import cli
 from vescale_ckpt._checkpoint.native.save_facts import unstamped
 from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
+from vescale_ckpt._inspect.diff import diff
 from vescale_ckpt.cli.commands import COMMANDS
 
 FACTS = ("time", "ranks", "torch", "vescale_ckpt")
@@ -341,7 +341,7 @@ def test_diff_of_integers_that_other_dtypes_round(tmp_path: Path) -> None:
     ):
         vescale_ckpt.save(tmp_path / f"{number}a", {"x": a})
         vescale_ckpt.save(tmp_path / f"{number}b", {"x": b})
-        (found,) = difference(tmp_path / f"{number}a", tmp_path / f"{number}b").values
+        (found,) = diff(tmp_path / f"{number}a", tmp_path / f"{number}b", with_values=True).values
         assert found.different == 1
 
 

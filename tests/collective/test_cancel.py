@@ -32,18 +32,12 @@ def _state(fill: float, size: int = 3 << 20) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _slow_writes() -> Any:
-    with steps.slow_background_writes(), steps.limit("bytes of a slot", 4 << 20):
-        yield
-
-
-@contextlib.contextmanager
 def _held_at(moment: str, cancelled: Path, calls: bool = True) -> Any:
     """A save that begins within it, on all ranks, does not end by itself until it is cancelled. `calls`: whether this
     rank cancels it."""
     rank = dist.get_rank()
     if moment == "while it writes":
-        with _slow_writes() if calls else contextlib.nullcontext():
+        with steps.endless_writes() if calls else contextlib.nullcontext():
             yield
     else:
         late = steps.behind("finish files", lambda *_: wait_for(cancelled))
@@ -202,7 +196,7 @@ def test_a_save_to_an_object_store_is_cancelled(url: str, format: str) -> None:
     pytest.importorskip("obstore", reason="object stores need obstore")
     vescale_ckpt.save(f"{url}/c", _state(1, 1000), format=format)
     before = stores.names(f"{url}/c")
-    with _slow_writes():
+    with steps.endless_writes():
         handle = vescale_ckpt.save(f"{url}/c", _state(2, 16 << 20), format=format, async_checkpoint=True)
         assert handle.cancel()
         with pytest.raises(SaveCancelledError, match="nothing is committed"):
@@ -214,7 +208,7 @@ def test_a_save_to_an_object_store_is_cancelled(url: str, format: str) -> None:
 
 def test_a_handle_can_be_cancelled_from_any_thread(checkpoint: Path) -> None:
     answers: list[bool] = []
-    with _slow_writes():
+    with steps.endless_writes():
         handle = vescale_ckpt.save(checkpoint, _state(1), async_checkpoint=True)
         threads = [threading.Thread(target=lambda: answers.append(handle.cancel())) for _ in range(4)]
         for thread in threads:

@@ -131,7 +131,10 @@ def _die(directory: str, phase: str, who: int) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "who"),
-    [("agree", 1), ("open files", 2), ("finish files", 1), ("commit", 0), ("within the metadata", 0)],
+    [
+        *(("agree", 1), ("finish files", 1), ("within the metadata", 0)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("open files", 2), ("commit", 0))),
+    ],
 )
 def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who: int) -> None:
     answers = run_ranks(3, _die, str(tmp_path), phase, who, timeout=BOUND, check=False)

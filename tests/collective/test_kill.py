@@ -22,11 +22,12 @@ import torch.distributed.checkpoint as dcp
 from harness.children import Shared, fork, kill, killed_before, wait_until
 from harness.files import only_named_files
 from harness.saves import load, outcome, save
-from harness.states import State, same, state
+from harness.states import State, change_all, same, state
 from harness.steps import CHANGES_BY_THE_ENGINE, CHANGES_OF_FOLDERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter, verify
 
 KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "36"))
@@ -95,6 +96,28 @@ def save_on_and_on(options: dict[str, bool], directory: Path, committed: Shared)
         k += 1
         save(directory, state(k), **options)
         committed[0] = k
+
+
+def test_a_process_killed_while_it_saves_in_the_background_leaves_the_old_checkpoint_or_the_new_one(
+    checkpoint: Path,
+) -> None:
+    """Training changes the state meanwhile."""
+
+    def train_for_ever(directory: Path, committed: Shared) -> NoReturn:
+        k = committed[0]
+        while True:
+            k += 1
+            values = state(k)
+            handle = vescale_ckpt.save(directory, values, async_checkpoint=True)
+
+            def done(handle: vescale_ckpt.SaveHandle, k: int = k) -> None:
+                if handle.exception() is None:
+                    committed[0] = k
+
+            handle.add_done_callback(done)
+            change_all(values)
+
+    kill_again_and_again(checkpoint, train_for_ever, max(1, KILLS * 4 // 9))
 
 
 def test_a_kill_before_any_change_of_the_folder_leaves_the_old_checkpoint_or_the_new_one(checkpoint: Path) -> None:

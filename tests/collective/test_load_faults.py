@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank
 
+SLOW = pytest.mark.slow
 RANKS = 3
 FOREVER = 30.0  # seconds; the timeout of each step where nobody is late
 SHORT = 2.0  # the same where somebody is
@@ -241,7 +242,9 @@ def _die(directory: Path, where: str) -> list[int]:
     return error.late_ranks
 
 
-@pytest.mark.parametrize("where", ["before the rounds", "reading a round", "after the rounds"])
+@pytest.mark.parametrize(
+    "where", ["reading a round", *(pytest.param(f"{when} the rounds", marks=SLOW) for when in ("before", "after"))]
+)
 def test_a_dead_rank_is_named(checkpoint: Path, where: str) -> None:
     first, dead, last = run_ranks(RANKS, _die, checkpoint, where, check=False)
     assert (first, last) == ([1], [1]) and "died" in str(dead)
@@ -269,8 +272,8 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
 @pytest.mark.parametrize(
     "places",
     [
-        ["placing the last round", "after the rounds"],
-        ["before the rounds", "reading a round", "between reading and sending"],
+        ["before the rounds", "placing the last round"],
+        pytest.param(["reading a round", "between reading and sending", "after the rounds"], marks=SLOW),
     ],
 )
 def test_a_late_rank_is_named(checkpoint: Path, places: list[str]) -> None:

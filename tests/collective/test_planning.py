@@ -3,8 +3,12 @@ never for a state they were not made for."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import os
+import pickle
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -177,20 +181,6 @@ def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plan
     assert made == (plans, [])[dist.get_rank()]
 
 
-@on_ranks(3, timeout=BOUND)
-def test_one_planner_for_two_groups(tmp_path: Path) -> None:
-    # Rank 1 is the second of one group and the first of the other; what it holds is the same in both.
-    planner = SavePlanner()
-    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    for k in range(6):
-        group = groups[k % 2]
-        if dist.get_rank(group) >= 0:
-            state = replicated(k)
-            save("ours", f"{tmp_path}/{k}", state, planner, group)
-            assert_same(load(f"{tmp_path}/{k}", state, group), state)
-    dist.barrier()
-
-
 @pytest.mark.parametrize(("ways", "keeping"), [(("dcp",), 0), (("ours",), 1), (("ours", "dcp"), 0)])
 @on_ranks(2, timeout=BOUND)
 def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
@@ -305,3 +295,64 @@ def test_objects_that_differ_from_rank_to_rank_are_warned_of(checkpoint: Path, w
     told = "".join(texts)
     assert len(texts) == (dist.get_rank() == 0) and "same" not in told
     assert dist.get_rank() or ("rng.seed (ranks 0 and 1)" in told and "PerRank" in told)
+
+
+# --- The metadata that dcp.save returns, what a writer adds to it, and an index beside that of another save
+
+
+def _saved(path: Path, k: int, **options: Any) -> dict[str, Any]:
+    state = replicated(k)
+    dcp.save(state, storage_writer=StorageWriter(path, **options), planner=SavePlanner())
+    return state
+
+
+def test_an_index_of_another_save(tmp_path: Path) -> None:
+    first, second = _saved(tmp_path / "1", 1), _saved(tmp_path / "2", 2)
+    shutil.copy(tmp_path / "1" / ".metadata.index", tmp_path / "2" / ".metadata.index")
+    assert_same(load(str(tmp_path / "2"), second), second)
+    shutil.copytree(tmp_path / "1", tmp_path / "2", dirs_exist_ok=True)
+    assert_same(load(str(tmp_path / "2"), first), first)
+
+
+@on_ranks(2, timeout=BOUND)
+def test_the_metadata_that_a_save_returns(checkpoint: Path) -> None:
+    state = replicated(1)
+    metadata = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    again = pickle.loads(pickle.dumps(metadata))
+    deep = copy.deepcopy(metadata)
+    replaced = dataclasses.replace(metadata, planner_data={"x": 1})
+    stock = FileSystemReader(checkpoint).read_metadata()
+    for one in (metadata, again, deep, copy.copy(metadata)):
+        assert one.state_dict_metadata == stock.state_dict_metadata
+        assert one.storage_data == stock.storage_data and one.planner_data == stock.planner_data
+        assert one.version == stock.version
+    assert replaced.planner_data == {"x": 1} and replaced.storage_data == stock.storage_data
+    assert pickle.loads(pickle.dumps(replaced)).planner_data == {"x": 1}
+    metadata.planner_data = {"y": 2}
+    assert pickle.loads(pickle.dumps(metadata)).planner_data == {"y": 2}
+    assert copy.deepcopy(metadata).planner_data == {"y": 2}
+    unseen = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="replaced by a later save"):
+        len(unseen.state_dict_metadata)
+    dist.barrier()
+    unseen = dcp.save(state, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(checkpoint)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="is no directory"):
+        len(unseen.state_dict_metadata)
+
+
+class _NotingWriter(StorageWriter):
+    def finish(self, metadata: Any, results: Any) -> None:
+        metadata.planner_data["note"] = ("note",)
+        super().finish(metadata, results)
+
+
+@on_ranks(2, timeout=BOUND)
+def test_what_a_writer_adds_to_metadata_is_written(checkpoint: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=_NotingWriter(checkpoint), planner=SavePlanner())
+    assert FileSystemReader(checkpoint).read_metadata().planner_data == {"a": ("a",), "note": ("note",)}

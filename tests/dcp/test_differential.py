@@ -64,12 +64,6 @@ def test_every_dtype_in_every_shape(checkpoint: Path, writer: Callable[..., Any]
     assert reader.last_stats.fallback_tensors == reader.last_stats.unverified_bytes == 0
 
 
-def test_stock_loads_a_file_for_each_item(checkpoint: Path) -> None:
-    state = mixed_state()
-    dcp_save(checkpoint, state, single_file_per_rank=False)
-    assert_same(stock_load(checkpoint, state), state)
-
-
 @pytest.mark.parametrize("options", [{"thread_count": 4}, {"single_file_per_rank": False}], ids=str)
 def test_stock_checkpoint_of_many_files(checkpoint: Path, options: dict[str, Any]) -> None:
     state = mixed_state() | {f"{i}": torch.full((i,), i) for i in range(200)}

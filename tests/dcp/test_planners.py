@@ -172,16 +172,14 @@ class _Resolved(SavePlanner):
         return value * 2 if isinstance(value, torch.Tensor) else value
 
 
-class _Transformed(SavePlanner):
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        value = super().transform_object(write_item, object)
-        return value * 2 if isinstance(value, torch.Tensor) else value
-
-
 class _DefaultTransformed(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
         return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+class _Transformed(_DefaultTransformed, SavePlanner):
+    pass
 
 
 @pytest.mark.parametrize("kind", [_Doubled, _Resolved, _Transformed, _DefaultTransformed])

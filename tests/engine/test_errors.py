@@ -58,13 +58,7 @@ def test_many_missing_keys_are_all_carried_and_some_shown() -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [
-        (28, StorageFullError),
-        (122, StorageFullError),
-        (27, StorageFullError),
-        (5, CheckpointError),
-        (13, CheckpointError),
-    ],
+    [*((full, StorageFullError) for full in (27, 28, 122)), *((other, CheckpointError) for other in (5, 13))],
 )
 def test_engine_errors_become_errors_of_this_package(tmp_path: os.PathLike[str], number: int, kind: type) -> None:
     tensor = torch.ones(3)

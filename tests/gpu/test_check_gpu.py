@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ def check_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_without_a_gpu_all_steps_are_skipped(tmp_path: Path, check_gpu: Any) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path / "out")}
-    command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND)
+    result = run_python([sys.executable, ROOT / "scripts" / "check_gpu.py"], env=environment, timeout=BOUND)
     assert result.returncode == 0, result.stderr
     report = (tmp_path / "out" / "report.md").read_text()
     assert result.stdout.endswith(report + "\n") and "no CUDA device" in report

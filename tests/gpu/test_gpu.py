@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import steps
-from harness.snapshots import snapshot_memory
+from harness.snapshots import late_copies, snapshot_memory
+from harness.states import assert_same
 
 import vescale_ckpt
 
@@ -226,4 +228,67 @@ def test_snapshots_hold_tensors_of_all_kinds(tmp_path: Path) -> None:
         assert torch.equal(loaded[key], value.cpu()), (value.shape, value.stride(), value.dtype)
 
 
-# --- Loads in which ranks read for each other
+# --- Gates with compiled models and optimizers
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_waits(tmp_path: Path, backend: str) -> None:
+    if backend == "inductor":
+        pytest.importorskip("triton")
+    torch._dynamo.reset()
+    module = torch.nn.Linear(2048, 2048, device="cuda")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    model, step = torch.compile(module, backend=backend), torch.compile(optimizer.step, backend=backend)
+    for _ in range(2):
+        model(torch.ones(2048, device="cuda")).sum().backward()
+        step()
+    gate = vescale_ckpt.Gate(optimizer, allow_capturable=True)  # the compiler has set it
+    for number in (1, 2):
+        state = {"w": module.weight, "average": optimizer.state[module.weight]["exp_avg"]}
+        before = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        with late_copies() as ready:
+            handle = vescale_ckpt.save(tmp_path / str(number), state, async_checkpoint=True, gate=gate)
+            model(torch.ones(2048, device="cuda")).sum().backward()
+            threading.Timer(0.3, ready.set).start()
+            step()
+            assert handle.staged.done()
+            handle.result(BOUND)
+        assert not torch.equal(module.weight.cpu(), before["w"])
+        loaded = {name: torch.zeros(2048, 2048) for name in state}
+        vescale_ckpt.load(tmp_path / str(number), loaded)
+        assert_same(loaded, before)
+
+
+# --- Loads into many allocations of torch's, which are often neighbours, as tensors are in files and in the memory that
+# they are read into. No copy may span two allocations: CUDA refuses it.
+
+
+def large(count: int = 16, nbytes: int = 32 << 20) -> dict[str, torch.Tensor]:
+    """Each fills an allocation of its own."""
+    return {f"t{number:02}": torch.randn(nbytes // 4) for number in range(count)}
+
+
+def small(count: int = 20_000) -> dict[str, torch.Tensor]:
+    """Each fills a part of an allocation: sizes are multiples of 512 bytes."""
+    values = torch.randn(count, 640)
+    return {f"s{number:05}": values[number, : 128 * (1 + number % 5)].clone() for number in range(count)}
+
+
+def expect_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(tensor.device.type == "cuda" for tensor in found.values())
+    joined = torch.cat([found[name] for name in wanted]).cpu()
+    assert torch.equal(joined, torch.cat(list(wanted.values())))
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+@pytest.mark.parametrize("make", [large, small])
+def test_tensors_of_many_allocations(tmp_path: Path, format: str, make: object) -> None:
+    wanted = large() if make is large else small()
+    vescale_ckpt.save(tmp_path / "checkpoint", wanted, format=format)
+    found = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in wanted.items()}
+    for _ in range(2):  # into memory that is not yet page-locked, and then is
+        vescale_ckpt.load(tmp_path / "checkpoint", found)
+        expect_equal(found, wanted)
+        for tensor in found.values():
+            tensor.zero_()

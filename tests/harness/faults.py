@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import resource
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 from vescale_ckpt._engine import _C
 
@@ -33,6 +37,11 @@ def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None
         yield
     finally:
         clear()
+
+
+def no_locks() -> Any:
+    """A context, which `start()` makes last for the rest of the test: the file system has no locks."""
+    return mock.patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "no locks here"))
 
 
 @contextlib.contextmanager

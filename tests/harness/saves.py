@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 
 import vescale_ckpt
 from harness.states import State, blank, same
-from vescale_ckpt import CheckpointError, LoadPlanner, SaveHandle, SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt import CheckpointError, LoadPlanner, SaveHandle, SavePlanner, Stager, StorageReader, StorageWriter
 from vescale_ckpt._collective.start_save import start_save
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt.manager.node_tier import NodePlanner
@@ -209,6 +210,26 @@ def save_as(way: str, path: Path, state: State, **options: Any) -> SaveHandle:
         return save_on_nodes(path, state, **options)
     of_way: dict[str, Any] = {"async": {"async_checkpoint": True}, "safetensors": {"format": "safetensors"}}
     return vescale_ckpt.save(path, state, **of_way.get(way, {}), **options)
+
+
+def save_by(how: str, path: Path | str, state: State) -> Any:
+    """`how`: "ours", "async", "safetensors"; or by `dcp.save` with both parts of ours, "dcp.save" and, of a copy,
+    "staged", with one, "our writer" or "our planner", or with none, "stock"."""
+    if how in ("ours", "async", "safetensors"):
+        return save_as(how, Path(path), state).result()
+    writer = (FileSystemWriter if how in ("stock", "our planner") else StorageWriter)(path)
+    planner = (DefaultSavePlanner if how in ("stock", "our writer") else SavePlanner)()
+    return dcp.save(Stager().stage(state) if how == "staged" else state, storage_writer=writer, planner=planner)
+
+
+def load_by(how: str, path: Path | str, state: State) -> None:
+    """`how`: "ours"; or by `dcp.load`: "dcp.load", "our reader", "our planner", "stock"."""
+    if how == "ours":
+        vescale_ckpt.load(path, state)
+        return
+    reader = (FileSystemReader if how in ("stock", "our planner") else StorageReader)(path)
+    planner = (DefaultLoadPlanner if how in ("stock", "our reader") else LoadPlanner)()
+    dcp.load(state, storage_reader=reader, planner=planner)
 
 
 def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool = False, **options: Any) -> SaveHandle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -202,6 +203,13 @@ def slow_background_writes(bytes_per_second: int = 1) -> Any:
         return make(**(given | {"bytes_per_second": bytes_per_second} if given["niceness"] else given))
 
     return mock.patch.object(_C, "Options", slow)
+
+
+@contextlib.contextmanager
+def endless_writes() -> Iterator[None]:
+    """A context in which asynchronous saves that have more than a slot to write do not end."""
+    with slow_background_writes(), limit("bytes of a slot", 4 << 20):
+        yield
 
 
 def hash_in_python() -> Any:

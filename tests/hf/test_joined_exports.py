@@ -75,7 +75,7 @@ def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
     return written
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_the_files_are_those_of_ranks_that_write_alone(checkpoint: Path, shape: tuple[int, ...]) -> None:
     size = 2 if shape == (2,) else 4
     written = run_ranks(size, _export, str(checkpoint), shape)

@@ -556,7 +556,7 @@ def test_ranks_with_copies_of_their_own(tmp_path: Path) -> None:
         assert "ranks see different files" in answer
 
 
-# --- transformers
+# --- Odd headers
 
 
 def test_a_header_with_strange_names(tmp_path: Path) -> None:

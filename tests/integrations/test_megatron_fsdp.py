@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from harness.ranks import on_ranks
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from harness.saves import load_by, save_by
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-
-import vescale_ckpt
-from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 pytest.importorskip("megatron_fsdp", reason="megatron-fsdp")
 pytestmark = pytest.mark.slow  # its import takes longer than the test
@@ -51,29 +46,18 @@ def test_uneven_dtensors_are_stored_as_they_tell(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh._shard_order = [1, 0]  # type: ignore[attr-defined]  # the package's own attribute
     full = {name: WHOLE for name in ROWS}
-    saves: dict[str, Any] = {
-        "ours": lambda to, state: vescale_ckpt.save(to, state),
-        "dcp.save": lambda to, state: dcp.save(state, storage_writer=StorageWriter(to), planner=SavePlanner()),
-        "safetensors": lambda to, state: vescale_ckpt.save(to, state, format="safetensors"),
-        "stock": lambda to, state: dcp.save(state, storage_writer=FileSystemWriter(to)),
-    }
-    loads: dict[str, Any] = {
-        "ours": lambda of, state: vescale_ckpt.load(of, state),
-        "dcp.load": lambda of, state: dcp.load(state, storage_reader=StorageReader(of), planner=LoadPlanner()),
-        "stock": lambda of, state: dcp.load(state, storage_reader=FileSystemReader(of)),
-    }
-    for saved_by, save in saves.items():
+    for saved_by in ("ours", "dcp.save", "safetensors", "stock"):
         target = tmp_path / saved_by
-        save(target, preprocess(_sharded(mesh)))
-        for loaded_by, load in loads.items():
+        save_by(saved_by, target, preprocess(_sharded(mesh)))
+        for loaded_by in ("ours", "dcp.load", "stock"):
             if (saved_by, loaded_by) == ("safetensors", "stock"):
                 continue
             resharded = {
                 name: distribute_tensor(torch.zeros_like(value), mesh, [Replicate(), Shard(1)], src_data_rank=None)
                 for name, value in full.items()
             }
-            load(target, resharded)
-            load(target, again := preprocess(_sharded(mesh, zeros=True)))
+            load_by(loaded_by, target, resharded)
+            load_by(loaded_by, target, again := preprocess(_sharded(mesh, zeros=True)))
             for name, value in _sharded(mesh).items():
                 assert torch.equal(resharded[name].full_tensor(), WHOLE), (saved_by, loaded_by, name)
                 assert torch.equal(again[name]._local_tensor, value._local_tensor), (saved_by, loaded_by, name)

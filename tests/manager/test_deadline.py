@@ -53,13 +53,6 @@ def _answer(saver: CheckpointManager) -> Any:
     return saver.preempted, saver.steps(), folders == [f"step-{step}" for step in saver.steps()], step == found["step"]
 
 
-@contextlib.contextmanager
-def _slow_writes() -> Any:
-    """Background writes that do not end, until a signal is followed by a save that nothing slows."""
-    with steps.slow_background_writes(), steps.limit("bytes of a slot", 4 << 20):
-        yield
-
-
 @pytest.mark.parametrize("is_async", [True, False])
 @on_ranks(2)
 def test_the_running_save_and_the_last_one_are_made_if_there_is_time(checkpoint: Path, is_async: bool) -> None:
@@ -80,7 +73,7 @@ def test_the_running_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None
     saver = _manager(checkpoint, SHORT)
     saver.save(1, _state(1))
     saver.wait()
-    with _slow_writes():
+    with steps.endless_writes():
         running = saver.save(2, _state(2, 3 << 20))
         assert running is not None
         _signal()
@@ -110,7 +103,7 @@ def test_the_last_save_is_cancelled_at_the_deadline(checkpoint: Path) -> None:
 @on_ranks(2)
 def test_the_last_save_has_all_the_disk(checkpoint: Path) -> None:
     saver = _manager(checkpoint, LONG)
-    with _slow_writes():
+    with steps.endless_writes():
         _signal(0)
         saver.save(1, _state(1, 3 << 20))
     assert _answer(saver) == (True, [1], True, True)
@@ -222,7 +215,7 @@ def test_a_rank_that_does_not_come_to_the_last_save(checkpoint: Path) -> None:
 def test_a_rank_that_cannot_tell_the_others_is_told_by_them(checkpoint: Path) -> None:
     """Rank 0 cannot reach the store at the deadline, and writes later."""
     saver, rank = _manager(checkpoint, SHORT), dist.get_rank()
-    with held() if rank == 0 else _slow_writes() as event:
+    with held() if rank == 0 else steps.endless_writes() as event:
         running = saver.save(1, _state(1, 3 << 20))
         assert running is not None
         _signal()

@@ -74,8 +74,8 @@ def _lines(reported: Path) -> Iterator[list[str]]:
 
 
 def _one_comes_late(path: Path, late: int, connected: bool) -> dict[str, list[str]]:
-    """One rank makes each call alone, until a line names the other. `connected`: the ranks have made the call before.
-    Returns the lines of this rank."""
+    """One rank makes each call alone, until a line names the other. `connected`: the ranks have made the call before;
+    how they connect is the same for all calls. Returns the lines of this rank."""
     is_late, told = dist.get_rank() == late, {}
 
     def manager() -> CheckpointManager:
@@ -87,7 +87,7 @@ def _one_comes_late(path: Path, late: int, connected: bool) -> dict[str, list[st
     for name in ("save", "CheckpointManager.save", *(COLLECTIVE if connected else ())):
         COLLECTIVE[name](path, kept)
     os.environ["VESCALE_CKPT_REPORT_SECONDS"] = "1"
-    for name, call in COLLECTIVE.items():
+    for name, call in COLLECTIVE.items() if connected else [*COLLECTIVE.items()][::4]:
         reported, of = path / f"{name}.reported", kept if connected else manager()
         deadline = time.monotonic() + 20
         with _lines(reported) as told[name]:

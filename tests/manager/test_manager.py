@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import gc
 import json
@@ -14,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,15 +67,6 @@ def save_steps(directory: Path, *steps: int, **options: Any) -> None:
 
 
 # --- When to save
-
-
-def test_intervals_by_steps(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, save_interval_steps=3) as saver:
-        saved = [step for step in range(10) if saver.save(step, small_state(step))]
-        assert saved == [0, 3, 6, 9]
-        assert saver.save(10, small_state(10), force=True) is not None
-        saver.wait()
-        assert saver.steps() == [0, 3, 6, 9, 10]
 
 
 def test_intervals_by_seconds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,17 +652,8 @@ def test_a_save_waits_for_its_directory_to_be_removed(checkpoint: Path) -> None:
     assert verify(path).ok and not (checkpoint / "step-1.deleting").exists()
 
 
-@pytest.fixture
-def no_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    return None
-
-
-@pytest.mark.usefixtures("no_locks")
 def test_a_file_system_without_locks(checkpoint: Path) -> None:
+    faults.no_locks().start()
     assert await_exit(fork(functools.partial(save_and_die, checkpoint, 1))) == DIED
     save_steps(checkpoint, 2, 3, max_to_keep=1)
     assert steps_in(checkpoint) == [1, 3]  # nobody knows whether the save of step 1 goes on

@@ -306,15 +306,7 @@ def test_a_signal_leads_to_one_last_save(checkpoint: Path) -> None:
     assert restored(checkpoint) == (5, True) and steps_in(checkpoint) == [5]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As in a terminal: a job that a shell starts with `&` ignores the interrupt."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> None:
     with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
         os.kill(os.getpid(), signal.SIGINT)

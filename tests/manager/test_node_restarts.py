@@ -61,7 +61,7 @@ EVENTS = [(), (0,), (1,)]  # which machines are lost, when the job is killed
 @pytest.mark.parametrize(
     ("first", "second", "copies"),
     [
-        pytest.param(*case, marks=[] if case in (((0,), (1,), "running"), ((), (1,), "none")) else SLOW)
+        pytest.param(*case, marks=[] if case == ((0,), (1,), "running") else SLOW)
         for case in itertools.product(EVENTS, EVENTS, ("come", "running", "none"))
     ],
 )
@@ -213,7 +213,8 @@ def test_a_copy_that_was_cut_short_is_made_again(machine: int, three: NodeJob) -
     job.call("close")
 
 
-@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("machine", [0, 1])
 def test_copies_are_made_although_a_machine_has_an_older_attempt(machine: int, three: NodeJob) -> None:
     options = {"copies": 1, "durable_interval_steps": NEVER}
     job = new_job(three)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.python_forks import run_python
 from harness.ranks import on_ranks
 
 import vescale_ckpt
@@ -140,5 +140,5 @@ def called(step, path):
 manager = vescale_ckpt.CheckpointManager({str(tmp_path / "run")!r}, on_commit=called)
 manager.save(1, {{"w": torch.ones(100000)}})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
+    assert run_python([sys.executable, "-c", script], timeout=PATIENCE).returncode == 0
     assert (tmp_path / "called").read_text() == str(tmp_path / "run" / "step-1")

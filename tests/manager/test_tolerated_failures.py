@@ -118,7 +118,7 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
     rank = dist.get_rank()
     gave_up = checkpoint.parent / "gave up"
     interval = {"save_interval_seconds": 0} if where == "saving if it is due" else {}
-    with _logged() as log, CheckpointManager(checkpoint, timeout=5, on_error="warn", **interval) as saver:
+    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn", **interval) as saver:
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()

@@ -133,7 +133,8 @@ UNTYPED = {"asynchronous.md", "export.md", "manager.md", "partial.md", "ranks.md
 
 
 def test_type_checkers_take_the_code_of_the_pages(tmp_path: Path) -> None:
-    """mypy --strict, as a user would run it; but examples need not annotate their functions."""
+    """mypy --strict, as a user would run it; but examples need not annotate their functions, and torch, which takes
+    most of the time, is anything at all."""
     pytest.importorskip("mypy")
     for page in [*DOCS, README]:
         blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
@@ -143,15 +144,11 @@ def test_type_checkers_take_the_code_of_the_pages(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) >= 8
     wrong = 'import vescale_ckpt\n\nvescale_ckpt.save("a", {}, format="safetensor")\n'
     (tmp_path / "wrong_format.py").write_text(wrong)
-    options = [
-        "--strict",
-        "--implicit-reexport",
-        "--follow-imports=silent",
-        "--no-incremental",
-        "--ignore-missing-imports",
-    ]
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")
+    options = ["--strict", "--implicit-reexport", "--follow-imports=silent", "--no-incremental"]
+    options += ["--ignore-missing-imports", "--allow-subclassing-any", "--allow-untyped-decorators"]
     options += ["--disable-error-code=no-untyped-def", "--disable-error-code=no-untyped-call"]
-    command = [sys.executable, "-m", "mypy", *options, *sorted(os.listdir(tmp_path))]
+    command = [sys.executable, "-m", "mypy", *options, *sorted(path.name for path in tmp_path.glob("*.py"))]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     errors = [line for line in found.stdout.splitlines() if ": error: " in line]

@@ -206,7 +206,8 @@ def _trouble(directory: Path, name: str, trouble: Trouble, machine: int, machine
 
 
 @pytest.mark.parametrize(
-    ("name", "trouble"), [("save", "frozen"), ("load", "deaf"), ("async", "down"), ("manager", "lost")]
+    ("name", "trouble"),
+    [("save", "frozen"), ("load", "deaf"), ("async", "down"), pytest.param("manager", "lost", marks=pytest.mark.slow)],
 )
 def test_the_others_name_a_machine_in_trouble(name: str, trouble: Trouble, tmp_path: Path) -> None:
     with Machines(2, ranks=1 if trouble == "frozen" else 2) as machines:

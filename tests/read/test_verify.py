@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ import torch.distributed.checkpoint as dcp
 from harness import faults
 from harness.children import in_child
 from harness.files import data_files, drop_from_cache, flipped, ranks_alone, read_metadata, records, rewrite_metadata
-from harness.ranks import run_ranks
 from harness.saves import outcome, save, stock_save
 from harness.states import state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import vescale_ckpt
-from vescale_ckpt import CorruptCheckpointError, VerifyReport, verify
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, Safetensors, VerifyReport, verify
+from vescale_ckpt._checkpoint.check_records import check_file, file_ends
+from vescale_ckpt._checkpoint.loadable import LoadableCheckpoint
+from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
+from vescale_ckpt._checkpoint.recognize import committed_at
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -144,14 +148,6 @@ def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatc
         assert answer.peak_bytes < 64 << 20, f"{name}: {answer.peak_bytes >> 20} MiB"
 
 
-def test_what_has_no_checksums_is_counted(checkpoint: Path) -> None:
-    save(checkpoint, state(1), checksums=False)
-    report = verify(checkpoint)
-    assert report.ok
-    tensors = sum(len(record.body) for record in records(checkpoint) if record.key.startswith("model."))
-    assert report.unverified_bytes >= tensors
-
-
 # --- Metadata
 
 
@@ -162,6 +158,24 @@ def test_directories_without_a_checkpoint(checkpoint: Path, tmp_path: Path) -> N
         assert "has no .metadata" in verify(tmp_path, quick=quick).damaged[0].reason
     with pytest.raises(ValueError, match="no storage for hdfs"):
         verify("hdfs://host/checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("format", "last"),
+    [
+        ("dcp", ".metadata"),
+        ("safetensors", "model.safetensors"),
+        (Safetensors(max_shard_size=16), "model.safetensors.index.json"),
+    ],
+    ids=["dcp", "one file", "several files"],
+)
+def test_a_folder_is_committed_when_its_last_file_is_there(checkpoint: Path, format: Any, last: str) -> None:
+    assert committed_at(str(checkpoint)) is None
+    vescale_ckpt.save(checkpoint, {"a": torch.ones(4), "b": torch.ones(4)}, format=format)
+    os.utime(checkpoint / last, ns=(1, 7_000))
+    assert committed_at(str(checkpoint)) == 7_000
+    (checkpoint / last).unlink()
+    assert committed_at(str(checkpoint)) is None
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -229,28 +243,15 @@ def test_a_stock_file_with_another_tensor_is_no_match(checkpoint: Path, tmp_path
     assert damage.key == "weight" and "promises torch.float32 (30, 40)" in damage.reason
 
 
-# --- Several ranks, one process
-
-
-def test_a_checkpoint_of_two_ranks(checkpoint: Path) -> None:
-    run_ranks(2, save_on_two, checkpoint)
-    report = verify(checkpoint)
-    assert report.ok and report.files == 2 and report.indexed
-    victim = data_files(checkpoint)[1]
-    victim.unlink()
-    assert {damage.file for damage in verify(checkpoint).damaged} == {str(victim)}
-
-
-def save_on_two(directory: Path) -> None:
-    values = {"replica": torch.arange(600_000.0), "step": 1}
-    vescale_ckpt.save(directory, values)
-
-
 def test_what_ranks_saved_without_collectives(tmp_path: Path) -> None:
     checkpoint = ranks_alone(tmp_path)
     report = verify(checkpoint)
     assert report.ok and report.indexed and report.files == 2 and report.keys == 2 * 6
     assert vescale_ckpt.inspect(checkpoint).tensors["rows"].shape == (10, 7)
+    victim = data_files(checkpoint)[1]
+    away = victim.rename(tmp_path / "away")
+    assert {damage.file for damage in verify(checkpoint).damaged} == {str(victim)}
+    away.rename(victim)
     (checkpoint / "__1.metadata").write_bytes(b"")
     assert {damage.file for damage in verify(checkpoint).damaged} == {str(checkpoint / "__1.metadata")}
 
@@ -351,7 +352,10 @@ def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, change: Callab
 
 def test_what_cannot_be_checked_is_said(checkpoint: Path) -> None:
     save(checkpoint, state(1), checksums=False)
-    (told,) = verify(checkpoint).unchecked
+    report = verify(checkpoint)
+    tensors = sum(len(record.body) for record in records(checkpoint) if record.key.startswith("model."))
+    assert report.ok and report.unverified_bytes >= tensors
+    (told,) = report.unchecked
     assert "without checksums" in told
     (told,) = verify(checkpoint, quick=True).unchecked
     assert told.startswith("the data")
@@ -378,3 +382,86 @@ def test_a_tensor_that_is_placed_without_an_offset_is_damage_as_for_loads(
         assert damaged_keys(verify(checkpoint, quick=quick)) == {"w"}
     with pytest.raises(CorruptCheckpointError, match="w: the metadata does not say where it is stored"):
         vescale_ckpt.convert(checkpoint, tmp_path / "made.pt", format="torch")
+
+
+# --- One data file, as `verify` checks all: `check_file`
+
+
+def opened(path: Path) -> LoadableCheckpoint:
+    checkpoint = open_checkpoint(str(path))
+    assert isinstance(checkpoint, LoadableCheckpoint)
+    return checkpoint
+
+
+def taken_away(path: Path, tmp_path: Path) -> Path:
+    """A copy of a file under another name in another folder, as of a file that is being received."""
+    return Path(shutil.copyfile(path, tmp_path / f"{path.name}.tmp.1.2"))
+
+
+def test_sound_files_pass_under_any_name(saved: Path, tmp_path: Path) -> None:
+    checkpoint = opened(saved)
+    assert set(file_ends(checkpoint)) == {path.name for path in data_files(saved)}
+    for path in data_files(saved):
+        check_file(checkpoint, path.name, str(path))
+        away = taken_away(path, tmp_path)
+        drop_from_cache(away)
+        check_file(checkpoint, path.name, str(away))
+
+
+def test_what_verify_finds_is_raised(saved: Path, tmp_path: Path) -> None:
+    rng = random.Random(2)
+    checkpoint = opened(saved)
+    for record in records(saved):
+        away = taken_away(record.path, tmp_path)
+        for place in (record.body, range(record.begin, record.end)):
+            if not len(place):
+                continue
+            bit = rng.randrange(8 * place.start, 8 * place.stop)
+            with flipped(record.path, bit):
+                damaged = verify(saved).damaged
+            assert damaged or place is not record.body
+            with flipped(away, bit):
+                if not damaged:
+                    check_file(checkpoint, record.path.name, str(away))
+                    continue
+                with pytest.raises(CorruptCheckpointError) as raised:
+                    check_file(checkpoint, record.path.name, str(away))
+            assert (raised.value.key, raised.value.file) == (record.key, str(away))
+            assert raised.value.offset == damaged[0].offset and record.key in str(raised.value)
+            assert str(away) in str(raised.value)
+
+
+def test_files_of_safetensors(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "model", state(1)["model"], format="safetensors")
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    away = taken_away(path, tmp_path)
+    check_file(opened(tmp_path / "model"), path.name, str(away))
+    with flipped(away, 8 * (away.stat().st_size - 1)), pytest.raises(CorruptCheckpointError) as raised:
+        check_file(opened(tmp_path / "model"), path.name, str(away))
+    assert raised.value.file == str(away) and raised.value.key in state(1)["model"]
+
+
+def test_what_is_no_file_of_the_checkpoint(saved: Path, tmp_path: Path) -> None:
+    checkpoint, path = opened(saved), data_files(saved)[0]
+    with pytest.raises(CheckpointError, match="names no data file other"):
+        check_file(checkpoint, "other", str(path))
+    with pytest.raises(CheckpointError) as missing:
+        check_file(checkpoint, path.name, str(tmp_path / "missing"))
+    assert missing.value.errno == errno.ENOENT
+    os.mkfifo(tmp_path / "fifo")
+    for place in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(CorruptCheckpointError, match="is not a regular file"):
+            check_file(checkpoint, path.name, str(place))
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(saved: Path, tmp_path: Path) -> None:
+    checkpoint = opened(saved)
+    path = max(records(saved), key=lambda record: len(record.body)).path
+    away = taken_away(path, tmp_path)
+    drop_from_cache(away)
+    with (
+        faults.fault("read", errno.EIO, 0, 10**9),
+        pytest.raises(CheckpointError, match="Input/output error") as raised,
+    ):
+        check_file(checkpoint, path.name, str(away))
+    assert not isinstance(raised.value, CorruptCheckpointError) and raised.value.path == str(away)

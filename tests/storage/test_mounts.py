@@ -9,13 +9,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from harness import object_server as servers
 from harness import saves
-from harness.children import Shared, kill, wait_until
+from harness.children import Shared, fork, kill, wait_until
 from harness.files import data_file_names
 from harness.states import state
 
@@ -95,7 +95,6 @@ def test_save_load_overwrite_verify(mount: Path) -> None:
 
 
 def _save_for_ever(directory: Path, numbers: Shared) -> None:
-    torch.set_num_threads(1)  # those of its parent are not in a fork
     for k in range(1, 10**6):
         vescale_ckpt.save(directory, state(k))
         numbers[0] = k
@@ -106,12 +105,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(mount: Path) -> None:
     vescale_ckpt.save(directory, state(0))
     for attempt in range(3):
         numbers = Shared(1)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _save_for_ever(directory, numbers)
-            finally:
-                os._exit(1)
+        pid = fork(partial(_save_for_ever, directory, numbers))
         wait_until(numbers, attempt, "saves")
         time.sleep(0.013 * attempt)
         kill(pid)

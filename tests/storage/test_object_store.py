@@ -418,7 +418,6 @@ def test_what_obstore_says_is_in_one_line() -> None:
 # --- Stock DCP reads, by its own reader of fsspec's paths, what was written here
 
 
-pytest.importorskip("obstore", reason="object stores need obstore")
 fsspec_files = pytest.importorskip("torch.distributed.checkpoint._fsspec_filesystem", reason="needs fsspec")
 
 

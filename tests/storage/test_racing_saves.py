@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -91,7 +90,7 @@ def test_of_exports_one_commits(
     if not has_locks:
         if len(set(sizes)) > 1:
             pytest.skip("one of each commits under another name: only locks keep them apart")
-        monkeypatch.setattr(fcntl, "flock", _no_locks)
+        faults.no_locks().start()
     path = tmp_path / "made"
     formats = [vescale_ckpt.Safetensors(max_shard_size=size) for size in sizes]
     # Without locks all have found that there is no model when the first of them names its files.
@@ -100,10 +99,6 @@ def test_of_exports_one_commits(
     k = race(saves, seam, tmp_path / "outcomes")
     assert holds(path, k)
     assert len(os.listdir(path)) == (1 if sizes[k] == "5GB" else 3)
-
-
-def _no_locks(*_: Any) -> None:
-    raise OSError(errno.ENOLCK, "no locks here")
 
 
 def test_without_hard_links_a_commit_looks_first(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

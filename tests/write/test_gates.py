@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,14 +38,6 @@ def begun_by(optimizer: torch.optim.Optimizer) -> threading.Event:
     begun = threading.Event()
     optimizer.register_step_pre_hook(lambda *_: begun.set())
     return begun
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where the tests run in the background, whose processes ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_two_saves_behind_one_optimizer(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""`make lint` finds C++ types that two files define: scripts/one_definition.py."""
+"""What sources keep to: C++ types are defined once (scripts/one_definition.py, a part of `make lint`), and the steps
+that tests act before, behind or in place of are in the product."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness.steps import LIMITS, STEPS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "one_definition.py"
 
@@ -29,3 +31,8 @@ def test_a_name_has_one_definition(files: dict[str, str], finds: str, tmp_path: 
     result = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
     assert (result.returncode != 0) == bool(finds), result.stderr
     assert finds in result.stderr
+
+
+def test_every_step_and_limit_that_tests_name_is_there() -> None:
+    named = {**STEPS, **LIMITS}
+    assert [name for name, (owner, attribute) in named.items() if not hasattr(owner, attribute)] == []
