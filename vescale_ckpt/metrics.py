@@ -12,6 +12,10 @@ from ._observe.listeners import Finished, Listener, on_finish
 __all__ = ["Finished", "JsonLines", "Listener", "TensorBoard", "WeightsAndBiases", "figures", "on_finish"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def figures(finished: Finished) -> dict[str, float]:
     """Returns {name: figure} of a save or load: seconds, bytes, bytes a second, seconds of each phase, imbalance."""
     result: dict[str, float] = {"seconds": finished.seconds, "failed": float(finished.error is not None)}

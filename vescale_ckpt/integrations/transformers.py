@@ -31,6 +31,11 @@ from .dcp import Defaults, enable
 
 __all__ = ["OneCommit", "VescaleCallback", "last_sound_checkpoint", "save_pretrained"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 TESTED = ("5.22", "5.24")
 _LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
 _SHARDED = "SHARDED_STATE_DICT"
