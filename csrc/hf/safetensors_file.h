@@ -1,4 +1,5 @@
-// Opens safetensors files, and reads boxes of tensors out of them by the tables with which those of data files are read.
+// Opens safetensors files, and reads boxes of tensors out of them by the tables with which those of data files are
+// read.
 #pragma once
 
 #include <cstdint>
