@@ -245,7 +245,8 @@ def test_what_has_no_values_to_store_is_refused_by_name(tmp_path: Path) -> None:
     vescale_ckpt.save(f"{tmp_path}/jagged", {"old": torch.ones(2)})
     for kind, make in REFUSED.items():
         state = {"other": torch.ones(2), **({"the": {"key": make()}} if dist.get_rank() else {})}
+        reason = "a tensor on the meta device has no values to store" if kind == "meta" else ""
         for asynchronous in (False, True):
-            with pytest.raises(CheckpointError, match=r"rank 1: CheckpointError: the\.key: "):
+            with pytest.raises(CheckpointError, match=rf"rank 1: CheckpointError: the\.key: {reason}"):
                 vescale_ckpt.save(f"{tmp_path}/{kind}", state, async_checkpoint=asynchronous).result()
     assert list(vescale_ckpt.load(f"{tmp_path}/jagged")) == ["old"]
