@@ -72,7 +72,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "open files": (NativeLayout, "open"),
     "write tensors": (NativeLayout, "write_table"),
     "write tensors of an export": (SafetensorsLayout, "write_table"),
-    "write a safetensors file": (_C.FileWriter, "write_dense"),
+    "write a safetensors file": (_C.FileWriter, "write_bytes"),
     "finish files": (NativeLayout, "finish"),
     "connect to the store": (Rendezvous, "next"),
     "may commit": (Exchange, "may_commit"),
