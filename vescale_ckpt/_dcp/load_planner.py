@@ -205,6 +205,14 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._reads is not None:
             assert read_item.dest_index.index is not None
             return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
+        value: Any = self.state_dict[read_item.dest_index.fqn]
+        kind = type(self)
+        stock = (
+            kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
+        )
+        whole = stock and is_plain_tensor(value) and value.shape == read_item.lengths
+        if whole and not tells_chunks(value, loading=True):
+            return value  # type: ignore[no-any-return]  # a whole plain tensor: no lookup is needed
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._engine import _C
 from ..errors import UntrustedCheckpointError
 from .per_rank import PerRank
-from .structure import Path, Structure, is_number
+from .structure import Path, Structure, any_number, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class _Finishing:
         if (structure := self._structure) is not None:
             result = {structure.key(path, name): element for name, element in elements.items()}
             return result if len(result) == len(elements) else elements
-        if any(map(is_number, elements)):
+        if any_number(elements):
             self.doubtful.append(path)
         elif (state := (*path, "state")) in self.doubtful and _numbers_parameters(elements):
             self.doubtful.remove(state)

@@ -22,7 +22,7 @@ from .optimizer_groups import PARAMS_KEY, StoredNames, in_groups
 from .optimizers import OptimizerState, is_nothing, load_exactly, optimizers_in
 from .per_rank import PerRank
 from .stored_entries import StoredEntries
-from .structure import Path, is_number
+from .structure import Path, any_number, is_number
 
 # These types are known to be no `Stateful`. A check against a protocol takes ten microseconds: for a flat dictionary,
 # that is more than planning takes.
@@ -198,7 +198,7 @@ class OptimizerPart(Part):
     ) -> dict[Any, dict[str, str]]:
         """Returns `_stored_state` by the names of parameters, or by their numbers if it is stored so: then parameters
         have numbers from now on."""
-        if self.named and any(map(is_number, self.state.by_name(own))) and _is_by_number(found, stored):
+        if self.named and any_number(self.state.by_name(own)) and _is_by_number(found, stored):
             self.state.number()  # else "1" would be taken for a name
             own = self.form()
         of_parameters = self._stored_state(own, found, stored)

@@ -111,6 +111,11 @@ def is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
 
 
+def any_number(texts: Iterable[str]) -> bool:
+    """Whether `is_number` is true of one of them, without Python code for each."""
+    return any(map(_NUMBER.fullmatch, texts))
+
+
 def _path(elements: list[Any]) -> Path:
     if not all(type(element) is str or (type(element) is int and element >= 0) for element in elements):
         raise ValueError(f"{elements!r} is no path")
