@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "quick": "how fast is it here: saves and loads in one folder, half a minute, no options",
     "saves": "saves and loads of one process, every way that can be compared",
     "loading": "loads by several ranks",
     "first_loads": "the first load of a safetensors file in a process, beside other loaders",

@@ -284,13 +284,16 @@ void bind_engine(py::module_& module) {
   module.def("remove_file", &io::remove_file, py::call_guard<py::gil_scoped_release>());
   module.def("exchange_names", &io::exchange_names, py::call_guard<py::gil_scoped_release>());
   module.def("sync_directory", &io::sync_directory, py::call_guard<py::gil_scoped_release>());
-  module.def("free_bytes", [](const std::string& path) {
-    std::optional<uint64_t> bytes;
-    if (const int result = system::free_bytes(path.c_str(), bytes); result < 0) {
-      throw Error::system("ask for the free space of", path, 0, -result);
-    }
-    return bytes;
-  });
+  module.def(
+      "free_bytes",
+      [](const std::string& path) {
+        std::optional<uint64_t> bytes;
+        if (const int result = system::free_bytes(path.c_str(), bytes); result < 0) {
+          throw Error::system("ask for the free space of", path, 0, -result);
+        }
+        return bytes;
+      },
+      py::call_guard<py::gil_scoped_release>());
 
   module.def(
       "crc32",

@@ -16,7 +16,7 @@ from harness.ranks import in_fork
 from harness.steps import CEILING, STOCK
 
 from benchmarks import __main__ as command
-from benchmarks import background, export, gpu, loading
+from benchmarks import background, export, gpu, loading, quick
 from benchmarks.planning import cases as planning
 from benchmarks.planning.simulated_job import Parallelism
 
@@ -49,6 +49,17 @@ def run(name: str, folder: Path, *arguments: str) -> Rows:
 
 def steps(rows: Rows) -> dict[str, set[str]]:
     return {name: {step for step, candidate in rows if candidate == name} for _, name in rows}
+
+
+def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(quick, "_PROBE", 2**21)
+    monkeypatch.setattr(quick, "MOST_GIB", 0.002)
+    monkeypatch.setattr(quick, "SECONDS", 0.0)
+    assert command.main(["quick", str(tmp_path)]) == 0
+    assert not list(tmp_path.iterdir())
+    shown = capsys.readouterr().out
+    assert all(shown.count(name) == 2 for name in quick.NAMES.values()), "saves and loads"
+    assert command.main(["quick"]) == command.main(["quick", str(tmp_path / "none")]) == 2
 
 
 def test_first_loads(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import pytest
+import torch
 from harness import object_server as servers
 from harness import saves
 from harness.children import Shared, fork, kill, wait_until
@@ -27,9 +30,9 @@ MOUNT_TIMEOUT = 30.0  # seconds
 
 
 @contextlib.contextmanager
-def _mounted(command: list[str], at: Path) -> Iterator[Path]:
-    """A mount that a process serves while this lasts. Skips if it does not come up."""
-    at.mkdir()
+def _mounted(command: list[str], at: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A mount that a process, which this gives, serves while this lasts. Skips if it does not come up."""
+    at.mkdir(exist_ok=True)
     with (at.parent / "mount.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -38,7 +41,7 @@ def _mounted(command: list[str], at: Path) -> Iterator[Path]:
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.skip(f"{command[0]} cannot mount here: {(at.parent / 'mount.log').read_text()[-300:]}")
             time.sleep(0.05)
-        yield at
+        yield process
     finally:
         subprocess.run(["umount", "-l", str(at)], check=False, capture_output=True)
         process.send_signal(signal.SIGTERM)
@@ -63,13 +66,18 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             *(f"-dir={at}", f"-filer.path=/mounts/{tmp_path.name}", f"-cacheDir={tmp_path / 'cache'}"),
         ]
     else:
-        if shutil.which("bindfs") is None:
-            pytest.skip("needs the command bindfs (Debian's package of that name)")
-        (tmp_path / "source").mkdir()
         cached = ["-o", "negative_timeout=1,entry_timeout=1,attr_timeout=1"] if "cached" in request.param else []
-        command = ["bindfs", "-f", *cached, str(tmp_path / "source"), str(at)]
+        command = _bindfs(tmp_path, cached)
     with _mounted(command, at):
         yield at
+
+
+def _bindfs(folder: Path, options: Sequence[str] = ()) -> list[str]:
+    """The command that mounts `folder`/source at `folder`/mount."""
+    if shutil.which("bindfs") is None:
+        pytest.skip("needs the command bindfs (Debian's package of that name)")
+    (folder / "source").mkdir(exist_ok=True)
+    return ["bindfs", "-f", *options, str(folder / "source"), str(folder / "mount")]
 
 
 def test_save_load_overwrite_verify(mount: Path) -> None:
@@ -135,3 +143,71 @@ def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
     manager.close()
     assert [name for name in os.listdir(mount) if name.startswith("step-")] == ["step-4"]
     assert saves.loads(mount / "step-4", state(4))
+
+
+def _during(delay: float, action: Callable[[], None], call: Callable[[], Any]) -> Any:
+    """What `call` returns, while `action` runs so many seconds after it began."""
+    timer = Timer(delay, action)
+    timer.start()
+    try:
+        return call()
+    finally:
+        timer.join()
+
+
+def _large(value: float) -> dict[str, Any]:
+    return {f"{key}": torch.full((2 << 20,), value + key) for key in range(16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
+def test_a_daemon_that_stops_for_a_while_delays_and_breaks_nothing(tmp_path: Path, delay: float) -> None:
+    path = tmp_path / "mount" / "checkpoint"
+    with _mounted(_bindfs(tmp_path), tmp_path / "mount") as daemon:
+
+        def stop() -> None:
+            daemon.send_signal(signal.SIGSTOP)
+            time.sleep(2)
+            daemon.send_signal(signal.SIGCONT)
+
+        _during(delay, stop, lambda: vescale_ckpt.save(path, _large(1.0)))
+        assert _during(delay, stop, lambda: saves.loads(path, _large(1.0)))
+        handle = vescale_ckpt.save(path, _large(2.0), async_checkpoint=True)
+        daemon.send_signal(signal.SIGSTOP)
+        if not handle.done():
+            with pytest.raises(TimeoutError, match="not done after"):
+                handle.result(0.1)
+        daemon.send_signal(signal.SIGCONT)
+        handle.result(MOUNT_TIMEOUT)
+        assert saves.loads(path, _large(2.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_daemon_that_ends_fails_what_runs_and_loses_nothing(tmp_path: Path, delay: float, is_async: bool) -> None:
+    path = tmp_path / "mount" / "checkpoint"
+
+    def save(value: float) -> None:
+        vescale_ckpt.save(path, _large(value), async_checkpoint=is_async).result(MOUNT_TIMEOUT)
+
+    def while_it_ends(call: Callable[[], object]) -> bool:
+        """Whether the daemon, which ends, let the call end well. An error names the mount."""
+        with _mounted(_bindfs(tmp_path), tmp_path / "mount") as daemon:
+            try:
+                _during(delay, daemon.kill, call)
+            except CheckpointError as error:
+                assert str(path.parent) in str(error)
+                return False
+        return True
+
+    with _mounted(_bindfs(tmp_path), tmp_path / "mount"):
+        save(1.0)
+    saved = while_it_ends(lambda: save(2.0))
+    while_it_ends(lambda: vescale_ckpt.load(path))
+    with _mounted(_bindfs(tmp_path), tmp_path / "mount"):
+        found = [value for value in (1.0, 2.0) if saves.loads(path, _large(value))]
+        assert found == [2.0] if saved else len(found) == 1, "it may end between the rename and its answer"
+        assert vescale_ckpt.verify(path).ok
+        save(3.0)
+        assert saves.loads(path, _large(3.0))
