@@ -15,6 +15,7 @@ from harness.fault_proxy import Rule
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._checkpoint.native.extra_copies import ExtraFiles
 from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager import remote_tier
 from vescale_ckpt.manager.clean_up import clean_up
@@ -220,6 +221,16 @@ def test_steps_are_uploaded_and_restored_from_where_they_are(url: str, local: Pa
         target = state(0)
         assert manager.restore(target) == 4 and target["w"][0] == 4
         assert manager.restore(target, step=3) == 3
+
+
+def test_copies_of_extra_files_that_a_save_did_not_come_to_are_uploaded(
+    url: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExtraFiles, "publish", lambda self: None)
+    with CheckpointManager(url, local=local) as manager:
+        manager.save(1, state(1), extra_files={"config.json": b"{}"})
+        manager.wait()
+    assert stores.read(f"{url}/step-1", "config.json") == (local / "step-1" / "config.json").read_bytes() == b"{}"
 
 
 def test_going_back_uploads_the_step_again(url: str, local: Path) -> None:

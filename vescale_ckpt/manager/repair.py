@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from .. import api
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import remove_orphans
 from .._checkpoint.native.extra_copies import write_missing
@@ -19,7 +18,7 @@ from .._checkpoint.recognize import format_of
 from .._checkpoint.safetensors.export_folder import left_by_exports
 from .._convert.formats import is_part_of_export
 from .._engine import _C
-from .._state.extra_files import names_in
+from .._state.extra_files import contents_in, is_extra
 from .._storage import orphans
 from .._storage.open_storage import is_file, is_folder, storage_at
 from .._storage.orphans import Orphan
@@ -55,8 +54,9 @@ def repair(root: str, *, dry_run: bool) -> RepairReport:
     uploads = storage_at(root).abort_uploads(orphans.SAVE_GRACE, dry_run=dry_run)
     written = []
     for directory in directories:
-        if directory not in removed:
-            written += [os.path.join(directory, name) for name in _write_copies(directory, dry_run)]
+        if directory not in removed and metadata_file.has_metadata(directory, None):
+            with suppress(CheckpointError):  # `verify` says how a checkpoint is damaged
+                written += [os.path.join(directory, name) for name in write_lost_copies(directory, dry_run=dry_run)]
     return RepairReport(removed, written, uploads)
 
 
@@ -68,20 +68,12 @@ def _names_own_files(directory: str) -> bool:
     return True
 
 
-def _write_copies(directory: str, dry_run: bool) -> list[str]:
-    """Writes the copies of extra files that are missing beside a checkpoint, and returns their names."""
-    files: dict[str, bytes] = {}
-    try:
-        if metadata_file.has_metadata(directory, None) and _has_extra_files(directory):
-            api.load(directory, {}, extra_files=files)
-    except CheckpointError:  # `verify` says how a checkpoint is damaged.
-        return []
-    return write_missing(directory, files, dry_run=dry_run)
-
-
-def _has_extra_files(directory: str) -> bool:
+def write_lost_copies(directory: str, *, dry_run: bool = False) -> list[str]:
+    """Writes the copies of extra files that are missing beside a checkpoint, and returns their names. Raises
+    `CheckpointError` for a damaged checkpoint."""
     with closing(open_checkpoint(directory)) as checkpoint:
-        return bool(names_in(checkpoint.objects))
+        files = contents_in(checkpoint.load_objects(list(filter(is_extra, checkpoint.objects))))
+    return write_missing(directory, files, dry_run=dry_run)
 
 
 def _left_by_conversions(root: str) -> Iterator[Orphan]:

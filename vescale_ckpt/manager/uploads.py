@@ -20,6 +20,7 @@ from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .background_work import BackgroundWork
 from .clean_up import clean_up, to_remove
+from .repair import write_lost_copies
 from .retention import Retention
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,7 @@ class Uploads(BackgroundWork[bool]):
         self._clean_up(step)
 
     def _copy(self, source: str, url: str, report: CopyReport) -> Copy:
+        write_lost_copies(source)  # a save that was killed did not write them, and one that is ending will in a moment
         return FolderCopy(source, url, True, report, bytes_per_second=self.bytes_per_second, read_back=False)
 
     def _clean_up(self, step: int) -> None:
