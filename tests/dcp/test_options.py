@@ -127,9 +127,18 @@ def test_small_memory(
     assert torch.equal(cast["conj"], state["conj"].to(torch.complex128))
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 4), (12, 1, 12), (192, 8, 16), (64, 8, 8), (64, 32, 4)])
-def test_threads_are_the_share_of_a_rank(cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cores", "machine", "ranks", "threads"),
+    [
+        *((2, 2, 1, 4), (12, 12, 1, 12), (192, 192, 8, 16), (64, 64, 8, 8), (64, 64, 32, 4)),
+        pytest.param(8, 64, 8, 8, id="each rank is bound to its own"),
+    ],
+)
+def test_threads_are_the_share_of_a_rank(
+    cores: int, machine: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("VESCALE_CKPT_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert (threads_of(), threads_of(3)) == (threads, 3)

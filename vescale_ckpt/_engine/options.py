@@ -33,7 +33,9 @@ def direct_io_setting(argument: DirectIO) -> DirectIO:
 def threads_of(argument: int | None = None) -> int:
     """The caller's `thread_count`, the setting, or this rank's share of the cores that this process may run on."""
     if argument is None:
-        share = len(os.sched_getaffinity(0)) // settings.ranks_of_this_node(1)
+        cores, ranks = len(os.sched_getaffinity(0)), settings.ranks_of_this_node(1)
+        is_shared = cores * ranks > (os.cpu_count() or cores)  # else each rank is bound to cores of its own
+        share = cores // ranks if is_shared else cores
         return settings.number("threads") or min(max(share, _LEAST_THREADS), _MOST_THREADS)
     return argument
 
