@@ -91,7 +91,7 @@ bool load(void* runtime, Api& api, std::string& reason) {
   api = {};
   void* const driver = ::dlopen(kDriver, RTLD_NOW | RTLD_LOCAL);
   if (driver == nullptr) {
-    reason = std::string("no CUDA driver: ") + kDriver + " is not found";
+    reason.assign("no CUDA driver: ").append(kDriver).append(" is not found");
     return false;
   }
   std::string missing;
