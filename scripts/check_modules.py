@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks the modules of the package: no circle of imports between files, and no two files of one name.
+"""Checks the modules of the package: no circle of imports between files, no two files of one name, and DCP's planners
+and storage only where DCP calls.
 
 Imports within functions and under TYPE_CHECKING count, too: what they name is known to the file all the same.
 """
@@ -13,6 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "vescale_ckpt"
+
+#: What of `torch.distributed.checkpoint` only its callers' side may import, and where that is.
+OF_DCP = {"planner", "planner_helpers", "default_planner", "storage", "filesystem"}
+AT_THE_DOOR = [
+    "_dcp/*",
+    "integrations/dcp.py",
+    "_state/chunks.py",  # what tensors say of themselves
+    "_engine/torch_private.py",
+    "_load/load_items.py",  # loads are still made of DCP's classes
+    "_plan/read_plan.py",
+]
 
 
 def module_name(path: Path) -> str:
@@ -33,6 +45,18 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             yield from names & modules.keys() or {base} & modules.keys()
         elif isinstance(node, ast.Import):
             yield from {alias.name for alias in node.names} & modules.keys()
+
+
+def knows_dcp(path: Path) -> bool:
+    """Whether a file imports DCP's planners or storage, and is not where DCP calls."""
+    names = {
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for name in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    }
+    known = names & {f"torch.distributed.checkpoint.{name}" for name in OF_DCP}
+    return bool(known) and not any(path.relative_to(ROOT / PACKAGE).match(door) for door in AT_THE_DOOR)
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -67,6 +91,9 @@ def main() -> int:
     modules = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
     imports = {name: {other for other in imported(path, modules) if other != name} for name, path in modules.items()}
     wrong = [f"these files import each other: {', '.join(sorted(circle))}" for circle in circles(imports)]
+    wrong += [
+        f"{path}: only {', '.join(AT_THE_DOOR)} import DCP's planners" for path in filter(knows_dcp, modules.values())
+    ]
     names: dict[str, Path] = {}
     for path in modules.values():
         if path.name != "__init__.py" and (other := names.setdefault(path.name.lstrip("_"), path)) != path:

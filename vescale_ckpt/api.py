@@ -14,9 +14,8 @@ from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
-from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
-from ._dcp.storage_writer import chosen_format
+from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
@@ -25,13 +24,13 @@ from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate, as_gate
-from ._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
+from ._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat, chosen_format
 from ._write.store_layout import StoreLayout
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
 
 # One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
-_planners = PerGroup(SavePlanner)
+_planners = PerGroup(Planner)
 
 
 def save(

@@ -24,6 +24,7 @@ from benchmarks.harness.saves_and_loads import stock_save_planner
 from benchmarks.ranks import alone
 from vescale_ckpt import api
 from vescale_ckpt._engine import _C
+from vescale_ckpt._plan.planner import Planner
 from vescale_ckpt._ranks.groups import PerGroup
 
 _SHAPES = ((256,), (16, 16), (4, 64), (2, 8, 16))  # 1 KiB each
@@ -53,7 +54,7 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
         def ours_in_dcp(planner: SavePlanner) -> None:
             dcp_save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)
 
-        def ours(planner: SavePlanner) -> None:
+        def ours(planner: Planner) -> None:
             with mock.patch.object(api, "_planners", PerGroup(lambda: planner)):
                 vescale_ckpt.save(path, state)
 
@@ -62,16 +63,14 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
 
         candidates: dict[str, Turn] = {
             "dcp.save, ours": lambda: _steps(ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write),
-            "vescale_ckpt.save": lambda: _steps(ours, vescale_ckpt.SavePlanner(), path, our_write),
+            "vescale_ckpt.save": lambda: _steps(ours, Planner(), path, our_write),
             STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
         }
         case = f"before the first byte, {count:,} {kind} on one rank"
         return list(alternate(case, candidates))
 
 
-def _steps(
-    save: Callable[[SavePlanner], None], planner: SavePlanner, path: Path, first_write: tuple[Any, str]
-) -> Steps:
+def _steps(save: Callable[[Any], None], planner: Any, path: Path, first_write: tuple[Any, str]) -> Steps:
     steps: dict[str, float] = {}
     for step in ("cold", "second", "warm"):  # the second save may still be making what later ones find
         shutil.rmtree(path, ignore_errors=True)

@@ -25,7 +25,6 @@ from harness.ranks import on_ranks, run_ranks
 from harness.states import assert_same, blank
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
@@ -36,7 +35,6 @@ from vescale_ckpt import (
     SavePlanner,
     StorageReader,
     StorageWriter,
-    api,
 )
 
 BOUND = 120.0  # seconds after which a run of ranks counts as hung
@@ -87,21 +85,6 @@ def replicated(k: int) -> dict[str, Any]:
     }
 
 
-def plans_made(planner: SavePlanner) -> list[int]:
-    """A list that grows with every plan that is made."""
-    made: list[int] = []
-    original = planner.global_plan_of
-
-    def counted(plans: list[SavePlan]) -> Any:
-        planned, fresh = original(plans)
-        if fresh:
-            made.append(len(plans))
-        return planned, fresh
-
-    planner.global_plan_of = counted  # type: ignore[method-assign]
-    return made
-
-
 # --- Each byte once, evenly
 
 
@@ -129,7 +112,7 @@ def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: 
 @on_ranks(2, timeout=BOUND)
 def test_a_kept_plan_writes_the_values_of_now(tmp_path: Path, way: str) -> None:
     planner = SavePlanner()
-    made = plans_made(planner)
+    made = steps.count_plans(planner)
     for k in range(1, 5):
         state = replicated(k)
         save(way, f"{tmp_path}/{k % 2}", state, planner)
@@ -164,7 +147,7 @@ CHANGES = [
 @on_ranks(2, timeout=BOUND)
 def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plans: list[int]) -> None:
     planner = SavePlanner()
-    made = plans_made(planner)
+    made = steps.count_plans(planner)
     for k in range(3):
         state: dict[str, Any] = {
             "a": torch.arange(4000, dtype=torch.float32).view(50, 80) + k,
@@ -185,7 +168,7 @@ def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plan
 @on_ranks(2, timeout=BOUND)
 def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
     planner = SavePlanner(enable_plan_caching=dist.get_rank() == keeping)
-    made = plans_made(planner)
+    made = steps.count_plans(planner)
     for k in range(4):
         state = replicated(k)
         save(ways[k % len(ways)], f"{tmp_path}/{k}", state, planner)
@@ -222,8 +205,7 @@ def test_different_arguments_on_ranks_are_an_error_on_all(tmp_path: Path) -> Non
 @on_ranks(2, timeout=BOUND)
 def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
     vescale_ckpt.save(f"{tmp_path}/0", replicated(0))
-    planner = api._planners.of(None)
-    made = plans_made(planner)
+    made = steps.count_plans()
     other = {"b": torch.ones(3)}
     for k in (1, 2):
         state = replicated(k)

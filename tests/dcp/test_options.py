@@ -201,6 +201,7 @@ def test_writer_reader_and_planners_can_be_pickled_between_uses(checkpoint: Path
         target = blank(state)
         dcp.load(target, storage_reader=reader, planner=load_planner)
         assert_same(target, state)
+    assert b"vescale_ckpt._plan" not in pickle.dumps((writer, save_planner))  # `async_save` sends them to its process
     assert (writer.options.thread_count, writer.options.direct_io, reader.verify) == (2, False, False)
     assert load_planner.allow_cast
 

@@ -31,8 +31,8 @@ import vescale_ckpt
 from harness.states import State, blank, same
 from vescale_ckpt import CheckpointError, LoadPlanner, SaveHandle, SavePlanner, Stager, StorageReader, StorageWriter
 from vescale_ckpt._collective.start_save import start_save
+from vescale_ckpt._plan.planner import Planner
 from vescale_ckpt._write.node_layout import NodeLayout
-from vescale_ckpt.manager.node_tier import NodePlanner
 
 
 class ShardingPlanner(SavePlanner):
@@ -235,6 +235,6 @@ def load_by(how: str, path: Path | str, state: State) -> None:
 def save_on_nodes(folder: Path, state: State, *, async_checkpoint: bool = False, **options: Any) -> SaveHandle:
     """Saves into a folder of each node, as managers do. The folders need not have the same path."""
     return start_save(
-        "a folder of each node", str(folder), state, NodeLayout, NodePlanner(),
+        "a folder of each node", str(folder), state, NodeLayout, Planner("local"),
         async_checkpoint=async_checkpoint, process_group=None, **options,
     )  # fmt: skip

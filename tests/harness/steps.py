@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,8 @@ from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C, options
 from vescale_ckpt._load import load_packed
 from vescale_ckpt._plan import replicas
-from vescale_ckpt._plan.save_plan import GlobalSavePlan
+from vescale_ckpt._plan.global_plan import GlobalPlan
+from vescale_ckpt._plan.planner import Planner, Planning
 from vescale_ckpt._ranks import send_files, shared_directory
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.groups import PerGroup
@@ -84,7 +85,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "commit": (NativeLayout, "commit"),
     "commit an export": (SafetensorsLayout, "commit"),
     "commit the metadata": (commit_metadata, "commit"),
-    "make the metadata": (GlobalSavePlan, "files"),
+    "plan anew": (Planning, "full_request"),
+    "make the metadata": (GlobalPlan, "files"),
     "commit files": (FileSystem, "commit"),
     "note the order of steps": (step_order, "write"),
     "share a lock": (locks, "share_made"),
@@ -167,7 +169,7 @@ def behind(step: str, action: Callable[..., Any]) -> Any:
 
 def around_metadata(context: Callable[[bytes, bytes], Any]) -> Any:
     """A context in which `.metadata` is made and written within what `context` makes of its content and the index."""
-    original = GlobalSavePlan.files
+    original = GlobalPlan.files
 
     def within(*arguments: Any, target: _C.PendingFile | None = None) -> Any:
         made = original(*arguments)
@@ -237,12 +239,28 @@ def fsdp_of_trainer(state_dict_type: str) -> Any:
 
 def no_plans_known() -> Any:
     """A context in which saves know no plans of earlier ones."""
-    return mock.patch.object(api, "_planners", PerGroup(SavePlanner))
+    return mock.patch.object(api, "_planners", PerGroup(Planner))
 
 
 def planned_by(planner: SavePlanner) -> Any:
-    """A context in which `save` plans with this planner for all groups."""
-    return mock.patch.object(api, "_planners", PerGroup(lambda: planner))
+    """A context in which `save` keeps plans together with this planner, for all groups."""
+    return mock.patch.object(api, "_planners", PerGroup(lambda: planner._planner))
+
+
+def count_plans(planner: SavePlanner | None = None) -> list[int]:
+    """A list that grows by the number of ranks with every plan that is made from now on; None: by those of `save`."""
+    core = api._planners.of(None) if planner is None else planner._planner
+    made: list[int] = []
+    original = core.plan_all
+
+    def counted(requests: Sequence[Any]) -> Any:
+        planned, fresh = original(requests)
+        if fresh:
+            made.append(len(requests))
+        return planned, fresh
+
+    core.plan_all = counted  # type: ignore[method-assign]
+    return made
 
 
 def finish_before_exit() -> None:

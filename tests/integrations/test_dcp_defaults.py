@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import steps
 from harness.jobs import run
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -43,13 +44,9 @@ def test_everything_is_put_back_also_after_an_error() -> None:
     assert dcp.FileSystemWriter is filesystem.FileSystemWriter
 
 
-def test_plans_are_kept_although_each_save_has_a_planner_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    full = ours.DefaultPlanner.full_local_plan
-    monkeypatch.setattr(ours.DefaultPlanner, "full_local_plan", lambda *a, **k: made.append(1) or full(*a, **k))
-    with dcp_defaults():
+def test_plans_are_kept_although_each_save_has_a_planner_of_its_own(tmp_path: Path) -> None:
+    made: list[int] = []
+    with steps.before("plan anew", lambda *_: made.append(1)), dcp_defaults():
         for number in range(3):
             dcp.save(_state(number), checkpoint_id=tmp_path / str(number), planner=dcp.DefaultSavePlanner())
             other = {"o": torch.ones(2), "n": number}  # the optimizer, say, beside the model
@@ -57,11 +54,9 @@ def test_plans_are_kept_although_each_save_has_a_planner_of_its_own(
     assert len(made) <= 2  # at most one of each state: an earlier test may have made the same
 
 
-def test_plans_are_kept_when_each_save_has_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    full = ours.DefaultPlanner.full_local_plan
-    monkeypatch.setattr(ours.DefaultPlanner, "full_local_plan", lambda *a, **k: made.append(1) or full(*a, **k))
-    with dcp_defaults():
+def test_plans_are_kept_when_each_save_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    made: list[int] = []
+    with steps.before("plan anew", lambda *_: made.append(1)), dcp_defaults():
         for number in range(3):
             dcp.async_save({"asynchronous": torch.ones(3)}, checkpoint_id=tmp_path / str(number)).result()
     assert len(made) == 1

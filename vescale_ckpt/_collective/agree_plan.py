@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
-from .._dcp.save_planner import SavePlanner
 from .._engine import _C
-from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedSavePlan
+from .._plan.global_plan import GlobalPlan, PlanAnswer, PlanRequest
+from .._plan.local_plan import LocalPlan
+from .._plan.planner import FlatState, Planner, Planning
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import (
     NO_NUMBER,
@@ -28,7 +28,7 @@ from ..errors import CheckpointError
 from ..settings import PLACEMENTS
 
 #: A rank's local plan, and on the coordinator the plan of all ranks.
-Planned = tuple[PackedItems, GlobalSavePlan | None]
+Planned = tuple[LocalPlan, GlobalPlan | None]
 
 
 class CollectivePlan:
@@ -40,7 +40,7 @@ class CollectivePlan:
     """
 
     def __init__(
-        self, steps: Steps, planner: SavePlanner, marker: MarkerFile | None = None, *, on_devices: bool = True
+        self, steps: Steps, planner: Planner, marker: MarkerFile | None = None, *, on_devices: bool = True
     ) -> None:
         self._steps = steps
         self._exchange = steps.exchange
@@ -48,27 +48,27 @@ class CollectivePlan:
         self._planner = planner
         self._on_devices = on_devices
         self.reused: bool | None = None  #: whether `make` used a plan of an earlier save
-        self._description: Description | None = None
-        self._local: PackedSavePlan | None = None
+        self._state: FlatState
+        self._planning: Planning | None = None
+        self._request = PlanRequest()  # of a rank that has an error
 
-    def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> Description:
+    def describe(self, state: dict[str, Any]) -> Description:
         """Raises `CheckpointError` with the key of a value that cannot be described."""
         with set_rank(self._exchange.rank, self._exchange.size):
-            self._planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
-        self._planner.ranks = self._exchange.ranks
+            self._state = self._planner.flatten(state)
         return self._describe()
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Called after `describe`: this rank saves none of these keys."""
-        planner = self._planner
-        planner.state_dict = {key: value for key, value in planner.state_dict.items() if key not in keys}
+        values = {key: value for key, value in self._state.values.items() if key not in keys}
+        self._state = replace(self._state, values=values)
         self._describe()
 
     def _describe(self) -> Description:
-        planner = self._planner
-        self._description = planner.describe_all()
-        self._local = planner.local_plan(self._description, self._on_devices)
-        return self._description
+        exchange, description = self._exchange, self._planner.describe_all(self._state.values)
+        self._planning = Planning(self._planner, self._state, description, exchange.is_coordinator, exchange.ranks)
+        self._request = self._planning.request(self._on_devices)
+        return description
 
     def make(self) -> Planned:
         """Plans with all ranks. Raises on all ranks if one has an error."""
@@ -79,9 +79,9 @@ class CollectivePlan:
         finally:
             if self._marker is not None:
                 self._marker.remove()
-        assert self._local is not None
+        assert self._planning is not None
         self.reused = same_plan
-        return self._plan(self._local, same_plan)
+        return self._plan(self._planning, self._request, same_plan)
 
     def _check_shared_directory(self, marker: MarkerFile, number: int) -> None:
         """Raises on all ranks if they do not write to one directory. Where each node has a folder, only the ranks of a
@@ -105,15 +105,13 @@ class CollectivePlan:
     def _vote(self) -> tuple[bool, int]:
         """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas, and the
         number of the coordinator's token."""
-        local, steps = self._local, self._steps
-        kept = local is not None and local.inventory is None and local.position == self._exchange.rank
-        plan_id = local.plan_id if local is not None and kept else bytes(16)
-        low, high = struct.unpack("<qq", plan_id)
+        request, steps = self._request, self._steps
+        kept = request.position == self._exchange.rank
+        low, high = struct.unpack("<qq", request.plan_id if kept else bytes(16))
         placement = PLACEMENTS.index(self._planner.placement)
         number = NO_NUMBER if self._marker is None else self._marker.number
-        checked, check = (local.checked, local.check) if local is not None else (True, 0)
-        ours = (int(steps.error is None), int(kept), low, ~low, high, ~high, int(checked))
-        votes = self._exchange.agree((*ours, placement, ~placement, number), steps.phase("agree"), [check])
+        ours = (int(steps.error is None), int(kept), low, ~low, high, ~high, int(request.checked))
+        votes = self._exchange.agree((*ours, placement, ~placement, number), steps.phase("agree"), [request.check])
         fine, all_kept, low, not_low, high, not_high, all_checked, least, not_most, number, differs = votes
         if not fine:
             steps.raise_together("plan")
@@ -122,25 +120,24 @@ class CollectivePlan:
         same_plan = all_kept and low == ~not_low and high == ~not_high
         return bool(same_plan and not (all_checked and differs)), number
 
-    def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
-        steps, planner, description = self._steps, self._planner, self._description
-        assert description is not None
-        planned: GlobalSavePlan | None = None
+    def _plan(self, planning: Planning, request: PlanRequest, same: bool) -> Planned:
+        steps, planner, rank = self._steps, self._planner, self._exchange.rank
+        planned: GlobalPlan | None = None
         if same:
             if self._exchange.is_coordinator:
-                planned = planner.kept_plan(local.plan_id)
-            return planner.accept(description, local), planned
+                planned = planner.kept_plan(request.plan_id)
+            return planning.accept(PlanAnswer(request.plan_id, rank)), planned
 
         def message() -> tuple[bytes, ...]:
-            # A plan without inventory names a kept plan that other ranks do not have.
-            full = planner.full_local_plan(description, self._on_devices) if local.inventory is None else local
+            # A request without inventory names a kept plan that other ranks do not have.
+            full = planning.full_request(self._on_devices) if request.inventory is None else request
             assert isinstance(full.inventory, bytes)
             return *_C.inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
 
         gathered = steps.gather_distinct(message, _MESSAGE_PARTS, "gather plans")
         answers = None
         if gathered is not None:
-            made = steps.take(lambda: planner.global_plan_of(_local_plans(gathered)))
+            made = steps.take(lambda: planner.plan_all(list(map(_request_of, gathered))))
             if made is not None:
                 planned, _ = made
                 answers = [
@@ -149,26 +146,15 @@ class CollectivePlan:
                 ]
         steps.raise_together("plan")
         plan_id, local_plan, holders = unpack(self._exchange.scatter(answers, steps.phase("scatter plans")))
-        answer = PackedSavePlan(
-            [], plan_id=plan_id, position=self._exchange.rank, local_plan=local_plan, holders=holders
-        )
-        return planner.accept(description, answer), planned
+        return planning.accept(PlanAnswer(plan_id, rank, local_plan, holders)), planned
 
 
 _MESSAGE_PARTS = 8
 
 
-def _local_plans(gathered: list[list[bytes]]) -> list[PackedSavePlan]:
-    """The plans of all ranks. Equal parts of inventories are one object, and stay apart: put together they would be
-    copied for each rank."""
-    return [
-        PackedSavePlan(
-            [],
-            inventory=(head, rows, numbers, names),
-            paths=paths,
-            structure=structure.decode(),
-            digests=digests,
-            replicas=replicas,
-        )
-        for head, rows, numbers, names, paths, structure, digests, replicas in gathered
-    ]
+def _request_of(message: list[bytes]) -> PlanRequest:
+    """The request of a rank. Equal parts of inventories are one object for all ranks, and stay apart: put together they
+    would be copied for each rank."""
+    head, rows, numbers, names, paths, structure, digests, replicas = message
+    inventory, text = (head, rows, numbers, names), structure.decode()
+    return PlanRequest(inventory=inventory, paths=paths, structure=text, digests=digests, replicas=replicas)

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from .. import settings
-from .._dcp.save_planner import SavePlanner
 from .._engine.engine_errors import named_system_errors
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
-from .._plan.save_plan import GlobalSavePlan, PackedItems
+from .._plan.global_plan import GlobalPlan
+from .._plan.local_plan import LocalPlan
+from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
 from .._ranks.groups import check_alone_on_purpose
 from .._ranks.rendezvous import FirstWord
@@ -49,7 +48,7 @@ class Save:
     """
 
     def __init__(
-        self, exchange: Exchange, planner: SavePlanner, path: str, layout: Callable[[], Layout], timeline: Timeline
+        self, exchange: Exchange, planner: Planner, path: str, layout: Callable[[], Layout], timeline: Timeline
     ) -> None:
         self.exchange = exchange
         self.planner = planner
@@ -62,8 +61,8 @@ class Save:
         self._layout: Layout  # from the first step on
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
-        self._items: PackedItems | None = None
-        self._of_all: GlobalSavePlan | None = None
+        self._plan: LocalPlan | None = None
+        self._of_all: GlobalPlan | None = None
         self._committed = False  # whether this rank has committed
         self._given_up: CheckpointError | None = None  # why this rank writes no more
         self._fate: FirstWord  # of the save, once it is planned
@@ -83,11 +82,11 @@ class Save:
             plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
             self.steps.take(self._prepare, state, plan, marker)
-            self._items, self._of_all = plan.make()
+            self._plan, self._of_all = plan.make()
             self._plan_reused = plan.reused
         try:
             with phase("plan", "lay out the files"):
-                self._layout.place(self.steps, self._items, self._of_all)
+                self._layout.place(self.steps, self._plan, self._of_all)
         except BaseException:
             self._layout.end()
             raise
@@ -106,21 +105,19 @@ class Save:
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
                 marker.make(exchange.kept)
-        description = plan.describe(values, StorageMeta(checkpoint_id=self.path, save_id=layout.options.save_id))
-        if left_out := layout.left_out(description):
+        if left_out := layout.left_out(plan.describe(values)):
             plan.leave_out(left_out)
 
     def stage(self, gate: Gate | None) -> None:
         """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
-        assert self._items is not None
+        assert self._plan is not None
         with phase("snapshot"):
-            self.staged_plan = self.steps.take(StagedPlan, RankSave(self._layout), self._items, gate)
+            self.staged_plan = self.steps.take(StagedPlan, RankSave(self._layout), self._plan, gate)
         self.timeline.progress = None if self.staged_plan is None else self.staged_plan.progress
 
     def release_state(self) -> None:
-        """Drops references to the state, which may be large: the planner outlives the save."""
-        self.planner.forget_state()
-        self._items = None
+        """Drops references to the state, which may be large: the save goes on in the background."""
+        self._plan = None
 
     def finish(self) -> SaveStats:
         """Writes and commits. Raises on all ranks if one has failed. Nothing is committed then, unless the error is a
@@ -183,14 +180,9 @@ class Save:
     # --- Writing
 
     def _write_and_commit(self) -> None:
-        layout, items = self._layout, self._items
+        layout, plan = self._layout, self._plan
         self._settle_fate()
-        if (
-            items is not None
-            and self.staged_plan is None
-            and layout.reads_in_finish
-            and not items.description.all_ready
-        ):
+        if plan is not None and self.staged_plan is None and layout.reads_in_finish and not plan.description.all_ready:
             self.stage(None)  # until it is sent a tensor must be in host memory
         layout.join_ranks(self.steps, self._is_in_one_table())
         messages = self.steps.gather(self._write, "write")
@@ -202,7 +194,7 @@ class Save:
     def _is_in_one_table(self) -> bool:
         if self.staged_plan is not None:
             return self.staged_plan.in_one_table
-        return self._items is not None and self._items.description.all_ready
+        return self._plan is not None and self._plan.description.all_ready
 
     def _write(self) -> bytes:
         """Writes this rank's part. Returns what the coordinator needs from it."""
@@ -210,11 +202,11 @@ class Save:
             self.stats = self.staged_plan.write()
             self._check_not_given_up()
         else:
-            assert self._items is not None
-            layout, items = self._layout, self._items
-            total = cache(lambda: sum(words(items.body_bytes())))  # rarely asked for
+            assert self._plan is not None
+            layout, plan = self._layout, self._plan
+            total = cache(lambda: sum(words(plan.body_bytes())))  # rarely asked for
             self.timeline.progress = lambda: (layout.progress(), total())
-            self.stats = RankSave(layout).write(items)
+            self.stats = RankSave(layout).write(plan)
         return self._layout.message()
 
     def _commit_all(self, messages: list[bytes] | None) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import settings
-from .._dcp.save_planner import SavePlanner
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.gc import gc_paused
 from .._engine.options import threads_of
 from .._engine.rows import words
 from .._observe.timeline import Timeline, phase
+from .._plan.planner import Planner
 from .._ranks.exchange import Exchange, calling
 from .._ranks.groups import place_in
 from .._ranks.steps import Steps
@@ -41,7 +41,7 @@ def start_save(
     directory: str,
     state: Mapping[str, Any],
     layout: Callable[[SaveOptions], Layout],
-    planner: SavePlanner,
+    planner: Planner,
     *,
     async_checkpoint: bool,
     process_group: dist.ProcessGroup | None,
@@ -105,7 +105,7 @@ def _named(handle: SaveHandle, directory: str, process_group: dist.ProcessGroup 
 
 def prepare_save(
     state: Mapping[str, Any],
-    planner: SavePlanner,
+    planner: Planner,
     async_checkpoint: bool,
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
@@ -117,15 +117,12 @@ def prepare_save(
         queue.wait_until_done(limit)
         steps = Steps(Exchange.of(process_group, limit), "preparing to save")
         plan = CollectivePlan(steps, planner)
-        try:
-            steps.take(settings.check)
-            steps.take(lambda: plan.describe(saved_form(state), None))
-            items, _ = plan.make()
-            if async_checkpoint:
-                needed = sum(words(items.body_bytes()))
-                devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
-                with named_errors(str, ""):
-                    _C.prepare_devices(devices)
-                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), threads_of())
-        finally:
-            planner.forget_state()
+        steps.take(settings.check)
+        steps.take(lambda: plan.describe(saved_form(state)))
+        local, _ = plan.make()
+        if async_checkpoint:
+            needed = sum(words(local.body_bytes()))
+            devices = [number for number in map(device_number, set(local.description.ready)) if number >= 0]
+            with named_errors(str, ""):
+                _C.prepare_devices(devices)
+                _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), threads_of())

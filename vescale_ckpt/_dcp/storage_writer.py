@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
@@ -21,31 +20,18 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
 from .._observe.timeline import Timeline
-from .._plan.save_plan import PackedItems, PackedResults
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.open_storage import checkpoint_path
-from .._write.layout import Layout, SaveOptions, new_save_id
-from .._write.native_layout import NativeLayout
-from .._write.rank_save import RankSave
-from .._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat
+from .._write.layout import SaveOptions, new_save_id
+from .._write.safetensors_layout import Safetensors, SaveFormat, chosen_format
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .overrides import is_method_of
+from .packed_plans import PackedResults
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
-
-FORMATS = ("dcp", "safetensors")
-
-
-def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
-    """The files that `format` asks for. None for DCP's own. Raises ValueError for an unknown format."""
-    if isinstance(format, Safetensors):
-        return format
-    if format not in FORMATS:
-        raise ValueError(f"format={format!r}: expected one of {', '.join(FORMATS)}, or a Safetensors")
-    return Safetensors() if format == "safetensors" else None
+from .writer_steps import NativeSteps, SafetensorsSteps, WriterSteps, write
 
 
 class StorageWriter(DcpStorageWriter, Stager):
@@ -99,7 +85,7 @@ class StorageWriter(DcpStorageWriter, Stager):
         )
         self.last_stats: SaveStats | None = None
         self._is_coordinator = True
-        self._layout: Layout | None = None  # from `prepare_local_plan` to the end of that save
+        self._steps: WriterSteps | None = None  # from `prepare_local_plan` to the end of that save
         self._timeline: Timeline | None = None  # from `set_up_storage_writer` to the end of that save
 
     # --- DCP's calls, in the order in which they come
@@ -151,25 +137,23 @@ class StorageWriter(DcpStorageWriter, Stager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP calls it on each rank, with the rank's local plan. Begins the save."""
         self._end()  # the save before this one
-        safetensors = self._safetensors
-        self._layout = (
-            NativeLayout(self.options) if safetensors is None else SafetensorsLayout(self.options, safetensors)
-        )
+        wanted = self._safetensors
+        self._steps = NativeSteps(self.options) if wanted is None else SafetensorsSteps(self.options, wanted)
         with self._in_phase("plan"):
-            self._layout.begin(self._is_coordinator)
+            self._steps.layout.begin(self._is_coordinator)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """DCP calls it on the coordinator, with the answers to all ranks, which may be changed."""
         with self._in_phase("plan"):
-            return self._this_layout.answers(plans)
+            return self._this_save.answers(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP calls it on each rank. The data is written and synced when this returns."""
         future: Future[list[WriteResult]] = Future()
         with gc_paused(), self._in_phase("write"):
             try:
-                results, self.last_stats = _write(self._this_layout, plan, planner)
+                results, self.last_stats = write(self._this_save, plan, planner)
             except BaseException:
                 self._end()
                 raise
@@ -189,8 +173,8 @@ class StorageWriter(DcpStorageWriter, Stager):
         """DCP calls it on the coordinator, with the results of all ranks. Commits."""
         try:
             with self._in_phase("commit"):
-                self._this_layout.commit_results(metadata, results)
-                self.options = replace(self.options, save_id=self._this_layout.options.save_id)
+                self._this_save.commit(metadata, results)
+                self.options = replace(self.options, save_id=self._this_save.layout.options.save_id)
         finally:
             self._end()
         if (measured := self._timeline) is not None and self.last_stats is not None:
@@ -200,10 +184,10 @@ class StorageWriter(DcpStorageWriter, Stager):
             measured.end(self.last_stats)
 
     @property
-    def _this_layout(self) -> Layout:
-        if self._layout is None:
+    def _this_save(self) -> WriterSteps:
+        if self._steps is None:
             raise CheckpointError("a save begins with StorageWriter.prepare_local_plan, which was not called")
-        return self._layout
+        return self._steps
 
     @contextmanager
     def _in_phase(self, name: str) -> Iterator[None]:
@@ -214,32 +198,12 @@ class StorageWriter(DcpStorageWriter, Stager):
             yield
 
     def _end(self) -> None:
-        if self._layout is not None:
-            self._layout.end()
-        self._layout = None
+        if self._steps is not None:
+            self._steps.layout.end()
+        self._steps = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layout": None, "_timeline": None}
-
-
-def _write(layout: Layout, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:
-    """Writes the plan that the coordinator answered with. Returns what it needs from this rank to commit."""
-    items, save = layout.take_answer(plan), RankSave(layout)
-    if layout.options.single_file and isinstance(items, PackedItems) and items.is_of(planner):
-        stats = save.write(items)
-    else:
-        state = getattr(planner, "state_dict", None)
-        state = state if isinstance(state, dict) else {}
-        items, stats = save.write_items(items, planner.resolve_data, state, makes_tensors=_makes_tensors(planner))
-    return layout.results(items), stats
-
-
-def _makes_tensors(planner: SavePlanner) -> bool:
-    """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
-    return not isinstance(planner, DefaultSavePlanner) or not all(
-        is_method_of(planner, name, DefaultSavePlanner, OurSavePlanner)
-        for name in ("resolve_data", "lookup_object", "transform_object")
-    )
+        return {**self.__dict__, "_steps": None, "_timeline": None}
 
 
 def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:

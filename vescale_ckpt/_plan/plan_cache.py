@@ -1,14 +1,13 @@
-"""`PlanCache` keeps the plans of a save planner for later saves, and describes what changed if none fits."""
+"""`PlanCache` keeps the plans of a `Planner` for later saves, and describes what changed if none fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C
 from .._engine.rows import OBJECT
-from .save_plan import GlobalSavePlan
+from .global_plan import GlobalPlan, PlanAnswer
 
 MOST_PLANS = 4  # one planner may save so many forms of state in turn
 
@@ -23,26 +22,15 @@ class MadeFor(NamedTuple):
     paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
 
 
-@dataclass(frozen=True)
-class KeptLocalPlan:
-    """This rank's local plan of a global plan that all ranks agreed on."""
-
-    plan_id: bytes  #: id of the global plan
-    position: int  #: the rank that the local plan is for, within the group of the global plan
-    local_plan: bytes
-    made_for: MadeFor
-    holders: bytes  #: the chunks that other ranks hold, too: `_C.GlobalPlan.holders`
-
-
-Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
+Plan = TypeVar("Plan")
 
 
 class _LastPlans(dict[bytes, Plan]):
     """The last `MOST_PLANS` plans by the id of the global plan, in the order of last use."""
 
-    def keep(self, plan: Plan) -> None:
-        self.pop(plan.plan_id, None)
-        self[plan.plan_id] = plan
+    def keep(self, plan_id: bytes, plan: Plan) -> None:
+        self.pop(plan_id, None)
+        self[plan_id] = plan
         while len(self) > MOST_PLANS:
             del self[next(iter(self))]
 
@@ -55,8 +43,8 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self.local_plans = _LastPlans[KeptLocalPlan]()
-        self.global_plans = _LastPlans[GlobalSavePlan]()
+        self.local_plans = _LastPlans[tuple[MadeFor, PlanAnswer]]()  # each answer with its local plan
+        self.global_plans = _LastPlans[GlobalPlan]()
         self._is_planning = False
 
     def begin(self) -> None:
@@ -68,15 +56,15 @@ class PlanCache:
         """Notes that this rank has accepted its local plan."""
         self._is_planning = False
 
-    def local_plan(self, made_for: MadeFor) -> KeptLocalPlan | None:
-        for kept in reversed(self.local_plans.values()):
-            if kept.made_for == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
+    def local_plan(self, made_for: MadeFor) -> PlanAnswer | None:
+        for made_then, kept in reversed(self.local_plans.values()):
+            if made_then == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
                 return kept
         return None
 
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.made_for.inventory for kept in reversed(self.local_plans.values())), None)
+        return next((made_then.inventory for made_then, _ in reversed(self.local_plans.values())), None)
 
 
 def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:

@@ -17,7 +17,7 @@ from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
-from .save_plan import LazyList
+from .lazy_list import LazyList
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
 
 from .._engine import _C
 from .._engine.rows import LEAST_PIECE_BYTES, Inventory
@@ -25,7 +24,7 @@ from .._engine.wrapper_tensors import is_wrapper
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from ..errors import some
-from .save_plan import PackedSavePlan
+from .global_plan import PlanRequest
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +73,18 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
     )
 
 
-def warn_of_objects(plans: Iterable[SavePlan]) -> None:
+def warn_of_objects(requests: Iterable[PlanRequest]) -> None:
     """Warns of keys whose objects differ between ranks. Only one object is saved, which is mostly a mistake (random
-    states, data loaders). A plan that only names a kept one has no objects to compare."""
+    states, data loaders). A request that only names a kept plan has no objects to compare."""
     names: dict[Inventory, list[str]] = {}
     seen: dict[str, tuple[int, int]] = {}  # {key: checksum, and the first rank that has the object}
     found: dict[str, tuple[int, int]] = {}
-    for rank, plan in enumerate(plans):
-        if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+    for rank, request in enumerate(requests):
+        if request.of_items or (inventory := request.inventory) is None:
             continue
-        if plan.inventory not in names:
-            names[plan.inventory] = _C.inventory_objects(plan.inventory)
-        for key, value in zip(names[plan.inventory], memoryview(plan.digests).cast("I"), strict=True):
+        if inventory not in names:
+            names[inventory] = _C.inventory_objects(inventory)
+        for key, value in zip(names[inventory], memoryview(request.digests).cast("I"), strict=True):
             first_value, first_rank = seen.setdefault(key, (value, rank))
             if first_value != value:
                 found.setdefault(key, (first_rank, rank))

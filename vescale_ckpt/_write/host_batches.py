@@ -6,12 +6,11 @@ One batch is written while the next one is copied.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
 from .._engine import _C
 from .._engine.device_streams import filled_snapshot
@@ -19,10 +18,10 @@ from .._engine.dtype_codes import DTYPE_CODES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import batch_bytes, threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
-from .._engine.rows import PLAN_ROW, int_table, words
+from .._engine.rows import int_table, words
 from .._engine.tensor_checks import as_host_tensor, dense
 from .._engine.wrapper_tensors import is_wrapper, stored_form
-from .._plan.save_plan import PackedItems
+from .._plan.local_plan import LocalPlan
 from .._state import objects
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
@@ -31,21 +30,14 @@ from .layout import Layout, SaveOptions
 _SAMPLED_ELEMENTS = 4  # most elements of a tensor that are hashed
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Rows of a rank's part that are written together."""
 
     rows: Sequence[int]
-    table: Any
-    memory: _C.Snapshot | list[torch.Tensor] | None  #: holds the memory of the table; None if it is the state's own
+    table: Any  #: the engine's
+    tensors: Sequence[torch.Tensor] = ()  #: of the table, if they were brought to host memory one by one
+    snapshot: _C.Snapshot | None = None  #: holds the memory of the table, if they were copied together
     archives: Sequence[bytes] = ()  #: in place of a table: the records of wrapper subclasses
-
-
-class ItemBatch(NamedTuple):
-    """DCP's items that are written together: their tensors in host memory, or the records of wrapper subclasses."""
-
-    items: list[WriteItem]
-    tensors: list[torch.Tensor]
-    archives: list[bytes]
 
 
 def samples_of(table: Any, devices: Any = b"") -> memoryview:
@@ -64,53 +56,55 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
     return table
 
 
-def write_rows(layout: Layout, items: PackedItems, rows: Sequence[int]) -> None:
+def write_rows(layout: Layout, plan: LocalPlan, rows: Sequence[int]) -> None:
     """Writes `rows` of a rank's part, in host memory or on devices. At most two batches are in memory. They share
     `VESCALE_CKPT_MEMORY_BYTES` unless one tensor needs more."""
+    write_batches(layout, _batches(layout.options, plan, rows), plan.key)
 
-    def write(batch: _Batch) -> None:
+
+def write_batches(layout: Layout, batches: Iterator[Batch], key_of: Callable[[int], str]) -> None:
+    """Writes one batch while the next one is made. `key_of`: of a row."""
+
+    def write(batch: Batch) -> None:
+        rows = batch.rows
         if batch.archives:
-            layout.write_records(list(batch.archives), list(map(items.key, batch.rows)), batch.rows, of_tensors=True)
+            layout.write_records(list(batch.archives), list(map(key_of, rows)), rows, of_tensors=True)
             return
         try:
-            layout.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
+            layout.write_table(batch.table, lambda number: key_of(rows[number]), rows)
         finally:
-            if isinstance(batch.memory, _C.Snapshot):
-                batch.memory.release()
+            if batch.snapshot is not None:
+                batch.snapshot.release()
 
-    for _ in overlap(_batches(layout.options, items, rows), write):
+    for _ in overlap(batches, write):
         pass
 
 
-def _batches(options: SaveOptions, items: PackedItems, rows: Sequence[int]) -> Iterator[_Batch]:
-    if items.description.all_ready:
+def _batches(options: SaveOptions, plan: LocalPlan, rows: Sequence[int]) -> Iterator[Batch]:
+    if plan.description.all_ready:
         on_host, on_devices, not_ready = rows, [], []
     else:
-        ready = items.ready_rows()
+        ready = plan.ready_rows()
         on_host = [row for row in rows if ready[row] == ON_HOST]
         on_devices = [row for row in rows if ready[row] > ON_HOST]
         not_ready = [row for row in rows if ready[row] == NOT_READY]
     if on_host:
-        yield _Batch(on_host, items.write_table(on_host), None)
-    for some in _bounded(on_devices, items) if on_devices else ():
-        with named_errors(items.key, options.path):
-            snapshot = filled_snapshot(*items.copy_table(some), threads_of(options.thread_count))
-        yield _Batch(some, snapshot.table(), snapshot)
-    for some, batch in converted(items, not_ready):
-        yield _Batch(some, write_table(batch.tensors), batch.tensors, batch.archives)
+        yield Batch(on_host, plan.write_table(on_host))
+    for some in _bounded(on_devices, plan) if on_devices else ():
+        with named_errors(plan.key, options.path):
+            snapshot = filled_snapshot(*plan.copy_table(some), threads_of(options.thread_count))
+        yield Batch(some, snapshot.table(), snapshot=snapshot)
+    yield from converted(plan, not_ready)
 
 
-def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ItemBatch]]:
-    """Yields some rows at a time, with host copies of their tensors (those on other devices, lazy conjugates), or with
-    the records of wrapper subclasses."""
-    start = 0
-    for batch in item_batches([items[row] for row in rows], lambda item: items.resolve(item.index)):
-        yield rows[start : start + len(batch.items)], batch
-        start += len(batch.items)
+def converted(plan: LocalPlan, rows: Sequence[int]) -> Iterator[Batch]:
+    """Yields batches of rows, with host copies of their tensors (those on other devices, lazy conjugates), or with the
+    records of wrapper subclasses."""
+    return host_batches(rows, zip(map(plan.key, rows), map(plan.tensor, rows), strict=True))
 
 
-def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
-    budget, sizes = batch_bytes(), words(items.body_bytes())
+def _bounded(rows: Sequence[int], plan: LocalPlan) -> Iterator[Sequence[int]]:
+    budget, sizes = batch_bytes(), words(plan.body_bytes())
     start, held = 0, 0
     for index, row in enumerate(rows):
         if held and held + sizes[row] > budget:
@@ -120,84 +114,66 @@ def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]
     yield rows[start:]
 
 
-def item_batches(
-    items: Sequence[WriteItem], resolve: Callable[[WriteItem], object], makes_tensors: bool = False
-) -> Iterator[ItemBatch]:
-    """Cuts a rank's tensors into batches, bounded in number and in bytes. Only tensors outside the state's own memory
-    count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
-    written, two batches at a time."""
-    budget = batch_bytes()
-    batch, held = ItemBatch([], [], []), 0
-    for item in items:
-        found, copied = _in_host_memory(item, _checked(item, resolve(item)))
-        if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
-            yield batch
-            batch, held = ItemBatch([], [], []), 0
-        batch.items.append(item)
+def host_batches(
+    rows: Sequence[int], tensors: Iterable[tuple[str, torch.Tensor]], makes_tensors: bool = False
+) -> Iterator[Batch]:
+    """Cuts tensors, one of each row and with its key, into batches that are bounded in number and in bytes. Only memory
+    other than the state's own counts as bytes: copies from a device, and all tensors if `makes_tensors`. They live
+    until they are written, two batches at a time."""
+    budget, start, held = batch_bytes(), 0, 0
+    in_memory: list[torch.Tensor] = []
+    archives: list[bytes] = []
+    for index, (key, tensor) in enumerate(tensors):
+        found, copied = _in_host_memory(key, tensor)
+        if archives if isinstance(found, torch.Tensor) else in_memory:
+            yield Batch(rows[start:index], write_table(in_memory), in_memory, archives=archives)
+            in_memory, archives, start, held = [], [], index, 0
         if isinstance(found, torch.Tensor):
-            dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
-            batch.tensors.append(found)
+            dtype_code(found.dtype, key)  # raises for those that cannot be stored
+            in_memory.append(found)
             held += found.nbytes if copied or makes_tensors else 0
         else:
-            batch.archives.append(found)
+            archives.append(found)
             held += len(found)
-        if held >= budget or len(batch.items) == GROUP_TENSORS:
-            yield batch
-            batch, held = ItemBatch([], [], []), 0
-    if batch.items:
-        yield batch
+        if held >= budget or index + 1 - start == GROUP_TENSORS:
+            yield Batch(rows[start : index + 1], write_table(in_memory), in_memory, archives=archives)
+            in_memory, archives, start, held = [], [], index + 1, 0
+    if start < len(rows):
+        yield Batch(rows[start:], write_table(in_memory), in_memory, archives=archives)
 
 
-def on_accelerator(items: PackedItems, rows: Sequence[int]) -> dict[int, torch.Tensor]:
+def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tensor]:
     """{row: its tensor} of those of `rows` that lie on an accelerator as they are, so that one copy each is a
     snapshot."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return {}
-    found, description, local_plan = {}, items.description, words(items.local_plan)
+    found = {}
     for row in rows:
-        whole, _ = description.source(local_plan[row * PLAN_ROW])
+        whole, _ = plan.description.source(plan.item(row))
         if whole.device.type != accelerator.type or is_wrapper(whole):
             continue
-        item = items[row]
-        tensor = _checked(item, items.resolve(item.index))
-        with _of_item(item):
+        key, tensor = plan.key(row), plan.tensor(row)
+        with _named(key):
             plain = dense(tensor)
         if not (plain.is_conj() or plain.is_neg()):
-            dtype_code(plain.dtype, item.index.fqn)  # raises for those that cannot be stored
+            dtype_code(plain.dtype, key)  # raises for those that cannot be stored
             found[row] = plain
     return found
 
 
-def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
-    """What a planner resolved an item to, if it can be that item."""
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(
-            f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
-        )
-    wanted = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
-    if wanted and 0 in wanted and 0 in tensor.shape:
-        return tensor.new_empty(wanted)  # FSDP2 may hold (0, 0) for (2, 0)
-    if tensor.shape != wanted:
-        raise CheckpointError(
-            f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
-            key=item.index.fqn,
-        )
-    return tensor
-
-
-def _in_host_memory(item: WriteItem, tensor: torch.Tensor) -> tuple[torch.Tensor | bytes, bool]:
-    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
-    with _of_item(item):
+def _in_host_memory(key: str, tensor: torch.Tensor) -> tuple[torch.Tensor | bytes, bool]:
+    """A tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
+    with _named(key):
         if is_wrapper(tensor):
-            return objects.dump(stored_form(tensor), item.index.fqn), True
+            return objects.dump(stored_form(tensor), key), True
         return as_host_tensor(tensor)
 
 
 @contextmanager
-def _of_item(item: WriteItem) -> Iterator[None]:
+def _named(key: str) -> Iterator[None]:
     """A context in which an error of a tensor (it cannot be stored, or not be copied from its device) gets the key."""
     try:
         yield
     except Exception as error:  # code of a subclass may raise anything
-        raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error
+        raise CheckpointError(f"{key}: {error}", key=key) from error

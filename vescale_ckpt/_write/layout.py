@@ -8,13 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-
 from .._engine import _C
 from .._engine.options import direct_io_setting, engine_options
-from .._plan.save_plan import GlobalSavePlan, PackedItems
+from .._plan.global_plan import GlobalPlan
+from .._plan.local_plan import LocalPlan
 from .._ranks.steps import Steps
 from .._state.describe import Description
 from ..settings import DirectIO
@@ -82,7 +79,7 @@ class Layout(ABC):
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
         return ()
 
-    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
+    def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
         """Decides with all ranks where the rank's part lies. `planned`: the plan of all ranks, on the coordinator.
         Raises on all ranks if one has failed."""
         return
@@ -97,7 +94,7 @@ class Layout(ABC):
         """What the coordinator needs from this rank after writing. Not empty."""
 
     @abstractmethod
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each rank what it commits; empty: nothing. `messages`: of all ranks."""
 
     # --- This rank's files
@@ -147,21 +144,3 @@ class Layout(ABC):
     @abstractmethod
     def end(self) -> None:
         """Ends the save, committed or not. May be called again."""
-
-    # --- In the steps in which DCP calls a storage writer
-
-    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The coordinator's answers to the plans of all ranks, with where each rank writes."""
-        return plans
-
-    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
-        """Takes where this rank writes. Returns what it writes."""
-        return plan.items
-
-    @abstractmethod
-    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
-        """What DCP hands to the coordinator. `items`: in the order of the rows that were written."""
-
-    @abstractmethod
-    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits what all ranks have written. `results`: those of each rank."""

@@ -6,29 +6,21 @@ import contextlib
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-
-from .._checkpoint.native import commit_metadata, extra_copies, metadata_pickle
+from .._checkpoint.native import commit_metadata, extra_copies
 from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import METADATA_NAME, data_name
-from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.metadata_check import TRAILER_BYTES
-from .._checkpoint.native.metadata_file import has_metadata, read_metadata_of
+from .._checkpoint.native.metadata_file import has_metadata
 from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import threads_of, used_paths
-from .._engine.rows import LOCATION_ROW, words
-from .._engine.torch_private import CURRENT_DCP_VERSION
+from .._engine.rows import LOCATION_ROW
 from .._observe.timeline import phase
-from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, write_result
-from .._ranks.message import pack, unpack
+from .._plan.global_plan import GlobalPlan, Locations
 from .._ranks.shared_directory import separate_directories
 from .._state.extra_files import with_files
 from .._storage.locks import drop_dead_locks
@@ -87,22 +79,30 @@ class NativeLayout(Layout):
         return with_files(state, self._extra_files if adds_files else {})
 
     def message(self) -> bytes:
-        locations, names = self.located()
-        return pack(locations, *map(str.encode, names))
+        return self.located().pack()
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        of_all = list(map(unpack, messages))
-        of_ranks: list[tuple[bytes, ...]] = [()] * len(of_all)
-        names = [[name.decode() for name in names] for _, *names in of_all]
-        self._of_all = names
-        locations = [locations for locations, *_ in of_all]
-        save_id = stamped(self.options.save_id, len(of_all))
-        of_ranks[0] = planned.files(locations, names, self.options.path, save_id, target=self._begin_metadata())
-        return of_ranks
+    def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        locations = list(map(Locations.unpack, messages))
+        self._of_all = [of_rank.files for of_rank in locations]
+        save_id = stamped(self.options.save_id, len(messages))
+        return [self.make_metadata(planned, locations, save_id), *[()] * (len(messages) - 1)]
 
-    def _begin_metadata(self) -> _C.PendingFile | None:
+    def make_metadata(self, planned: GlobalPlan, locations: Sequence[Locations], save_id: str) -> tuple[bytes, ...]:
+        """What the coordinator commits; `.metadata` is written while it is made."""
         self._pending = storage_at(self.options.path).pending(METADATA_NAME)
-        return self._pending
+        return planned.files(locations, self.options.path, save_id, target=self._pending)
+
+    def check_files(self, names: Sequence[Iterable[str]]) -> None:
+        """Takes the names of the files that each rank has written. Raises `CheckpointError` if some are not in this
+        directory."""
+        self._of_all, path = names, self.options.path
+        storage = storage_at(path)
+        here = set(storage.names())
+        missing = [
+            rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
+        ]
+        if missing:
+            raise separate_directories(path, missing)
 
     # --- Data files
 
@@ -166,8 +166,8 @@ class NativeLayout(Layout):
             placed[::LOCATION_ROW] = array("q", (self._first + file for file in placed[::LOCATION_ROW]))
         self._placed.append((rows, placed))
 
-    def located(self) -> tuple[bytes, list[str]]:
-        """A table of the places of all rows that were written, and the names of the files."""
+    def located(self) -> Locations:
+        """Where all rows that were written lie."""
         table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for rows, _ in self._placed)))
         for rows, placed in self._placed:
             if isinstance(rows, range) and rows.step == 1:
@@ -177,12 +177,12 @@ class NativeLayout(Layout):
                     place = placed[index * LOCATION_ROW : (index + 1) * LOCATION_ROW]
                     table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = place
         if len(self._names) < 2:
-            return table.tobytes(), self._names
+            return Locations(table.tobytes(), self._names)
         used = sorted(set(table[::LOCATION_ROW]))
         if len(used) < len(self._names):  # one large tensor leaves nothing for other files
             numbers = {file: number for number, file in enumerate(used)}
             table[::LOCATION_ROW] = array("q", map(numbers.__getitem__, table[::LOCATION_ROW]))
-        return table.tobytes(), [self._names[file] for file in used]
+        return Locations(table.tobytes(), [self._names[file] for file in used])
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
@@ -260,76 +260,6 @@ class NativeLayout(Layout):
         self._pending = None
         self._lock.release()
 
-    # --- In DCP's steps
-
-    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
-        locations, names = self.located()
-        if isinstance(items, PackedItems):
-            return PackedResults(locations, names, items)
-        table = words(locations).tolist()
-        return [
-            write_result(item.index, names, *table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
-            for row, item in enumerate(items)
-        ]
-
-    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        path, save_id = self.options.path, stamped(self.options.save_id, len(results))
-        self.options = replace(self.options, save_id=save_id)
-        planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
-        if planned is None:
-            written = [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
-            self._of_all = written
-            self._check_shared_directory(written)
-            metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
-            metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=save_id)
-            self.commit(metadata_pickle.dumps(metadata))
-            return
-        assert isinstance(metadata, LazyMetadata)
-        locations, names = zip(*map(_record_locations, results), strict=True)
-        self._of_all = names
-        self._check_shared_directory(names)
-        changed = metadata.was_changed()  # for instance by a class derived from `StorageWriter`
-        target = None if changed else self._begin_metadata()
-        content, index = planned.files(list(locations), list(names), path, save_id, target=target)
-        if changed:
-            self.commit(_with_changes(content, metadata))
-        else:
-            self.commit(content, index)
-        metadata.become(read_metadata_of, path, None, save_id)
-
-    def _check_shared_directory(self, names: Sequence[Iterable[str]]) -> None:
-        """Raises `CheckpointError` if files that ranks have written, `names` by rank, are not in this directory."""
-        path = self.options.path
-        storage = storage_at(path)
-        here = set(storage.names())
-        missing = [
-            rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
-        ]
-        if missing:
-            raise separate_directories(path, missing)
-
 
 def _holds_checkpoint(path: str, when: str = "") -> CheckpointError:
     return CheckpointError(f"{path} holds a checkpoint already and overwrite=False{when}", path=path)
-
-
-def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
-    """The record locations of a rank's local plan, and the names of its files."""
-    if isinstance(results, PackedResults):
-        return results.locations, results.names
-    names: dict[str, int] = {}
-    table = array("q")
-    for result in results:
-        info = result.storage_data
-        file = names.setdefault(info.relative_path, len(names))
-        table.extend((file, info.offset, info.length, getattr(info, "crc", -1)))
-    return table.tobytes(), list(names)
-
-
-def _with_changes(content: bytes, changed: Metadata) -> bytes:
-    metadata = metadata_pickle.loads(content, "the metadata of this save")
-    metadata.state_dict_metadata = changed.state_dict_metadata
-    metadata.planner_data = changed.planner_data
-    metadata.storage_data = {**metadata.storage_data, **(changed.storage_data or {})}
-    return metadata_pickle.dumps(metadata)

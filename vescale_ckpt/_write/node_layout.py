@@ -18,7 +18,8 @@ from .._checkpoint.native.file_names import NODE_MARKER
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
-from .._plan.save_plan import GlobalSavePlan, PackedItems
+from .._plan.global_plan import GlobalPlan, Locations
+from .._plan.local_plan import LocalPlan
 from .._ranks.message import pack, unpack
 from .._ranks.node import node_of_this_process
 from .._ranks.steps import Steps
@@ -28,7 +29,7 @@ from .native_layout import NativeLayout
 
 
 class NodeLayout(NativeLayout):
-    """The files of one save in folders of the nodes. For plans of `NodePlanner`."""
+    """The files of one save in folders of the nodes. For plans with `placement="local"`."""
 
     # Replicas of a part are found by equal locations, and so must not depend on a node's threads; and a commit renames
     # files one by one, of which the first must not go before the others.
@@ -38,30 +39,30 @@ class NodeLayout(NativeLayout):
         super().__init__(options, extra_files)
         self._planned = b""  # what this rank writes; equal on ranks that write the same
 
-    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
-        _, *what_it_holds = _C.inventory_parts(items.description.inventory)  # the head has the node's number
-        self._planned = pack(*what_it_holds, items.local_plan)
+    def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
+        _, *what_it_holds = _C.inventory_parts(plan.description.inventory)  # the head has the node's number
+        self._planned = pack(*what_it_holds, plan.table)
 
     def message(self) -> bytes:
-        locations, names = self.located()
+        located = self.located()
         # Checksums are part of the locations: ranks with equal digests have written the same bytes.
-        same = hashlib.blake2b(pack(self._planned, locations), digest_size=32).digest()
-        return pack(locations, same, str(node_of_this_process()).encode(), *map(str.encode, names))
+        same = hashlib.blake2b(pack(self._planned, located.table), digest_size=32).digest()
+        return pack(located.pack(), same, str(node_of_this_process()).encode())
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        of_all = list(map(unpack, messages))
-        nodes = [int(node) for _, _, node, *_ in of_all]
+    def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        located, digests, of_nodes = zip(*map(unpack, messages), strict=True)
+        locations, nodes = list(map(Locations.unpack, located)), list(map(int, of_nodes))
         numbers = sorted(set(nodes))  # as plans number nodes
-        names = [[name.decode() for name in names] for _, _, _, *names in of_all]
-        save_id = stamped(self.options.save_id, len(of_all))
-        metadata, index = planned.files([locations for locations, *_ in of_all], names, self.options.path, save_id)
+        names = [of_rank.files for of_rank in locations]
+        save_id = stamped(self.options.save_id, len(messages))
+        metadata, index = planned.files(locations, self.options.path, save_id)
         named = set(_C.Index.from_bytes(index).files)
         first: dict[tuple[int, bytes], list[str]] = {}  # {digest, and how many ranks of the node have it: names}
         new_names: dict[int, dict[str, str]] = {node: {} for node in numbers}  # "": the file is not needed
         for node in numbers:
             seen: dict[bytes, int] = {}
             for rank in (rank for rank, its in enumerate(nodes) if its == node):
-                same = of_all[rank][1]
+                same = digests[rank]
                 seen[same] = seen.get(same, -1) + 1
                 theirs = first.setdefault((seen[same], same), names[rank])
                 for own, other in zip(names[rank], theirs, strict=True):
@@ -69,7 +70,7 @@ class NodeLayout(NativeLayout):
                         new_names[node][own] = other
                     elif own not in named:
                         new_names[node][own] = ""
-        contents: list[tuple[bytes, ...]] = [()] * len(of_all)
+        contents: list[tuple[bytes, ...]] = [()] * len(messages)
         for node, of_node in new_names.items():
             contents[nodes.index(node)] = (metadata, index, json.dumps(of_node).encode())
         return contents

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._engine import torch_private
-from .._engine.rows import PLAN_ROW, words
 from .._engine.tensor_checks import is_plain_tensor
-from .._plan.save_plan import PackedItems
+from .._plan.local_plan import LocalPlan
 from .._state.tensor_table import PLAIN_TYPES
 from .._state.watch import Watch, storages_of
 from ..errors import CheckpointError, CheckpointTimeoutError
@@ -70,7 +69,7 @@ class GatedCopy:
         self._optimizers = gate.optimizers
         self._watch = Watch([], [])
 
-    def rows(self, items: PackedItems, candidates: Sequence[int]) -> list[int]:
+    def rows(self, plan: LocalPlan, candidates: Sequence[int]) -> list[int]:
         """The rows of `candidates` that may be copied later. Their tensors are watched from now on."""
         own = self._own_tensors()
         uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # these have no version counter
@@ -80,16 +79,15 @@ class GatedCopy:
         for place, tensor, address in own:
             if place in places:
                 by_address.setdefault(address, []).append(tensor)
-        description = items.description
+        description = plan.description
         storages = _places(description.tensors)
         counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
         guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
         if own and guarded and not any(guarded):
             logger.warning("gate: no tensor of the state belongs to the optimizers: all is copied before save returns")
-        local_plan = words(items.local_plan)
         rows, names, watched, key_of_storage = [], list[str](), dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
-            item = local_plan[row * PLAN_ROW]
+            item = plan.item(row)
             index = description.tensor_index(item)
             if not guarded[index]:
                 continue

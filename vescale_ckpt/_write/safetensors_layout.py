@@ -9,13 +9,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
-
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from typing import Any, ClassVar, Literal, get_args
 
 from .._checkpoint.safetensors.commit import holds_model
 from .._checkpoint.safetensors.export_folder import ExportFolder, file_numbers
@@ -24,10 +20,11 @@ from .._checkpoint.safetensors.model_names import file_names, holds_export, temp
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PLAN_ROW, int_table, words
+from .._engine.rows import int_table
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._observe.timeline import phase
-from .._plan.save_plan import GlobalSavePlan, PackedItems, SavePlans, pack_items
+from .._plan.global_plan import GlobalPlan
+from .._plan.local_plan import LocalPlan
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
@@ -45,8 +42,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
 LEAST_BYTES = 1 << 20  #: if a node's short runs have fewer, its ranks bring each other none
 
-
 SaveFormat = Literal["dcp", "safetensors"]
+FORMATS = get_args(SaveFormat)
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,15 @@ class Safetensors:
         return tuple(checked_metadata({"format": "pt"} if self.metadata is None else dict(self.metadata)))
 
 
+def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
+    """The files that `format` asks for. None for DCP's own. Raises ValueError for an unknown format."""
+    if isinstance(format, Safetensors):
+        return format
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: expected one of {', '.join(FORMATS)}, or a Safetensors")
+    return Safetensors() if format == "safetensors" else None
+
+
 class SafetensorsLayout(Layout):
     """The files of one model in a folder of a file system."""
 
@@ -103,7 +109,7 @@ class SafetensorsLayout(Layout):
         self._boxes = b""  # what this rank writes from its own memory
         self._own_boxes = b""  # the same without what ranks bring to each other
         self._routes = b""  # packed rounds in which they do; empty: they do not
-        self._blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
+        self.blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
         self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
 
     def begin(self, is_coordinator: bool) -> None:
@@ -126,11 +132,11 @@ class SafetensorsLayout(Layout):
 
     def left_out(self, description: Description) -> Collection[str]:
         """Of tensors in the same memory the first is stored."""
-        _refuse_wrappers(description)
+        refuse_wrappers(description)
         self._tied = shared_names(description)
         return self._tied.keys() | empty_duplicates(description)
 
-    def place(self, steps: Steps, items: PackedItems, planned: GlobalSavePlan | None) -> None:
+    def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
         """Finds where in the files each rank writes."""
         exchange = steps.exchange
         texts = [text.encode() for names in self._tied.items() for text in names]
@@ -144,39 +150,38 @@ class SafetensorsLayout(Layout):
             steps.raise_together("make files")
         count, token, locations, self._routes = unpack(answer)
         boxes, self._own_boxes = (
-            _C.export_boxes(items.description.inventory, items.local_plan, locations, with_brought)
+            _C.export_boxes(plan.description.inventory, plan.table, locations, with_brought)
             for with_brought in (True, False)
         )
-        self._write_to(int(count), token.decode(), boxes)
+        self.write_to(int(count), token.decode(), boxes)
 
-    def _make_all(self, planned: GlobalSavePlan, of_all: list[list[bytes]]) -> list[bytes]:
+    def _make_all(self, planned: GlobalPlan, of_all: list[list[bytes]]) -> list[bytes]:
         """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: of each rank its
         `memory_domain`, and pairs of names of tied tensors."""
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
-        made = self._layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
+        made = self.lay_out(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
         routes = self._plan_routes(made, planned.catalog, [domains.index(domain) for domain in domains])
-        begin = str(len(made.file_bytes)).encode(), self._make_files(made).encode()
+        begin = str(len(made.file_bytes)).encode(), self.make_files(made).encode()
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
-    def _layout_of(
-        self, planned: GlobalSavePlan, ties: dict[str, str], more_texts: Sequence[tuple[str, str]] = ()
-    ) -> _C.ExportLayout:
-        """`ties`: for names that are not stored, the name of the tensor that has their value. Raises `CheckpointError`
-        for values that no safetensors file can hold."""
-        wanted = self._wanted
+    def lay_out(self, planned: GlobalPlan, ties: dict[str, str] | None = None) -> _C.ExportLayout:
+        """Decides where in the files each tensor lies. `ties`: for names that are not stored, the name of the tensor
+        that has their value. Raises `CheckpointError` for values that no safetensors file can hold."""
+        wanted, ties = self._wanted, ties or {}
         try:
-            texts = [*with_ties(wanted.texts, ties), *more_texts]
+            texts = [*with_ties(wanted.texts, ties), *([_offsets_in(planned)] if wanted.tells_offsets else [])]
             numbers = list(wanted.file_numbers)
             return _C.ExportLayout(planned.catalog, wanted.most_file_bytes, texts, list(ties.items()), numbers)
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 
-    def _make_files(self, made: _C.ExportLayout) -> str:
+    def make_files(self, made: _C.ExportLayout) -> str:
+        """Makes the files with their final lengths. Returns the token in their temporary names."""
         self._layout = made
         self._folder = ExportFolder(self.options.path, made.file_bytes)
         return self._folder.token
 
-    def _write_to(self, count: int, token: str, boxes: bytes) -> None:
+    def write_to(self, count: int, token: str, boxes: bytes) -> None:
         """Sets what this rank will write to: the number of files, the end of their temporary names, and where its boxes
         lie, `_C.export_boxes`."""
         self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in file_names(count)]
@@ -206,11 +211,11 @@ class SafetensorsLayout(Layout):
             self._boxes = self._own_boxes + routes.own
 
     def message(self) -> bytes:
-        return pack(self._blocks)
+        return pack(self.blocks)
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """The head of each file, for the coordinator."""
-        return [tuple(self._heads([unpack(message)[0] for message in messages])), *[()] * (len(messages) - 1)]
+        return [tuple(self.heads([unpack(message)[0] for message in messages])), *[()] * (len(messages) - 1)]
 
     # --- This rank's boxes in the files
 
@@ -252,7 +257,7 @@ class SafetensorsLayout(Layout):
         files, stats = self._writer, []
         if isinstance(files, _C.BoxWriter):
             with named_errors(str, self.options.path), phase("sync", self.options.path):
-                self._blocks = files.finish(self.options.sync_files)
+                self.blocks = files.finish(self.options.sync_files)
             self._writer, self._done_bytes, stats = None, files.progress(), [files.stats()]
         written = sum(of_all["in_place_bytes"] + of_all["slot_bytes"] for of_all in stats)
         return Written(written, written, stats)
@@ -269,7 +274,7 @@ class SafetensorsLayout(Layout):
 
     # --- The commit
 
-    def _heads(self, blocks: list[bytes]) -> list[bytes]:
+    def heads(self, blocks: list[bytes]) -> list[bytes]:
         """The head of each file. `blocks`: those of each rank."""
         assert self._layout is not None
         return self._layout.heads(blocks)
@@ -284,72 +289,19 @@ class SafetensorsLayout(Layout):
             self._folder.discard()
         self._folder = self._layout = None
 
-    # --- In DCP's steps
-
-    def answers(self, plans: list[SavePlan]) -> list[SavePlan]:
-        storage_at(self.options.path).check_mounted(
-            "a model in format='safetensors' that is saved in the steps of dcp.save",
-            "vescale_ckpt.save(path, state, format='safetensors') saves it there",
-        )
-        if not all(plan.usable for plan in plans):  # DCP would reuse the answers of an earlier save, with its names
-            raise CheckpointError(
-                "the planner keeps its plans (enable_plan_caching=True), which goes for data files only: to save "
-                "safetensors files again take vescale_ckpt.SavePlanner, or a planner that plans each time",
-                path=self.options.path,
-            )
-        if isinstance(plans, SavePlans):
-            planned = plans.planned
-        else:  # of another planner: each rank writes its own items
-            planned = GlobalSavePlan([pack_items(plan.items) for plan in plans])
-        made = self._layout_of(planned, {}, [_offsets_in(planned)] if self._wanted.tells_offsets else [])
-        start = str(len(made.file_bytes)).encode(), self._make_files(made).encode()
-        return [
-            replace(plan, storage_data=pack(*start, planned.plan.local_plan(rank), made.record_locations(rank)))
-            for rank, plan in enumerate(plans)
-        ]
-
-    def take_answer(self, plan: SavePlan) -> Sequence[WriteItem]:
-        assert isinstance(plan.storage_data, bytes)
-        (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
-        if isinstance(items, PackedItems):
-            _refuse_wrappers(items.description)
-            inventory, local_plan = items.description.inventory, items.local_plan
-        else:
-            inventory = pack_items(items)
-            items = [items[item] for item in words(local_plan)[::PLAN_ROW]]
-        self._write_to(int(count), token.decode(), _C.export_boxes(inventory, local_plan, locations, True))
-        return items
-
-    def results(self, items: Sequence[WriteItem]) -> Sequence[WriteResult]:
-        return _Results(self._blocks)
-
-    def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.commit(*self._heads([getattr(of_rank, "blocks", b"") for of_rank in results]))
-
-
-class _Results(list[WriteResult]):
-    """An empty list of results for DCP, with this rank's contribution to the checksums for the coordinator."""
-
-    def __init__(self, blocks: bytes) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Results, (self.blocks,)
-
 
 def _pairs(names: list[bytes]) -> dict[str, str]:
     texts = [name.decode() for name in names]
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _offsets_in(planned: GlobalSavePlan) -> tuple[str, str]:
+def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
     """The text that torch's HuggingFaceStorageWriter puts into headers, for whole tensors."""
     rows = planned.catalog.rows()
     return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
 
 
-def _refuse_wrappers(description: Description) -> None:
+def refuse_wrappers(description: Description) -> None:
     """Raises `CheckpointError` with the key of a wrapper subclass, of which no safetensors file can hold the inner
     tensors."""
     if not any_wrapper(description.tensors):

@@ -17,7 +17,7 @@ from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, words
 from .._observe.timeline import phase
-from .._plan.save_plan import PackedItems
+from .._plan.local_plan import LocalPlan
 from .._state import objects
 from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
@@ -42,7 +42,7 @@ class StagedPlan:
     The training thread makes it. Then one thread calls `write`, once.
     """
 
-    def __init__(self, save: RankSave, items: PackedItems, gate: Gate | None) -> None:
+    def __init__(self, save: RankSave, plan: LocalPlan, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
         self._guarded: _C.Snapshot | None = None  # filled in the background, after the constructor has returned
         # It keeps the copied tensors alive; so it must outlive the copying.
@@ -52,10 +52,9 @@ class StagedPlan:
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
-        self._local_plan, self._names = words(items.local_plan), items.description.names
-        self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
-        self._object_keys = items.objects()
-        self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
+        self._rows, self._names = words(plan.table), plan.description.names  # a plan holds the state, which may go
+        self._tensors, self._body_bytes = plan.tensors, plan.body_bytes()
+        self._objects = {key: objects.dump(value, key) for key, value in plan.objects().items()}
         self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and what holds them
         self._written: list[tuple[Sequence[int], _Copies]] = []  # their copies, until the save has read them
         self._guarded_rows: Sequence[int] = []
@@ -64,7 +63,7 @@ class StagedPlan:
         self._early_bytes = 0
         with self._save.writing():
             try:
-                self._copy_all(items)
+                self._copy_all(plan)
             except BaseException as error:
                 self.staged.set_exception(error)  # optimizer steps may wait for it
                 self._release()
@@ -113,7 +112,7 @@ class StagedPlan:
             except BaseException as error:
                 self.staged.set_exception(error)
                 raise
-            if not self._local_plan:
+            if not self._rows:
                 return self._save.finish(0, 0)
             self._open(in_background=self.in_background)
             while self._copies:  # each snapshot is freed when it is written
@@ -127,10 +126,11 @@ class StagedPlan:
                 keys = list(map(self._key_of(rows), range(len(rows))))
                 layout.write_records(list(self._archives.values()), keys, rows, of_tensors=True)
                 self._archives.clear()
-            if keys := self._object_keys:
-                rows = range(self._tensors, self._tensors + len(keys))
-                layout.write_records(self._objects, keys, rows, of_tensors=False)
-            return self._save.finish(self._tensors, len(keys))
+            count, records = len(self._tensors), self._objects
+            if records:
+                rows = range(count, count + len(records))
+                layout.write_records(list(records.values()), list(records), rows, of_tensors=False)
+            return self._save.finish(count, len(records))
 
     def cancel(self) -> None:
         if self._guarded is not None:
@@ -140,62 +140,59 @@ class StagedPlan:
 
     # --- Copying
 
-    def _copy_all(self, items: PackedItems) -> None:
-        where_they_are: Sequence[int] = range(self._tensors)
-        if NOT_READY in items.description.ready:
-            ready = items.ready_rows()
+    def _copy_all(self, plan: LocalPlan) -> None:
+        where_they_are: Sequence[int] = self._tensors
+        if NOT_READY in plan.description.ready:
+            ready = plan.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
             not_ready = [row for row, flag in enumerate(ready) if flag == NOT_READY]
-            by_torch = on_accelerator(items, not_ready)
-            self._copy_by_torch(items, by_torch)
-            self._copy_after_conversion(items, [row for row in not_ready if row not in by_torch])
-        guarded = self._gate.rows(items, where_they_are) if self._gate is not None else []
+            by_torch = on_accelerator(plan, not_ready)
+            self._copy_by_torch(plan, by_torch)
+            self._copy_after_conversion(plan, [row for row in not_ready if row not in by_torch])
+        guarded = self._gate.rows(plan, where_they_are) if self._gate is not None else []
         waiting = set(guarded)
         at_once = [row for row in where_they_are if row not in waiting] if guarded else where_they_are
         if at_once:
-            snapshot = self._copy_where_they_are(items, at_once, *_table_of(items, at_once))
+            snapshot = self._copy_where_they_are(plan, at_once, *_table_of(plan, at_once))
             with self._named_errors(at_once):
                 snapshot.copy()
         if guarded:
             assert self._gate is not None
             self._gate.close(self.staged)
-            table, devices = _table_of(items, guarded)
+            table, devices = _table_of(plan, guarded)
             self._samples = samples_of(table, devices)
-            self._guarded = self._copy_where_they_are(items, guarded, table, devices)
+            self._guarded = self._copy_where_they_are(plan, guarded, table, devices)
             self._guarded_rows = guarded
-        items.check_unchanged()
+        plan.check_unchanged()
         if self._guarded is not None:
             with self._named_errors(self._guarded_rows):
                 self._guarded.start()
 
-    def _copy_where_they_are(
-        self, items: PackedItems, rows: Sequence[int], table: bytes, devices: bytes
-    ) -> _C.Snapshot:
+    def _copy_where_they_are(self, plan: LocalPlan, rows: Sequence[int], table: bytes, devices: bytes) -> _C.Snapshot:
         """An unfilled snapshot of rows in host memory or on CUDA devices, of which `table` and `devices` are."""
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         if early := rows[: snapshot.first]:
             with phase("write", "what snapshots have no room for"):
                 self._open(in_background=False)
-                write_rows(self._layout, items, early)
+                write_rows(self._layout, plan, early)
         self._add(snapshot, rows)
         return snapshot
 
-    def _copy_after_conversion(self, items: PackedItems, rows: Sequence[int]) -> None:
+    def _copy_after_conversion(self, plan: LocalPlan, rows: Sequence[int]) -> None:
         """Copies rows of which neither the engine nor a snapshot can read the memory directly."""
-        for some, batch in converted(items, rows):
+        for batch in converted(plan, rows):
             if batch.archives:
-                self._archives.update(zip(some, batch.archives, strict=True))
+                self._archives.update(zip(batch.rows, batch.archives, strict=True))
                 continue
-            tensors = batch.tensors
-            snapshot = new_snapshot(write_table(tensors), b"", self._budget, self._threads)
-            if early := some[: snapshot.first]:
+            snapshot = new_snapshot(batch.table, b"", self._budget, self._threads)
+            if early := batch.rows[: snapshot.first]:
                 self._open(in_background=False)
-                self._write_rows(early, write_table(tensors[: len(early)]))
-            self._add(snapshot, some)
+                self._write_rows(early, write_table(batch.tensors[: len(early)]))
+            self._add(snapshot, batch.rows)
             snapshot.copy()
 
-    def _copy_by_torch(self, items: PackedItems, tensors: dict[int, torch.Tensor]) -> None:
+    def _copy_by_torch(self, plan: LocalPlan, tensors: dict[int, torch.Tensor]) -> None:
         """Copies tensors {row: tensor} on devices that the engine cannot copy from, each once, to a snapshot."""
         rows = list(tensors)
         if not rows:
@@ -205,7 +202,7 @@ class StagedPlan:
         if early := rows[: snapshot.first]:
             with phase("write", "what snapshots have no room for"):
                 self._open(in_background=False)
-                write_rows(self._layout, items, early)
+                write_rows(self._layout, plan, early)
         self._add(snapshot, rows)
         snapshot.copy(self._key_of(rows))
 
@@ -251,9 +248,9 @@ class StagedPlan:
         self._layout.write_table(table, self._key_of(rows), rows)
 
     def _key_of(self, rows: Sequence[int]) -> Callable[[int], str]:
-        return lambda row: self._names[self._local_plan[rows[row] * PLAN_ROW]]
+        return lambda row: self._names[self._rows[rows[row] * PLAN_ROW]]
 
 
-def _table_of(items: PackedItems, rows: Sequence[int]) -> tuple[bytes, bytes]:
+def _table_of(plan: LocalPlan, rows: Sequence[int]) -> tuple[bytes, bytes]:
     """The engine's table of rows where they are, and their devices; empty if all are in host memory."""
-    return (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
+    return (plan.write_table(rows), b"") if plan.description.all_ready else plan.copy_table(rows)

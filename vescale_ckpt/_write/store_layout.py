@@ -19,7 +19,7 @@ from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import threads_of
 from .._engine.rows import int_table
 from .._observe.timeline import phase
-from .._plan.save_plan import GlobalSavePlan
+from .._plan.global_plan import GlobalPlan
 from .._ranks.message import pack, unpack
 from .._ranks.steps import Steps
 from .._routes.routed_write import RoutedWrite, plan_writes, routes_from, writers_of
@@ -58,7 +58,7 @@ class StoreLayout(SafetensorsLayout):
                 path=self.options.path,
             ) from None
 
-    def _make_files(self, made: _C.ExportLayout) -> str:
+    def make_files(self, made: _C.ExportLayout) -> str:
         """Only chooses names: objects appear when they are complete. Returns the token in the names."""
         if not self.options.overwrite:
             storage_at(self.options.path).check_exclusive_commits()
@@ -67,7 +67,7 @@ class StoreLayout(SafetensorsLayout):
         self._layout = made
         return new_token()
 
-    def _write_to(self, count: int, token: str, boxes: bytes) -> None:
+    def write_to(self, count: int, token: str, boxes: bytes) -> None:
         self._names = object_names(count, token)
         self._boxes = boxes
 
@@ -83,7 +83,7 @@ class StoreLayout(SafetensorsLayout):
             raise CheckpointError(f"{doing}: the ranks share no memory", path=self.options.path)
         self._steps, self._own = steps, routes.own
 
-    def contents(self, planned: GlobalSavePlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         contents = super().contents(planned, messages)
         if [*contents[0]] != self._file_heads:
             path = self.options.path
@@ -133,7 +133,7 @@ class StoreLayout(SafetensorsLayout):
                 if not complete:
                     self._close()
                     return Written(0, 0, [])
-            self._blocks = files.finish()
+            self.blocks = files.finish()
         self._close()
         self._done_bytes = files.progress()
         return Written(self._done_bytes, files.file_bytes(), [files.stats()])
@@ -162,7 +162,7 @@ class StoreLayout(SafetensorsLayout):
     def _make_heads(self, blocks: list[bytes]) -> list[bytes]:
         """For each rank number, length and head of each file that it writes. `blocks`: those of each rank."""
         assert self._layout is not None
-        lengths, self._file_heads = self._layout.file_bytes, self._heads(blocks)
+        lengths, self._file_heads = self._layout.file_bytes, self.heads(blocks)
         of_all: list[list[bytes]] = [[] for _ in blocks]
         for number, writer in enumerate(writers_of(lengths, len(blocks))):
             of_all[writer] += [str(number).encode(), str(lengths[number]).encode(), self._file_heads[number]]

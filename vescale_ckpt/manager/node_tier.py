@@ -29,10 +29,10 @@ from .._collective.handle import SaveHandle
 from .._collective.node_files import DURABLE, NodeFiles, Places
 from .._collective.start_load import start_load
 from .._collective.start_save import prepare_save, start_save
-from .._dcp.save_planner import SavePlanner
 from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
+from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
 from .._ranks.message import pack, unpack
@@ -51,15 +51,7 @@ from .run_id import Run
 logger = logging.getLogger(__name__)
 
 
-class NodePlanner(SavePlanner):
-    """Plans that each node writes what its ranks hold: of several ranks of a node that hold the same, one writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.placement = "local"
-
-
-_planners = PerGroup(NodePlanner)
+_planners = PerGroup(partial(Planner, "local"))
 _SMALL_FILES = (INDEX_NAME, ORDER_NAME, METRICS_NAME)  # each node has them beside `.metadata`
 
 

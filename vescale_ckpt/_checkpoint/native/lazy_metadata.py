@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..._engine import _C
 from ..._engine.rows import LOCATION_ROW, PLAN_ROW
-from ..._plan.save_plan import GlobalSavePlan
+from ..._plan.global_plan import GlobalPlan, Locations
 from . import metadata_pickle
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
@@ -27,7 +27,7 @@ class LazyMetadata(Metadata):
     A pickle contains the fields; after `become` it contains only the function and the arguments that build them.
     """
 
-    planned: GlobalSavePlan | None = None  #: set by this package's planner for its writer
+    planned: GlobalPlan | None = None  #: set by this package's planner for its writer
     index: _C.Index | None = None  #: set by this package's reader for its planner
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
@@ -67,17 +67,17 @@ class LazyMetadata(Metadata):
         return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
 
 
-def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
+def metadata_of_plan(planned: GlobalPlan) -> LazyMetadata:
     """Returns the metadata of a save that is planned but not written, without record locations."""
     metadata = LazyMetadata(build=partial(_without_locations, planned))
     metadata.planned = planned
     return metadata
 
 
-def _without_locations(planned: GlobalSavePlan) -> Metadata:
-    ranks = range(len(planned.inventories))
-    nowhere = [bytes(len(planned.plan.local_plan(rank)) // PLAN_ROW * LOCATION_ROW) for rank in ranks]
-    content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
+def _without_locations(planned: GlobalPlan) -> Metadata:
+    plans = map(planned.plan.local_plan, range(len(planned.inventories)))
+    nowhere = [Locations(bytes(len(plan) // PLAN_ROW * LOCATION_ROW), ["-"]) for plan in plans]
+    content, _ = planned.files(nowhere, "", "")
     metadata = metadata_pickle.loads(content, "the plan")
     metadata.storage_data = metadata.storage_meta = metadata.version = None
     return metadata

@@ -1,0 +1,167 @@
+"""Holds a save's plans and results for DCP, which sees them as its lists of items.
+
+DCP passes plans and results between calls and ranks without reading them. Code that reads them, such as a stock storage
+writer, gets DCP's own items.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._engine import _C
+from .._engine.dtype_codes import CODE_DTYPES, dtype_code
+from .._engine.rows import LOCATION_ROW, OBJECT, SHARD, TENSOR, words
+from .._engine.torch_private import StorageInfo
+from .._plan.global_plan import GlobalPlan, Locations, PlanAnswer, PlanRequest
+from .._plan.lazy_list import LazyList
+from .._plan.local_plan import LocalPlan, cut
+from .._plan.planner import pack_paths
+from .._state.chunk_rows import ShardChunk, packed_row
+from ..errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class PackedSavePlan(SavePlan):
+    """A plan without items: what a rank sends to the coordinator, or what it gets back."""
+
+    request: PlanRequest | None = None
+    answer: PlanAnswer | None = None
+
+
+def request_of(plan: SavePlan) -> PlanRequest:
+    """What a rank sends to the coordinator, of which the plan may be another planner's."""
+    if isinstance(plan, PackedSavePlan):
+        assert plan.request is not None
+        return plan.request
+    return PlanRequest(inventory=pack_items(plan.items), paths=pack_paths(plan.planner_data), of_items=True)
+
+
+class SavePlans(list[SavePlan]):
+    """The coordinator's answers to all ranks. Its storage writer reads `planned`, the global plan of the answers."""
+
+    def __init__(self, answers: Sequence[SavePlan], planned: GlobalPlan) -> None:
+        super().__init__(answers)
+        self.planned = planned
+
+
+class PackedItems(LazyList):
+    """A rank's local plan. Looks like `list[WriteItem]`."""
+
+    def __init__(self, plan: LocalPlan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def _build(self) -> list[WriteItem]:
+        inventory = self.plan.description.items
+        return [_write_item(inventory[item], *piece) for item, *piece in self.plan.rows()]
+
+    @cached_property
+    def _rows(self) -> dict[MetadataIndex, int]:
+        return {item.index: row for row, item in enumerate(self.built)}
+
+    def resolve(self, index: MetadataIndex) -> Any:
+        """Returns the value of an item of this plan: a tensor, a view of a part of one, or an object."""
+        if index.offset is None:
+            return self.plan.description.objects[index.fqn]
+        return self.plan.tensor(self._rows[index])
+
+
+def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> WriteItem:
+    name, kind, dtype, requires_grad, _, shape, offset, size = item
+    if kind == OBJECT:
+        return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+    if dim >= 0:
+        offset, size = cut(offset, size, dim, start, length)
+    whole = kind == TENSOR and size == shape
+    return WriteItem(
+        index=MetadataIndex(name, offset),
+        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)),
+            properties=TensorProperties(dtype=CODE_DTYPES[dtype], requires_grad=requires_grad),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+class PackedResults(LazyList):
+    """The locations of what a rank has written. Looks like `list[WriteResult]` on that rank."""
+
+    def __init__(
+        self,
+        locations: Locations,
+        items: PackedItems | None = None,
+        votes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        self.locations = locations
+        self.votes = votes  #: `Timeline.votes` of the writing rank
+        self._of = items
+
+    def __len__(self) -> int:
+        return len(self.locations.table) // 8 // LOCATION_ROW
+
+    def _build(self) -> list[WriteResult]:
+        if self._of is None:
+            raise CheckpointError("packed results of another rank can only be used together with their plan")
+        return write_results(self._of, self.locations)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedResults, (self.locations, None, self.votes)
+
+
+def write_results(items: Sequence[WriteItem], locations: Locations) -> list[WriteResult]:
+    """DCP's results of items, in the order of their rows."""
+    table, files = words(locations.table).tolist(), locations.files
+    return [
+        _write_result(item.index, files, *table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
+        for row, item in enumerate(items)
+    ]
+
+
+def _write_result(
+    index: MetadataIndex, names: Sequence[str], file: int, offset: int, length: int, crc: int
+) -> WriteResult:
+    info = StorageInfo(names[file], offset, length)
+    if crc >= 0:
+        info.crc = crc  # type: ignore[attr-defined]  # .metadata holds it, and loads compare it with the data
+    return WriteResult(index, length, info)
+
+
+def locations_of(results: Sequence[WriteResult]) -> Locations:
+    """The locations in a rank's results."""
+    if isinstance(results, PackedResults):
+        return results.locations
+    names: dict[str, int] = {}
+    table = array("q")
+    for result in results:
+        info = result.storage_data
+        file = names.setdefault(info.relative_path, len(names))
+        table.extend((file, info.offset, info.length, getattr(info, "crc", -1)))
+    return Locations(table.tobytes(), list(names))
+
+
+def pack_items(items: Sequence[WriteItem]) -> bytes:
+    """Makes the inventory of another planner's plan. Raises `CheckpointError` for a dtype without a code."""
+    rows = []
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            rows.append(packed_row(OBJECT, 0, False, 1, ShardChunk((), (), ()), ()))
+            continue
+        sizes, dtype = data.chunk.sizes, data.properties.dtype
+        kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
+        code = dtype_code(dtype, item.index.fqn)
+        piece = ShardChunk(data.chunk.offsets, sizes, ())
+        rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
+    return _C.pack_inventory([item.index.fqn for item in items], rows, 0)
