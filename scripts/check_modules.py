@@ -22,8 +22,6 @@ AT_THE_DOOR = [
     "integrations/dcp.py",
     "_state/chunks.py",  # what tensors say of themselves
     "_engine/torch_private.py",
-    "_load/load_items.py",  # loads are still made of DCP's classes
-    "_plan/read_plan.py",
 ]
 
 

@@ -10,16 +10,17 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import settings
+from ._checkpoint.record_reader import ReadOptions
 from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
-from ._dcp.storage_reader import StorageReader
+from ._load.source import Source
 from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
-from ._state.stacking import Stack
+from ._state.stacking import Stack, checked_rules
 from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
@@ -214,9 +215,10 @@ def load(
     if state is None and (rename is not None or allow_cast):
         raise ValueError("rename and allow_cast are for loading into a state")
     selection = Selection(keys)
-    reader = StorageReader(path, verify=verify, weights_only=weights_only, stack=stack)
-    with start_load(reader, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
-        return loading.all() if state is None else loading.into(state, rename, allow_cast)
+    options = ReadOptions(verify=verify, weights_only=weights_only, allow_cast=allow_cast)
+    source = Source(os.fspath(path), options, None if stack is None else checked_rules(stack))
+    with start_load(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
+        return loading.all() if state is None else loading.into(state, rename)
 
 
 def prepare(

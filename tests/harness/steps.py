@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.harness import by_turns, usage
-from vescale_ckpt import SavePlanner, StorageReader, api, settings
+from vescale_ckpt import SavePlanner, api, settings
 from vescale_ckpt._checkpoint.native import commit_metadata, step_order
 from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt._collective import background, start_save
@@ -18,9 +18,10 @@ from vescale_ckpt._collective.handle import Notice
 from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._convert import batches
-from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C, options
 from vescale_ckpt._load import load_packed
+from vescale_ckpt._load.fill_plan import FillPlan
+from vescale_ckpt._load.source import Source
 from vescale_ckpt._plan import replicas
 from vescale_ckpt._plan.global_plan import GlobalPlan
 from vescale_ckpt._plan.planner import Planner, Planning
@@ -94,8 +95,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "ask for free space": (_C, "free_bytes"),
     "remove a file": (_C, "remove_file"),
     "exchange names": (_C, "exchange_names"),
-    "see what does not fit": (FillPlanner, "misfits"),
-    "plan the reading": (FillPlanner, "finish_plan"),
+    "see what does not fit": (FillPlan, "misfits"),
+    "plan the reading": (FillPlan, "reads"),
     "plan the routes": (routes._Coordinator, "plan"),
     "share memory in a node": (_C, "SharedMap"),
     "begin the rounds": (RoutedRead, "_take_buffer"),
@@ -103,7 +104,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "pack a round": (_C, "pack_table"),
     "send a round": (Pipeline, "_swap"),
     "place a round": (_C.State, "place_table"),
-    "read the metadata": (StorageReader, "unpack_metadata"),
+    "read the metadata": (Source, "unpack"),
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
     "fill what is packed": (load_packed, "fill_packed"),
@@ -121,7 +122,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "tell the steps of a machine": (node_tier, "parts_in"),
     "install metadata": (NodeTier, "_install"),
     "bring files": (NodeFiles, "bring"),
-    "read a checkpoint": (StorageReader, "read"),
+    "read a checkpoint": (Source, "read"),
 }
 LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),

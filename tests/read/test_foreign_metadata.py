@@ -18,11 +18,17 @@ import torch.distributed.checkpoint as dcp
 from harness.saves import stock_save
 from harness.states import assert_same, blank
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager, CorruptCheckpointError, UntrustedCheckpointError, cli
+from vescale_ckpt import (
+    CheckpointManager,
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    UntrustedCheckpointError,
+    cli,
+)
 from vescale_ckpt._checkpoint.native import metadata_pickle
 
 State = dict[str, Any]
@@ -119,6 +125,36 @@ def test_metadata_of_other_writers_is_read_as_data(
     assert_same(torch.load(tmp_path / "whole.pt"), some_state() if with_paths else flat)
     kept = pickle.dumps(vescale_ckpt.StorageReader(checkpoint).read_metadata())
     assert b"SavePlan" not in kept and b"WriteItem" not in kept
+
+
+def test_only_a_load_that_needs_it_fails_by_what_metadata_of_stock_lacks(checkpoint: Path) -> None:
+    stock_save(checkpoint, some_state())
+
+    def change(metadata: Metadata) -> None:
+        for index in [index for index in metadata.storage_data if index.fqn == "model.half"]:
+            del metadata.storage_data[index]
+        metadata.state_dict_metadata["model.odd"] = TensorStorageMetadata(
+            TensorProperties(dtype=torch.qint8), torch.Size([2]), []
+        )
+        metadata.state_dict_metadata["model.none"] = TensorStorageMetadata(
+            TensorProperties(dtype=torch.float32), torch.Size([2]), []
+        )
+
+    rewrite(checkpoint, change)
+    target = {"model": {"weight": torch.zeros(3, 4)}, "step": 0}
+    vescale_ckpt.load(checkpoint, target)
+    assert_same(target, {"model": {"weight": some_state()["model"]["weight"]}, "step": 7})
+    assert vescale_ckpt.load(checkpoint, keys="step") == {"step": 7}
+    with pytest.raises(CorruptCheckpointError, match=r"model\.half: the metadata of .* does not say where"):
+        vescale_ckpt.load(checkpoint, {"model": {"half": torch.ones(2).bfloat16()}})
+    with pytest.raises(UntrustedCheckpointError, match=r"model\.half: metadata claims 4 bytes for it, but .* only 0"):
+        vescale_ckpt.load(checkpoint, keys="model.half")
+    with pytest.raises(CorruptCheckpointError, match=r"model\.none: the checkpoint does not hold all of it"):
+        vescale_ckpt.load(checkpoint, {"model": {"none": torch.ones(2)}})
+    with pytest.raises(IncompatibleStateError, match=r"model\.odd.* dtype torch\.qint8"):
+        vescale_ckpt.load(checkpoint, {"model": {"odd": torch.ones(2)}})
+    with pytest.raises(IncompatibleStateError, match=r"model\.odd.*a tensor of shape \(2,\) and dtype torch\.qint8"):
+        vescale_ckpt.load(checkpoint, {"model": {"odd": 3}})
 
 
 def test_what_is_refused_is_not_damaged_and_is_never_removed(tmp_path: Path, capsys: Any) -> None:

@@ -82,8 +82,6 @@ def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> No
         def __create_chunk_list__(self) -> list[Any]:
             return []
 
-    subclass: torch.Tensor = torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {}))
-
     class Local(torch.Tensor):
         def __create_write_items__(self, key: str, value: Any) -> list[Any]:
             return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
@@ -97,7 +95,7 @@ def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> No
         "write": Checkpointable(),
         "within": DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False),
     }
-    of_loads = {"read": Chunked(), "subclass": subclass}
+    of_loads = {"read": Chunked()}
     for loading, left in ((False, of_saves | other), (True, of_loads | other)):
         describer = Describer(loading)
         for _ in range(2):

@@ -11,14 +11,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
-from .._engine.torch_private import StorageInfo
 from .._state.stacking import Stack
 from .._state.structure import Structure, structure_of
-from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
+from .load_index import LoadIndex, index_of
 from .quantized_tensors import Quantized
 from .record_reader import RecordReader
 from .seen_files import SeenFiles
@@ -43,7 +43,24 @@ class LoadableCheckpoint(Checkpoint):
         """Returns the same checkpoint with other metadata, which a user's code may have changed."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, read_metadata=lambda: metadata, metadata=metadata, index=index)
+        other.__dict__.pop("load_index", None)
         return other
+
+    def check_places(self) -> None:
+        """Raises `CorruptCheckpointError` if neither index nor metadata have record locations."""
+        if self.index is None and not isinstance(self.metadata.storage_data, dict):
+            raise CorruptCheckpointError(
+                f"the metadata of {self.path} does not say where anything is stored", key=None, file=self.path
+            )
+
+    @cached_property
+    def load_index(self) -> LoadIndex:
+        """What loads are planned on."""
+        return index_of(self.metadata, self.path) if self.index is None else LoadIndex(self.index)
+
+    def without_index(self) -> LoadableCheckpoint:
+        """Returns the checkpoint as its metadata describe it, if the index is damaged."""
+        return self.with_metadata(self.metadata, None)
 
     def stacked(self, stack: Stack) -> LoadableCheckpoint:
         """Returns the checkpoint with the tensors that rules make of the stored ones. Raises ValueError and
@@ -80,44 +97,6 @@ class LoadableCheckpoint(Checkpoint):
         lengths = (getattr(info, "length", 0) for info in self.metadata.storage_data.values())
         return sum(length for length in lengths if type(length) is int)
 
-    # --- By DCP's items
-
-    def location(self, index: MetadataIndex) -> StorageInfo:
-        """Returns the record location of a chunk or an object. Everything except the file's name is checked."""
-        key = index.fqn
-        info = self.metadata.storage_data.get(index)
-        if info is None:
-            raise CorruptCheckpointError(
-                f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
-            )
-        return check_location(info, key)
-
-    def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
-        """Dtype and shape of a stored chunk."""
-        stored = self.metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CorruptCheckpointError(
-                f"{index.fqn}: the metadata of {self.path} holds no tensor of that name", key=index.fqn, file=self.path
-            )
-        chunks = stored.chunks
-        chunk = chunks[index.index] if index.index is not None and 0 <= index.index < len(chunks) else None
-        if chunk is None or chunk.offsets != index.offset:
-            by_offset = self._chunks.get(index.fqn)
-            if by_offset is None:
-                by_offset = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in chunks}
-            offset = tuple(index.offset) if index.offset is not None else (0,) * len(stored.size)
-            chunk = by_offset.get(offset)
-            if chunk is None:
-                raise CorruptCheckpointError(
-                    f"{index.fqn}: the metadata of {self.path} has no chunk at {offset}", key=index.fqn, file=self.path
-                )
-        return stored.properties.dtype, chunk.sizes
-
-    @cached_property
-    def _chunks(self) -> dict[str, dict[Any, ChunkStorageMetadata]]:
-        """{key: {offset: chunk}} of tensors whose items give a wrong index of the chunk."""
-        return {}
-
     # --- By chunks
 
     @property
@@ -149,30 +128,3 @@ def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
         reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target) for part in parts
     )
     reader.finish()
-
-
-def check_location(info: object, key: str) -> StorageInfo:
-    """Returns a record location from metadata. Raises `UntrustedCheckpointError` unless its types and ranges are sound.
-    Does not check the file's name."""
-    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
-        raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
-    for name in ("offset", "length"):
-        number = getattr(info, name, None)
-        if type(number) is not int or not 0 <= number < 1 << 62:
-            raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
-    return info
-
-
-def refused_transform(key: str) -> UntrustedCheckpointError:
-    """The error for a record of a stream transform of stock DCP, which code that the checkpoint names undoes."""
-    return UntrustedCheckpointError(
-        f"{key}: it was stored through a stream transform (compression), which only stock DCP undoes: load it with "
-        "torch's FileSystemReader and save it again",
-        key=key,
-    )
-
-
-def crc_of(info: StorageInfo) -> int:
-    """The CRC-32 that saves of this package add to a record location; -1 if it has none."""
-    crc = getattr(info, "crc", -1)
-    return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1

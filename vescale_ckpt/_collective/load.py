@@ -12,20 +12,21 @@ from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from .._checkpoint.loadable import LoadableCheckpoint, refused_transform
-from .._checkpoint.native.lazy_metadata import LazyMetadata
+from .. import settings
+from .._checkpoint.load_index import refused_transform
+from .._checkpoint.loadable import LoadableCheckpoint
+from .._checkpoint.native.metadata_file import has_metadata
 from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
-from .._dcp.fill_planner import FillPlanner
-from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._load.check_fit import describe_values, quantized_targets
+from .._load.fill_plan import FillPlan
+from .._load.source import Source
 from .._observe.timeline import Timeline, phase
-from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.application import Application, optimizer_keys, saved_form
@@ -108,10 +109,9 @@ class _Fit:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """What one load reads: a checkpoint, and which of its keys."""
+class _Contents:
+    """What one load takes of a checkpoint."""
 
-    metadata: Metadata  #: for planners
     checkpoint: LoadableCheckpoint
     selection: Selection
     extra: list[str]  #: keys of the extra files, if they are wanted
@@ -120,21 +120,17 @@ class _Source:
     def stored(self) -> list[str]:
         return list(filterfalse(is_extra, self.checkpoint.keys()))
 
-    @property
-    def built(self) -> Metadata:
-        return self.metadata.built() if isinstance(self.metadata, LazyMetadata) else self.metadata
-
     def nowhere(self, keys: list[str]) -> list[str]:
         """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
         nowhere = self.selection.without_match(keys)
-        structure = structure_of(self.built) if nowhere else None
+        structure = structure_of(self.checkpoint.metadata) if nowhere else None
         empty = () if structure is None else structure.empty
         names = (".".join(map(str, path)) for path in empty)
         return self.selection.without_match([*keys, *names]) if empty else nowhere
 
     def new_value(self, key: str) -> torch.Tensor | None:
         """Returns memory for a stored tensor; None for an object."""
-        stored = self.metadata.state_dict_metadata[key]
+        stored = self.checkpoint.metadata.state_dict_metadata[key]
         if isinstance(stored, BytesStorageMetadata):
             return None
         self.check_size(key, stored)
@@ -143,7 +139,7 @@ class _Source:
     def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
         """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
         before memory is allocated for it."""
-        places = self.metadata.storage_data
+        places = self.checkpoint.metadata.storage_data
         infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
         infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
         if any(getattr(info, "transform_descriptors", None) for info in infos):
@@ -175,7 +171,7 @@ class CollectiveLoad:
     def __init__(
         self,
         exchange: Exchange,
-        reader: StorageReader,
+        source: Source,
         selection: Selection,
         strict: bool,
         broadcast: Broadcast,
@@ -189,54 +185,45 @@ class CollectiveLoad:
         self._extra_files = extra_files  # to fill
         self._timeline = timeline
         self._job: JobStats | None = None
-        self._reader = reader
+        self._source = source
         self._selection = selection
         self._strict = strict
         self._broadcast = broadcast
         self._options = {
             "strict": strict,
             "broadcast_checkpoint": broadcast,
-            "verify": reader.verify,
-            "weights_only": reader.weights_only,
-            "stack": reader.stack,
+            "verify": source.options.verify,
+            "weights_only": source.options.weights_only,
+            "stack": source.stack,
         }
 
-    def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
-        return self._while_exported(lambda: self._into(state, rename, allow_cast))
+    def into(self, state: MutableMapping[str, Any], rename: Rename | None) -> LoadReport:
+        return self._while_exported(lambda: self._into(state, rename))
 
-    def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
-        loading = _TargetState(state, rename_function(rename), rename is None)
-        loading.proposes = self._strict and rename is None and not self._reader.stack
+    def _into(self, state: MutableMapping[str, Any], rename: Rename | None) -> LoadReport:
+        loading = _TargetState(state, rename_function(rename), rename is None, self._source.options.allow_cast)
+        loading.proposes = self._strict and rename is None and not self._source.stack
         try:
-            source = self._source()
+            contents = self._open()
             with set_rank(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: self._plan_into(loading, source, allow_cast), rename is not None)
-            stats = self._read(planner)
-            self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
+                plan, fit = self._plan(lambda: loading.plan(contents), rename is not None)
+            stats = self._read(plan)
+            self._together(lambda: self._hand_over(plan, lambda: loading.hand_over(plan)), "hand over")
         except BaseException:
             loading.application.abandon()
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
 
-    def _plan_into(self, loading: _TargetState, source: _Source, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
-        is_old = source.checkpoint.index is None and source.checkpoint.format == "dcp"
-        if is_old and (objects := saved_as_objects(source.metadata)):
-            metadata = loading.split_old_containers(source, objects)
-            self._reader.set_up_storage_reader(metadata, self._exchange.is_coordinator)
-            assert self._reader.checkpoint is not None
-            source = replace(source, metadata=metadata, checkpoint=self._reader.checkpoint)
-        return loading.plan(source, allow_cast)
-
-    def _source(self) -> _Source:
-        with phase("metadata"), storage_at(self._reader.path).look():
-            metadata, checkpoint = self._metadata()
+    def _open(self) -> _Contents:
+        with phase("metadata"), storage_at(self._source.path).look():
+            checkpoint = self._checkpoint()
         extra = [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
-        return _Source(metadata, checkpoint, self._selection, extra)
+        return _Contents(checkpoint, self._selection, extra)
 
-    def _hand_over(self, planner: FillPlanner, hand_over: Callable[[], _Result]) -> _Result:
+    def _hand_over(self, plan: FillPlan, hand_over: Callable[[], _Result]) -> _Result:
         """Gives the caller its extra files, and calls `hand_over` for everything else."""
-        found = contents_in(planner.objects)
-        planner.objects = {key: value for key, value in planner.objects.items() if not is_extra(key)}
+        found = contents_in(plan.objects)
+        plan.objects = {key: value for key, value in plan.objects.items() if not is_extra(key)}
         result = hand_over()
         if self._extra_files is not None:
             self._extra_files.clear()
@@ -261,94 +248,96 @@ class CollectiveLoad:
         return load()
 
     def _all(self) -> dict[str, Any]:
-        source = self._source()
+        contents = self._open()
         places: list[Any] = []
 
-        def plan() -> tuple[FillPlanner, _Fit]:
-            places[:] = source.checkpoint.places()  # now, while a lock keeps the metadata
-            return _plan_all(source)
+        def plan_all() -> tuple[FillPlan, _Fit]:
+            places[:] = contents.checkpoint.places()  # now, while a lock keeps the metadata
+            return _plan_all(contents)
 
-        planner, _ = self._plan(plan)
-        stats = self._read(planner)
+        plan, _ = self._plan(plan_all)
+        stats = self._read(plan)
 
         @gc_paused()
         def result() -> dict[str, Any]:
-            values = {**planner.state_dict, **planner.objects}
-            for key in source.extra:
+            values = {**plan.state, **plan.objects}
+            for key in contents.extra:
                 values.pop(key, None)
             paths, structure = places
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
             return nest(values, paths, structure)
 
-        loaded = self._together(lambda: self._hand_over(planner, result), "hand over")
+        loaded = self._together(lambda: self._hand_over(plan, result), "hand over")
         self._end(stats)
         return loaded
 
-    def _metadata(self) -> tuple[Metadata, LoadableCheckpoint]:
-        """The metadata for planners, and the checkpoint that it was made from. The coordinator reads them for all ranks
-        if all ranks see the same file. Raises on all ranks if one rank has none."""
-        exchange, reader = self._exchange, self._reader
+    def _checkpoint(self) -> LoadableCheckpoint:
+        """Opens the checkpoint. The coordinator reads its metadata for all ranks if all ranks see the same file. Raises
+        on all ranks if one rank has none."""
+        exchange, source = self._exchange, self._source
         # One object is the same for all ranks. The coordinator alone asks for it, unless its files may have another
         # content under the same names elsewhere.
-        asks_once = storage_at(reader.path).by_requests
-        fingerprint = reader.path if asks_once and not exchange.is_coordinator else self._fingerprint()
+        asks_once = storage_at(source.path).by_requests
+        fingerprint = source.path if asks_once and not exchange.is_coordinator else self._fingerprint()
         if asks_once and fingerprint:
-            fingerprint = reader.path
+            fingerprint = source.path
         hashed, options = digest(fingerprint.encode()), digest(repr(self._options).encode())
         least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
             (hashed, ~hashed, int(fingerprint != ""), options, ~options), self._phase("metadata")
         )
         if least_options != ~not_most_options:
-            raise CheckpointError(f"ranks load {reader.path} with different {', '.join(self._options)}")
+            raise CheckpointError(f"ranks load {source.path} with different {', '.join(self._options)}")
         shared = b""
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""
             if exchange.is_coordinator:
                 with suppress(Exception):  # after an error each rank reads for itself below, and all raise
-                    packed = pack_for_ranks(reader.path, reader.verify)
+                    packed = pack_for_ranks(source.path, source.options.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
             if asks_once and shared and not is_by_index(shared):
                 own = self._fingerprint().encode()
                 shared = shared if exchange.all_have(own, self._phase("compare metadata")) else b""
 
-        def read() -> tuple[Metadata, LoadableCheckpoint]:
-            metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
-            reader.set_up_storage_reader(metadata, exchange.is_coordinator)
-            assert reader.checkpoint is not None
-            return metadata, reader.checkpoint
+        def read() -> LoadableCheckpoint:
+            checkpoint = source.unpack(shared) if shared else self._opened_alone()
+            settings.check()
+            checkpoint.check_places()
+            return checkpoint
 
-        metadata, checkpoint = self._together(read, "read metadata")
+        checkpoint = self._together(read, "read metadata")
         if (
             not shared
             and all_have_it
             and not exchange.all_have(checkpoint.save_id.encode(), self._phase("compare metadata"))
         ):
-            raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
-        return metadata, checkpoint
+            raise CheckpointError(f"ranks see checkpoints of different saves in {source.path}", path=source.path)
+        return checkpoint
 
     def _fingerprint(self) -> str:
         try:
-            return self._reader.fingerprint()
+            return self._source.fingerprint()
         except OSError:
             return f"unreadable on rank {self._exchange.rank}"  # reading it raises the error
 
-    def _own_metadata(self) -> Metadata:
+    def _opened_alone(self) -> LoadableCheckpoint:
+        source, rank = self._source, self._exchange.rank
         try:
-            return self._reader.read_metadata()
-        except CheckpointError:  # ranks may have saved without collectives; otherwise the reader raises it later
-            return self._reader.read_metadata(rank=self._exchange.rank)
+            return source.open()
+        except CheckpointError:
+            # Ranks may have saved without collectives. A damaged `.metadata` is not replaced by an older one of a rank.
+            if has_metadata(source.path, None) or not has_metadata(source.path, rank):
+                raise
+        return source.open(rank)
 
-    def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]], renamed: bool = False) -> tuple[FillPlanner, _Fit]:
+    def _plan(self, plan: Callable[[], tuple[FillPlan, _Fit]], renamed: bool = False) -> tuple[FillPlan, _Fit]:
         with gc_paused():
-            planner, own = self._together(plan, "plan")
+            planned, own = self._together(plan, "plan")
         fit = self._fit_of_all(own)
-        if self._strict:
-            assert self._reader.checkpoint is not None
-            if (error := fit.error(self._reader.checkpoint.keys(), renamed)) is not None:
-                raise error
-        planner.leave_out({*own.missing, *(mismatch.key for mismatch in own.mismatched)})
-        return planner, fit
+        if self._strict and (error := fit.error(planned.checkpoint.keys(), renamed)) is not None:
+            raise error
+        planned.leave_out({*own.missing, *(mismatch.key for mismatch in own.mismatched)})
+        return planned, fit
 
     def _fit_of_all(self, own: _Fit) -> _Fit:
         """The merged fit of all ranks. If all ranks have the same, one reduction is enough."""
@@ -359,32 +348,28 @@ class CollectiveLoad:
         merged = None if gathered is None else _Fit.of_all([_Fit.unpack(data) for data in gathered]).pack()
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
-    def _read(self, planner: FillPlanner) -> LoadStats:
+    def _read(self, plan: FillPlan) -> LoadStats:
         """Raises on all ranks if one has failed; else all learn what the job did."""
-        with gc_paused():
-            plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
+        source = self._source
+        reads = self._together(plan.reads, "plan reading")
         if self._node_files is not None:
-            assert self._reader.checkpoint is not None
-            needed = plan.items.plan.files if isinstance(plan.items, PackedReads) else self._node_files.places
-            self._node_files.bring(self._exchange, self._phase("bring files"), self._reader.checkpoint, needed)
+            self._node_files.bring(self._exchange, self._phase("bring files"), plan.checkpoint, reads.files)
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            cached = not storage_at(self._reader.path).by_requests
+            cached = not storage_at(source.path).by_requests
             broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), cached)
 
-        began, items, alone = _C.bytes_read(), plan.items, broadcast is None
+        began, alone = _C.bytes_read(), broadcast is None
 
         @cache  # rarely asked for
         def total() -> int:
-            return items.bytes_read_alone(self._reader.verify) if alone and isinstance(items, PackedReads) else 0
+            return reads.bytes_read_alone(source.options.verify) if alone else 0
 
         self._timeline.progress = lambda: (_C.bytes_read() - began, total())
 
         stats, error = None, None
         try:
-            with phase("read"):
-                self._reader.read(plan, planner, broadcast)
-            stats = self._reader.last_stats
+            stats = source.read(plan.checkpoint, lambda load: plan.fill(load, reads, broadcast))
         except Exception as raised:
             error = raised
         votes = self._timeline.votes(0 if stats is None else stats.bytes)
@@ -398,14 +383,17 @@ class CollectiveLoad:
             return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
-        return f"loading {self._reader.given_path}: {step}"
+        return f"loading {self._source.given_path}: {step}"
 
 
 class _TargetState:
     """A load into a state: flattens the state, plans, and puts loaded values in their places."""
 
-    def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
+    def __init__(
+        self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool, allow_cast: bool
+    ) -> None:
         self._state = state
+        self._allow_cast = allow_cast
         self._checkpoint_key = of
         self.proposes = False  #: whether to propose rules for missing keys
         self._same_names = same_names
@@ -421,28 +409,32 @@ class _TargetState:
         self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
         self._containers: Containers
 
-    def split_old_containers(self, source: _Source, objects: Iterable[str]) -> Metadata:
-        """Returns the metadata with keys for the values in containers of optimizers that are stored as one object each.
-        Others will be loaded whole. `objects`: keys of all that may be such containers."""
+    def _split_old_containers(self, contents: _Contents) -> _Contents:
+        """Returns the contents with keys for the values in containers of optimizers that are stored as one object each.
+        Others will be loaded whole."""
+        checkpoint = contents.checkpoint
+        is_old = checkpoint.index is None and checkpoint.format == "dcp"
+        if not is_old or not (objects := saved_as_objects(checkpoint.metadata)):
+            return contents
         names = {renamed_if_known(self._checkpoint_key, key) for key in flatten(saved_form(self._state))[0]}
         self._old_containers = set(objects) - names
         optimizers = tuple(renamed_if_known(self._checkpoint_key, key) for key in optimizer_keys(self._state))
         split_up = [key for key in self._old_containers if f"{key}.".startswith(tuple(f"{key}." for key in optimizers))]
-        whole = source.checkpoint.with_metadata(source.metadata, None)
-        content = whole.load_objects(split_up) if split_up else {}
+        content = checkpoint.without_index().load_objects(split_up) if split_up else {}
         self._old_containers -= content.keys()
-        metadata, self._split = split(source.metadata, content)
-        return metadata
+        metadata, self._split = split(checkpoint.metadata, content)
+        return replace(contents, checkpoint=checkpoint.with_metadata(metadata, None))
 
-    def plan(self, source: _Source, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
-        checkpoint, stored = source.checkpoint, source.stored
+    def plan(self, contents: _Contents) -> tuple[FillPlan, _Fit]:
+        contents = self._split_old_containers(contents)
+        checkpoint, stored = contents.checkpoint, contents.stored
         # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
         if self._same_names and "" in self._state:
             self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
         entries = StoredEntries(
             stored,
-            lambda: source.built,
+            lambda: checkpoint.metadata,
             lambda key: self._name(key, (key.partition(".")[0],)),
             self._same_names,
             lambda key: self._split[key] if key in self._split else checkpoint.load_objects([key])[key],
@@ -450,17 +442,17 @@ class _TargetState:
         application.prepare(entries)
         if self._old_containers:
             application.form = ask_for_whole(application.form, lambda key: entries.key(key) in self._old_containers)
-        planner, fit = self._planned(source, entries, allow_cast)
+        plan, fit = self._planned(contents, entries)
         mismatched = {self._state_keys[each.key]: each.key for each in fit.mismatched if each.key in self._state_keys}
         if application.replace_targets(mismatched):
-            return self._planned(source, entries, allow_cast)
-        return planner, fit
+            return self._planned(contents, entries)
+        return plan, fit
 
     def _name(self, key: str, path: Path) -> str:
         return key[1:] if self._drops_prefix and path[0] == "" else self._checkpoint_key(key)
 
-    def _planned(self, source: _Source, entries: StoredEntries, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
-        metadata, checkpoint, selection = source.metadata, source.checkpoint, source.selection
+    def _planned(self, contents: _Contents, entries: StoredEntries) -> tuple[FillPlan, _Fit]:
+        checkpoint, selection = contents.checkpoint, contents.selection
         application, of = self.application, self._name
         flat, self._paths = flatten(application.form)
         by_path = self._drops_prefix  # else keys that keep their names are not mapped one by one
@@ -473,55 +465,54 @@ class _TargetState:
         containers.find(values.keys(), {name: flat[key] for name, key in by_name.items()})
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         for name, key in self._state_keys.items():
-            described = metadata.state_dict_metadata[name] if key in entries.added else None
+            described = checkpoint.metadata.state_dict_metadata[name] if key in entries.added else None
             if isinstance(described, TensorStorageMetadata):
-                source.check_size(name, described)
+                contents.check_size(name, described)
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
-        wanted.update({key: source.new_value(key) for key in containers.keys})
-        planner = FillPlanner(allow_cast, self._split)
+        wanted.update({key: contents.new_value(key) for key in containers.keys})
         values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
         plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
-        planner.set_up_planner({**plain, **dict.fromkeys(source.extra)}, metadata)
-        missing, mismatched = planner.misfits()
+        plan = FillPlan(checkpoint, {**plain, **dict.fromkeys(contents.extra)}, self._allow_cast, self._split)
+        missing, mismatched = plan.misfits()
         mismatched += unfit.values()
         if values_of:  # they are filled after all others
             loaded = wanted.keys() - {*missing, *(entry.key for entry in mismatched)}
             replaced = replaced_in_state(wanted, loaded, lambda *keys: values_of.keys().isdisjoint(keys))
-            planner.quantized = describe_values({key: values_of[key] for key in values_of if key not in replaced})
+            plan.quantized = describe_values({key: values_of[key] for key in values_of if key not in replaced})
         self._of_values = frozenset(values_of)
         self._shared = find_shared(missing, values)
         if self._shared:
-            planner.leave_out(set(self._shared))
+            plan.leave_out(set(self._shared))
             missing = [name for name in missing if name not in self._shared]
         conflicts = containers.conflicts(missing, values)
         mismatched += dict.fromkeys([*containers.mismatched, *conflicts.values()])
         missing = [name for name in missing if name not in conflicts]
-        planner.leave_out(set(conflicts))
+        plan.leave_out(set(conflicts))
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
         of_values = [checkpoint.quantized[key] for key in values_of]
         expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
         unexpected = [
-            key for key in source.stored if key not in expected and key in selection and not key.startswith(of_ranks)
+            key for key in contents.stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = source.nowhere([*source.stored, *values_of])
-        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, source.stored))
+        nowhere = contents.nowhere([*contents.stored, *values_of])
+        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, contents.stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
             shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
             tensors = [
                 Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
-                for key, entry in metadata.state_dict_metadata.items()
+                for key, entry in checkpoint.metadata.state_dict_metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             ]
             fit.form = propose(checkpoint.root, shapes, tensors)
-        return planner, fit
+        return plan, fit
 
-    def hand_over(self, planner: FillPlanner) -> None:
-        loaded = {*planner.state_dict, *self._of_values}
-        self._containers.fill(self._state, {**planner.state_dict, **planner.objects})
-        for name, value in chain(self._new.items(), planner.objects.items()):
+    def hand_over(self, plan: FillPlan) -> None:
+        loaded = {*plan.state, *self._of_values}
+        self._containers.fill(self._state, {**plan.state, **plan.objects})
+        for name, value in chain(self._new.items(), plan.objects.items()):
             if name in loaded and name not in self._containers.keys and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)
         for name, other in self._shared.items():
@@ -536,15 +527,16 @@ class _TargetState:
             place(self._state, path, value)
 
 
-def _plan_all(source: _Source) -> tuple[FillPlanner, _Fit]:
-    keys, extra = source.checkpoint.keys(), set(source.extra)
+def _plan_all(contents: _Contents) -> tuple[FillPlan, _Fit]:
+    checkpoint, extra = contents.checkpoint, set(contents.extra)
+    keys = checkpoint.keys()
     skipped = {*map(key_of, names_in(keys))} - extra
-    if source.selection.names is None:
-        skipped |= source.checkpoint.aliases.keys()
-    selected = {*source.selection.of(keys), *extra} - skipped
-    planner = FillPlanner(allow_cast=False)
-    if not planner.set_up_whole([row for row, key in enumerate(keys) if key in selected], source.metadata):
-        planner.set_up_planner({key: source.new_value(key) for key in keys if key in selected}, source.metadata)
-    missing, mismatched = planner.misfits()
-    nowhere = source.nowhere(keys)
-    return planner, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, keys))
+    if contents.selection.names is None:
+        skipped |= checkpoint.aliases.keys()
+    selected = {*contents.selection.of(keys), *extra} - skipped
+    plan = FillPlan.of_new(checkpoint, selected)
+    if plan is None:
+        plan = FillPlan(checkpoint, {key: contents.new_value(key) for key in keys if key in selected})
+    missing, mismatched = plan.misfits()
+    nowhere = contents.nowhere(keys)
+    return plan, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, keys))

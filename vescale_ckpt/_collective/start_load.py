@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from .._dcp.storage_reader import StorageReader
+from .._load.source import Source
 from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
@@ -19,7 +20,7 @@ from .node_files import NodeFiles
 
 @contextmanager
 def start_load(
-    reader: StorageReader,
+    source: Source,
     selection: Selection,
     strict: bool,
     broadcast: Broadcast,
@@ -28,10 +29,10 @@ def start_load(
     extra_files: dict[str, bytes] | None = None,
     node_files: NodeFiles | None = None,
 ) -> Iterator[CollectiveLoad]:
-    """A context that gives a load of what `reader` reads. `node_files`: that of `CollectiveLoad`."""
-    timeline = Timeline("load", reader.path, f"loading {reader.given_path}", *place_in(process_group))
+    """A context that gives a load of `source`. `node_files`: that of `CollectiveLoad`."""
+    timeline = Timeline("load", source.path, f"loading {source.given_path}", *place_in(process_group))
     with timeline.here():
         exchange = Exchange.of(process_group, timeout, purpose="load")
         timeline.begin()
-        reader.timeout = exchange.timeout
-        yield CollectiveLoad(exchange, reader, selection, strict, broadcast, timeline, extra_files, node_files)
+        source.options = replace(source.options, timeout=exchange.timeout)
+        yield CollectiveLoad(exchange, source, selection, strict, broadcast, timeline, extra_files, node_files)

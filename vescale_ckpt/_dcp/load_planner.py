@@ -14,31 +14,33 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
-from .._load.check_fit import check_all_there, mismatch, mismatches_on_index, target_elements
-from .._load.load_items import ItemTargets
-from .._plan.read_plan import PackedReads
+from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
+from .._plan.read_plan import Reads
 from .._state import objects
-from .._state.chunks import chunks_to_read, copy_protocol, read_items, shard_at, tells_chunks
-from .._state.describe import Describer, Description
+from .._state.chunks import Chunks, chunks_to_read, copy_protocol, shard_at, tells_chunks
+from .._state.describe import Describer
 from .._state.flatten import flatten, place
 from .._state.per_rank import PerRank, Restoring
-from .._state.shared_targets import replaced_targets
 from .._state.structure import Path
 from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
+from .item_load import ItemTargets, target_elements
 from .overrides import is_method_of
+from .packed_reads import PackedReads
 
 _Found = TypeVar("_Found")
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
@@ -73,12 +75,12 @@ class LoadPlanner(DefaultLoadPlanner):
             checked_flag("allow_partial_load", allow_partial_load),
         )
         self.allow_cast = checked_flag("allow_cast", allow_cast)
-        self._reads: PackedReads | None = None
+        self._packed: PackedReads | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        made_by_a_load = ("_reads", "_index", "_per_rank", "metadata", "state_dict")
+        made_by_a_load = ("_packed", "_index", "_per_rank", "metadata", "state_dict")
         state = {name: value for name, value in self.__dict__.items() if name not in made_by_a_load}
-        return {**state, "_reads": None}
+        return {**state, "_packed": None}
 
     @gc_paused()
     def set_up_planner(
@@ -107,7 +109,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.state_dict = self._per_rank.unwrap(self.state_dict, lambda: self._stored_keys(metadata))
 
     def _begin(self, metadata: Metadata | None) -> None:
-        self._reads = None
+        self._packed = None
         self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
         self._per_rank = Restoring()
 
@@ -128,9 +130,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """DCP calls it second, on each rank. Plans on the index where possible, else on DCP's metadata."""
         assert self.metadata is not None
-        self._reads = self._by_index(self._plan_on_index)
-        if self._reads is not None:
-            return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
+        reads = self._by_index(self._plan_on_index)
+        if reads is not None:
+            self._packed = PackedReads(reads)
+            return LoadPlan(self._packed)  # type: ignore[arg-type]  # looks like a list
         stored = self.metadata.state_dict_metadata
         objects = (key for key, of in stored.items() if isinstance(of, BytesStorageMetadata))
         if self.flatten_state_dict and not all(key in self.state_dict for key in objects):
@@ -140,27 +143,26 @@ class LoadPlanner(DefaultLoadPlanner):
             raise MissingKeysError(missing)
         return self._plan({key: value for key, value in self.state_dict.items() if key in stored})
 
+    def reads_of(self, plan: LoadPlan) -> Reads | None:
+        """The reads of a plan that this planner has packed; None for any other plan."""
+        items: object = plan.items
+        return self._packed.reads if self._packed is not None and items is self._packed else None
+
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """DCP calls it on each rank with the coordinator's answer, before reading. Packed reads are pickled empty, as
         the coordinator decides nothing about them; here they take their place in the plan again."""
-        return central_plan if self._reads is None else replace(central_plan, items=self._reads)  # type: ignore[arg-type]
+        return central_plan if self._packed is None else replace(central_plan, items=self._packed)  # type: ignore[arg-type]
 
-    def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
+    def _plan_on_index(self, index: _C.Index) -> Reads | None:
         """Plans on the index. None if DCP has to plan, because of a value of the state or of old key names."""
-        description, plan = self._found_in_index(index)
+        description = Describer(loading=True).describe(self.state_dict)
+        plan = None if description.other else index.plan_load(description.inventory, self.allow_cast)
         if plan is None or plan.missing:
             return None
         for found in mismatches_on_index(description, plan, _CASTS):
             raise IncompatibleStateError(*found)
         check_all_there(description, plan)
-        reads = PackedReads(self, description, plan)
-        left_out = replaced_targets(description, reads.stored_alike)
-        return reads.without(left_out) if left_out else reads
-
-    def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
-        """The description of the state, and what of it the index has; None if a value cannot be described."""
-        description = Describer(loading=True).describe(self.state_dict)
-        return description, None if description.other else index.plan_load(description.inventory, self.allow_cast)
+        return Reads.of_plan(description, plan)
 
     def _packs(self) -> bool:
         names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)
@@ -191,7 +193,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             is_tensor = isinstance(stored, TensorStorageMetadata)
             if told and isinstance(stored, TensorStorageMetadata):
-                planned = read_items(key, chunks_to_read(key, value), stored)
+                planned = _read_items(key, chunks_to_read(key, value), stored)
             else:
                 with _on_the_host():
                     planned = create_default_local_load_plan({key: value}, self.metadata).items
@@ -202,9 +204,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The reader calls it for each item of a tensor: the memory to fill."""
-        if self._reads is not None:
+        if self._packed is not None:
             assert read_item.dest_index.index is not None
-            return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
+            return self._packed.reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
         value: Any = self.state_dict[read_item.dest_index.fqn]
         kind = type(self)
         stock = (
@@ -279,3 +281,8 @@ def _whole_item(key: str, stored: STORAGE_TYPES) -> ReadItem | None:
         storage_offsets=origin,
         lengths=stored.size,
     )
+
+
+def _read_items(key: str, chunks: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
+    targets = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in chunks.chunks]
+    return create_read_items_for_chunk_list(key, stored, targets)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,31 +17,22 @@ from torch.futures import Future
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.file_names import is_data_file, metadata_name
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
-from .._checkpoint.open_checkpoint import fingerprint, open_to_load, unpack_from_rank
 from .._checkpoint.record_reader import ReadOptions
-from .._checkpoint.safetensors.headers import ExportedMeanwhileError
-from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
-from .._checkpoint.seen_files import SeenFiles
-from .._engine.gc import gc_paused
-from .._engine.options import direct_io_setting
-from .._load.load_items import ItemLoad
 from .._load.load_packed import load_packed
 from .._load.rank_load import RankLoad
-from .._observe import timeline
+from .._load.source import Source
 from .._observe.timeline import Timeline
-from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.stacking import Stack, checked_rules
 from .._storage.open_storage import checkpoint_path, storage_at
-from .._storage.storage import Lease
-from ..errors import CheckpointError, CorruptCheckpointError
+from ..errors import CheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
+from .item_load import ItemLoad
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import item_targets
 
@@ -90,27 +80,32 @@ class StorageReader(DcpStorageReader):
         stack: Stack | None = None,
     ) -> None:
         super().__init__()
-        self.path = checkpoint_path(checked_path("path", path))
-        #: The path as given. It is equal on all ranks even if a relative path means different directories.
-        self.given_path = os.fspath(path)
-        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
-        self.verify = checked_flag("verify", verify)
+        options = ReadOptions(
+            checked_count("thread_count", thread_count, most=MOST_THREADS),
+            checked_flag("verify", verify),
+            checked_flag("weights_only", weights_only),
+            direct_io,
+        )
+        rules = None if stack is None else checked_rules(stack)
+        self._source = Source(os.fspath(checked_path("path", path)), options, rules)
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self.process_group = process_group
-        self.weights_only = checked_flag("weights_only", weights_only)
-        self.direct_io = direct_io_setting(direct_io)
-        self.stack = None if stack is None else checked_rules(stack)
-        self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         #: the id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`.
         self.load_id = uuid.uuid4().hex
-        self.checkpoint: LoadableCheckpoint | None = None  #: the one that is read
+        self._checkpoint: LoadableCheckpoint | None = None  # the one that is read
         self._metadata_error: CheckpointError | None = None
-        self._seen = SeenFiles("", is_data_file)  # identities of the files of this load, to detect a replaced file
-        self._lock = Lease()  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": Lease(), "process_group": None}
+        return {**self.__dict__, "process_group": None}
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    @property
+    def verify(self) -> bool:
+        return self._source.options.verify
 
     # --- DCP's calls, in the order in which they come
 
@@ -124,11 +119,10 @@ class StorageReader(DcpStorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP calls it first, on each rank."""
+        self._source.release()
         if checkpoint_id is not None:
-            self.path = checkpoint_path(checkpoint_id)
-            self.given_path = os.fspath(checkpoint_id)
-        self._lock.release()
-        self.checkpoint = None
+            self._source = Source(os.fspath(checkpoint_id), self._source.options, self._source.stack)
+        self._checkpoint = None
         self._metadata_error = None
         self.load_id = uuid.uuid4().hex
 
@@ -157,37 +151,10 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        with storage_at(self.path).look():
-            self._begin(rank)
-            self._lock_checkpoint(rank)
-            found = open_to_load(self.path, rank, self.verify, by_index=type(self) is StorageReader)
-            return self._metadata_of(found)
-
-    def fingerprint(self) -> str:
-        """A short text that differs between the checkpoints of two saves; empty if there is none. Raises OSError."""
-        self._begin(None)
-        return fingerprint(self.path)
-
-    def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata in a message that another rank has packed (`open_checkpoint.pack_for_ranks`). `fingerprint` must
-        be equal on both ranks. Raises the errors of `read_metadata`."""
-        self._lock_checkpoint(None)
-        return self._metadata_of(unpack_from_rank(self.path, message))
-
-    def _begin(self, rank: int | None) -> None:
-        self.checkpoint = None
-        self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)), is_data_file)
-
-    def _lock_checkpoint(self, rank: int | None) -> None:
-        """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""
-        self._lock.release()
-        self._lock = storage_at(self.path).share(metadata_name(rank))
-
-    def _metadata_of(self, found: LoadableCheckpoint) -> Metadata:
         """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
-        if self.stack is not None:
-            found = found.stacked(self.stack)
-        self.checkpoint, load_id = found, self.load_id
+        self._checkpoint = None
+        self._checkpoint = found = self._source.open(rank, by_index=type(self) is StorageReader)
+        load_id = self.load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
         # The function must not refer to the reader or the checkpoint: a reference cycle would keep files open.
@@ -201,16 +168,11 @@ class StorageReader(DcpStorageReader):
         settings.check()
         if self._metadata_error is not None:
             raise self._metadata_error
-        index = metadata.index if isinstance(metadata, LazyMetadata) else None
-        if index is None and not isinstance(metadata.storage_data, dict):
-            raise CorruptCheckpointError(
-                f"the metadata of {self.path} does not say where anything is stored",
-                key=None,
-                file=self.path,
-            )
         # Others may have changed the metadata that this reader has read: theirs counts.
-        found = self.checkpoint or NativeCheckpoint.of(self.path, None, metadata)
-        self.checkpoint = found.with_metadata(metadata, index)
+        found = self._checkpoint or NativeCheckpoint.of(self.path, None, metadata)
+        index = metadata.index if isinstance(metadata, LazyMetadata) else None
+        self._checkpoint = found.with_metadata(metadata, index)
+        self._checkpoint.check_places()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -231,63 +193,32 @@ class StorageReader(DcpStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """DCP calls it last, on each rank. The data is in place when this returns."""
+        if self._checkpoint is None:
+            raise CheckpointError("read_data was called before set_up_storage_reader")
+        phase = f"loading {self._source.given_path}"
         broadcast = None
         if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
-            phase = f"loading {self.given_path}: read for each other"
-            broadcast = BroadcastLoad(
-                exchange, plan.storage_data.broadcast, phase, not storage_at(self.path).by_requests
-            )
-        self.read(plan, planner, broadcast)
+            cached = not storage_at(self.path).by_requests
+            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, f"{phase}: read for each other", cached)
+        allow_cast = bool(getattr(planner, "allow_cast", False))
+        self._source.options = replace(self._source.options, allow_cast=allow_cast)
+        measured = Timeline("load", self.path, phase, *place_in(self.process_group))
+        measured.begin(" by dcp.load")
+        with measured.here():
+            stats = self._source.read(self._checkpoint, lambda load: _loaded(load, plan, planner, broadcast))
+        self.last_stats = measured.with_times(stats)
+        measured.end(self.last_stats)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
-        """Reads the items of a plan. With `broadcast` ranks read for each other. Raises `ExportedMeanwhileError` if it
-        failed because exports replaced what was planned on."""
-        if self.checkpoint is None:
-            raise CheckpointError("read_data was called before set_up_storage_reader")
-        options = ReadOptions(
-            self.thread_count,
-            self.verify,
-            self.weights_only,
-            self.direct_io,
-            bool(getattr(planner, "allow_cast", False)),
-            self.timeout,
-        )
-        load = RankLoad(self.checkpoint, options, self._seen)
-        load.quantized = getattr(planner, "quantized", None)
-        measured = None
-        if timeline.current() is None:  # else `vescale_ckpt.load` measures
-            measured = Timeline("load", self.path, f"loading {self.given_path}", *place_in(self.process_group))
-            measured.begin(" by dcp.load")
-        try:
-            with gc_paused(), nullcontext() if measured is None else measured.here(), timeline.phase("read"):
-                of = plan.items
-                if isinstance(planner, OurLoadPlanner) and isinstance(of, PackedReads) and of.planner() is planner:
-                    stats = load_packed(load, of, planner.state_dict, planner.put_object, broadcast)
-                else:
-                    stats = ItemLoad(load, item_targets(planner)).run(of, broadcast)
-                self.last_stats = stats
-            if measured is not None:
-                self.last_stats = measured.with_times(stats)
-                measured.end(self.last_stats)
-        except CheckpointError as error:
-            if self.checkpoint.format == "safetensors" and was_exported_since(self.path, self.checkpoint.save_id):
-                raise ExportedMeanwhileError(
-                    f"{error}. {self.path} is not what it was when the load began: load it again when exports into it "
-                    "are done",
-                    path=self.path,
-                ) from error
-            if isinstance(error, CorruptCheckpointError):
-                stored = self.checkpoint.stored_key(error.file, error.offset)
-                if stored not in (None, error.key):
-                    text = f"{error.message} (stored as {stored})"
-                    raise CorruptCheckpointError(text, key=error.key, file=error.file, offset=error.offset) from error
-            raise
-        finally:
-            self._lock.release()
+
+def _loaded(load: RankLoad, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> LoadStats:
+    """Loads the items of a plan: as tables if our planner has packed them, else one by one."""
+    if isinstance(planner, OurLoadPlanner) and (reads := planner.reads_of(plan)) is not None:
+        return load_packed(load, reads, planner.state_dict, planner.put_object, broadcast)
+    return ItemLoad(load, item_targets(planner)).run(plan.items, broadcast)
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

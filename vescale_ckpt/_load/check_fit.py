@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,9 @@ from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.quantized_tensors import VALUE_DTYPES, Quantized
 from .._engine import _C
 from .._engine.wrapper_tensors import is_wrapper
-from .._state.chunks import chunks_to_read, tells_chunks, whole_shape
+from .._state.chunks import tells_chunks, whole_shape
 from .._state.describe import Describer, Description
-from ..errors import IncompatibleStateError, Mismatch
+from ..errors import Mismatch
 
 
 def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
@@ -82,29 +81,6 @@ def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
         raise incomplete_tensor(description.names[plan.uncovered[0]])
 
 
-def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, allow_cast: bool) -> None:
-    """Raises `IncompatibleStateError` if what is stored does not fit the tensor that a planner gives for it."""
-    if tensor.shape != shape:
-        raise IncompatibleStateError(key, f"shape {tuple(tensor.shape)}", f"shape {tuple(shape)}")
-    if tensor.dtype != dtype and not allow_cast:
-        hint = f"dtype {dtype} (LoadPlanner(allow_cast=True) casts)"
-        raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
-
-
 def _has_chunks(value: Any) -> bool:
     """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
-
-
-def target_elements(key: str, value: Any) -> int:
-    """The number of elements that this rank holds of a tensor, all of which a load must fill."""
-    if tells_chunks(value, loading=True):
-        return sum(math.prod(chunk.size) for chunk in chunks_to_read(key, value).chunks)
-    if isinstance(value, DTensor):
-        mesh_member = value.device_mesh.get_coordinate() is not None
-        return value.to_local().numel() if mesh_member else 0
-    if isinstance(value, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in value.local_shards())
-    if hasattr(value, "__create_chunk_list__"):
-        return sum(chunk.sizes.numel() for chunk in value.__create_chunk_list__())
-    return int(value.numel())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .._checkpoint.record_reader import Record, Target
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
-from .._plan.read_plan import PackedReads, ReadRow
+from .._plan.read_plan import ReadRow, Reads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
@@ -20,7 +21,7 @@ _LEAST_OVERLAP = 1.5
 
 def load_packed(
     load: RankLoad,
-    reads: PackedReads,
+    reads: Reads,
     state: object,
     put_object: Callable[[str, Any], None],
     broadcast: BroadcastLoad | None,
@@ -32,11 +33,11 @@ def load_packed(
     names = reads.description.names
     of_objects = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
 
-    def begin() -> tuple[PackedReads, list[Record]]:
-        for name in reads.plan.files:
+    def begin() -> tuple[Reads, list[Record]]:
+        for name in reads.files:
             load.file(name, load.where)
         if load.options.allow_cast:
-            for row in reads.rows():
+            for row in reads.tensors():
                 tensor, _ = reads.description.source(row.item)
                 load.check_cast(names[row.item], row.dtype, tensor.dtype)
         load.begin(reads.description, state)
@@ -54,8 +55,8 @@ def load_packed(
 
 
 def begin_reading(
-    load: RankLoad, begin: Callable[[], tuple[PackedReads | None, list[Record]]], broadcast: BroadcastLoad | None
-) -> tuple[PackedReads | None, Iterator[tuple[Record, bytes]]]:
+    load: RankLoad, begin: Callable[[], tuple[Reads | None, list[Record]]], broadcast: BroadcastLoad | None
+) -> tuple[Reads | None, Iterator[tuple[Record, bytes]]]:
     """Lets ranks read for each other, if there is `broadcast`.
 
     `begin` returns what this rank needs: tensors (None: none in tables), and objects. Returns the tensors that this
@@ -67,12 +68,12 @@ def begin_reading(
     records = []
     apart = b""  # reads into wrappers: ranks send each other values, not inner tensors
 
-    def needs() -> tuple[PackedReads | None, str, int]:
+    def needs() -> tuple[Reads | None, str, int]:
         nonlocal apart
         reads, records[:] = begin()
         if reads is not None and any_wrapper(reads.description.tensors):
             rows, apart = reads.split(is_wrapper)
-            reads = reads.with_reads(rows)
+            reads = replace(reads, rows=rows)
         return reads, load.checkpoint.save_id, load.checkpoint.stored_bytes()
 
     reads, routed = broadcast.begin(needs, load.options.verify)
@@ -81,20 +82,20 @@ def begin_reading(
     known = routed.objects(lambda rows: load.read_whole([records[row] for row in rows]))
     if routed.deliver(load, reads):
         load.bytes = load.shared_bytes = routed.routes.shared_bytes
-        reads = None if reads is None else reads.with_reads(routed.routes.own)
+        reads = None if reads is None else replace(reads, rows=routed.routes.own)
     return _with_rows(reads, apart), load.objects(records, known)
 
 
-def _with_rows(reads: PackedReads | None, rows: bytes) -> PackedReads | None:
-    return reads.with_reads(reads.reads + rows) if reads is not None and rows else reads
+def _with_rows(reads: Reads | None, rows: bytes) -> Reads | None:
+    return replace(reads, rows=reads.rows + rows) if reads is not None and rows else reads
 
 
-def fill_packed(load: RankLoad, reads: PackedReads) -> None:
+def fill_packed(load: RankLoad, reads: Reads) -> None:
     """Reads the tensors of this rank. If the ranks of a node need the same bytes, each reads through the page cache:
     with direct I/O the storage would read them once for each rank."""
     through_cache = load.options.direct_io == "auto" and _overlap(load, reads) > _LEAST_OVERLAP
     if load.options.allow_cast:
-        load.fill((_target(load, reads, row) for row in reads.rows()), through_cache=through_cache)
+        load.fill((_target(load, reads, row) for row in reads.tensors()), through_cache=through_cache)
         return
     table, devices, rest = reads.read_table()
     names = reads.description.names
@@ -104,7 +105,7 @@ def fill_packed(load: RankLoad, reads: PackedReads) -> None:
         """The row of a number in the table."""
         if not rows:  # rarely needed
             left_out = set(rest)
-            rows.extend(row for number, row in enumerate(reads.rows()) if number not in left_out)
+            rows.extend(row for number, row in enumerate(reads.tensors()) if number not in left_out)
         return rows[number]
 
     report = load.read_tensors(
@@ -118,19 +119,19 @@ def fill_packed(load: RankLoad, reads: PackedReads) -> None:
     if rest:
         wanted = set(rest)
         load.fill(
-            (_target(load, reads, row) for number, row in enumerate(reads.rows()) if number in wanted),
+            (_target(load, reads, row) for number, row in enumerate(reads.tensors()) if number in wanted),
             through_cache=through_cache,
         )
 
 
-def _overlap(load: RankLoad, reads: PackedReads) -> float:
+def _overlap(load: RankLoad, reads: Reads) -> float:
     """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
     if (ranks := ranks_of_node()) == 1:
         return 1
     return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.checkpoint.stored_bytes())
 
 
-def _target(load: RankLoad, reads: PackedReads, row: ReadRow) -> Target:
+def _target(load: RankLoad, reads: Reads, row: ReadRow) -> Target:
     name = reads.description.names[row.item]
     record = Record(name, row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size)
     tensor_of = partial(reads.target, row.item, row.dest_offset, row.lengths)

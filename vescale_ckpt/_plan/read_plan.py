@@ -1,23 +1,19 @@
-"""Holds a rank's load plan as tables of integers that DCP sees as its list of `ReadItem`s."""
+"""Holds what a rank reads in a load as tables of integers, with the tensors that are filled."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
 from .._state.describe import Description
+from .._state.shared_targets import replaced_targets
 from .._state.tensor_table import narrowed
-from .lazy_list import LazyList
 
 
 @dataclass(frozen=True)
@@ -37,33 +33,20 @@ class ReadRow:
 
 
 @dataclass(frozen=True)
-class ItemReads:
-    """The reads of DCP's items, in the form of `_C.LoadPlan`."""
+class Reads:
+    """The reads of one rank in a load."""
 
-    reads: bytes
-    objects: bytes
-    files: list[str]
+    description: Description  #: of the tensors to fill
+    rows: bytes  #: reads of tensors: rows of `LoadPlan.reads`
+    object_rows: bytes  #: rows of `LoadPlan.objects`
+    files: list[str]  #: the files that the rows name by number
 
-
-PlannedReads = _C.LoadPlan | ItemReads
-
-
-class PackedReads(LazyList):
-    """The reads of a rank. Looks like `list[ReadItem]` on that rank; pickles as an empty list."""
-
-    def __init__(
-        self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
-    ) -> None:
-        self.planner = weakref.ref(planner)
-        self.description = description
-        self.plan = plan
-        self.reads = plan.reads if reads is None else reads  #: reads of tensors: rows of `LoadPlan.reads`
-
-    def with_reads(self, reads: bytes) -> PackedReads:
-        """Returns the same plan with `reads` as its rows of tensors."""
-        planner = self.planner()
-        assert planner is not None
-        return PackedReads(planner, self.description, self.plan, reads)
+    @classmethod
+    def of_plan(cls, description: Description, plan: _C.LoadPlan) -> Reads:
+        """The reads of a plan, without those into tensors whose memory a later key fills, too."""
+        reads = cls(description, plan.reads, plan.objects, plan.files)
+        left_out = replaced_targets(description, reads.stored_alike)
+        return reads.without(left_out) if left_out else reads
 
     def split(self, is_apart: Callable[[torch.Tensor], bool]) -> tuple[bytes, bytes]:
         """Splits the rows of tensors into two tables: first targets that are not `is_apart`, then targets that are."""
@@ -73,10 +56,10 @@ class PackedReads(LazyList):
             tables[is_apart(tensor)].extend(row.cast("B"))
         return bytes(tables[0]), bytes(tables[1])
 
-    def without(self, names: Container[str]) -> PackedReads:
-        """Returns the same plan without reads into the tensors of `names`."""
+    def without(self, names: Container[str]) -> Reads:
+        """Returns the same reads without those into the tensors of `names`."""
         rows = [row for row in self._raw_rows() if self.description.names[row[0]] not in names]
-        return self.with_reads(b"".join(row.tobytes() for row in rows))
+        return replace(self, rows=b"".join(row.tobytes() for row in rows))
 
     def stored_alike(self, name: str, other: str) -> bool:
         """Whether the tensors of two keys are certainly stored with equal bytes: in the same records, or in records
@@ -93,22 +76,19 @@ class PackedReads(LazyList):
 
     def bytes_read_alone(self, verify: bool) -> int:
         """Estimates how many bytes this rank reads for its tensors if no other rank reads for it."""
-        return _C.bytes_read_alone(self.reads, self.plan.files, verify)
+        return _C.bytes_read_alone(self.rows, self.files, verify)
 
-    def _build(self) -> list[ReadItem]:
-        return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
-
-    def rows(self) -> Iterator[ReadRow]:
+    def tensors(self) -> Iterator[ReadRow]:
         for row in self._raw_rows():
             item, file, offset, length, crc, dtype, ndim = row[:7]
             shapes = [tuple(row[7 + i * ndim : 7 + (i + 1) * ndim]) for i in range(4)]
             yield ReadRow(item, file, offset, length, crc, CODE_DTYPES[dtype], *shapes)
 
     def _raw_rows(self) -> Iterator[memoryview]:
-        reads, at = words(self.reads), 0
-        while at < len(reads):
-            end = at + 7 + 4 * reads[at + 6]
-            yield reads[at:end]
+        rows, at = words(self.rows), 0
+        while at < len(rows):
+            end = at + 7 + 4 * rows[at + 6]
+            yield rows[at:end]
             at = end
 
     def count_tensors(self) -> int:
@@ -118,36 +98,22 @@ class PackedReads(LazyList):
     def read_table(self) -> tuple[bytes, bytes, list[int]]:
         """Returns the engine's table of the reads, the device of each row (-1: host memory), and the indices of the
         reads that are not in the table because the engine cannot fill their targets, or not fast."""
-        return self.description.for_engine.read_table(self.reads)
+        return self.description.for_engine.read_table(self.rows)
 
     def objects(self) -> Iterator[ReadRow]:
-        table = words(self.plan.objects)
+        table = words(self.object_rows)
         for at in range(0, len(table), OBJECT_ROW):
             item, file, offset, length, crc = table[at : at + OBJECT_ROW]
             yield ReadRow(item, file, offset, length, crc)
 
+    def stored_chunk(self, row: ReadRow) -> tuple[str, tuple[int, ...]]:
+        """Name and offset of the stored chunk that a row reads; an object has no offset."""
+        places = zip(self.description.items[row.item][6], row.dest_offset, row.storage_offset, strict=True)
+        return self.description.names[row.item], tuple(begin + inside - skipped for begin, inside, skipped in places)
+
     def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         tensor, local_offset = self.description.source(item)
         return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
-
-    def item(self, row: ReadRow) -> ReadItem:
-        name, offset = self.description.names[row.item], self.description.items[row.item][6]
-        chunk = [a + b - c for a, b, c in zip(offset, row.dest_offset, row.storage_offset, strict=True)]
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, offset, row.item),
-            dest_offsets=torch.Size(row.dest_offset),
-            storage_index=MetadataIndex(name, chunk),
-            storage_offsets=torch.Size(row.storage_offset),
-            lengths=torch.Size(row.lengths),
-        )
-
-    def object_item(self, item: int) -> ReadItem:
-        index, nothing = MetadataIndex(self.description.names[item]), torch.Size([0])
-        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, ()
 
 
 def _has_header_crc(length: int, crc: int, dtype: int, dims: int, *lists: int) -> bool:

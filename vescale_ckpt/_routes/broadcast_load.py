@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .._plan.read_plan import PackedReads
+from .._plan.read_plan import Reads
 from .._ranks import nccl
 from .._ranks.exchange import Exchange
 from .._ranks.node import node_of_this_process
 from ..errors import LoadFailedError
 from .rounds import RoutedRead
-from .routes import Reads, routes_of_all
+from .routes import Needs, routes_of_all
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class BroadcastLoad:
     through_cache: bool = True
 
     def begin(
-        self, needs_of: Callable[[], tuple[PackedReads | None, str, int]], verify: bool
-    ) -> tuple[PackedReads | None, RoutedRead | None]:
+        self, needs_of: Callable[[], tuple[Reads | None, str, int]], verify: bool
+    ) -> tuple[Reads | None, RoutedRead | None]:
         """Agrees with all ranks on who reads what.
 
         `needs_of` returns what this rank needs (None: nothing that other ranks may read), the id of the save that it
@@ -40,7 +40,7 @@ class BroadcastLoad:
         reads, needs, device, error, wanted, stored_bytes, node = None, None, None, None, 0, 0, 0
         try:
             reads, save, stored_bytes = needs_of()
-            needs = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
+            needs = Needs.of(reads, save)
             if reads is not None:
                 wanted = reads.bytes_read_alone(verify)
             device = nccl.device_for([] if reads is None else reads.description.tensors)

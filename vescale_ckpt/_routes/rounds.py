@@ -14,7 +14,7 @@ from .._engine import _C, device_streams, torch_copies
 from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
-from .._plan.read_plan import PackedReads
+from .._plan.read_plan import Reads
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._ranks.nccl import DeviceGroup
@@ -49,7 +49,7 @@ class RoutedRead:
         self._devices = devices
         self._own_only = own_only
 
-    def deliver(self, reader: RecordReader, reads: PackedReads | None) -> bool:
+    def deliver(self, reader: RecordReader, reads: Reads | None) -> bool:
         """Runs all rounds. `reader`: of this rank's load. `reads`: what its routes were planned from (None: nothing).
 
         Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
@@ -83,7 +83,7 @@ class RoutedRead:
         return True
 
     def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
-        """The objects that all ranks need, by row of `Reads.objects`: the coordinator reads them. Raises on all ranks
+        """The objects that all ranks need, by row of `Needs.objects`: the coordinator reads them. Raises on all ranks
         if it cannot."""
         rows, exchange, phase = self.routes.objects, self._exchange, f"{self._phase}: objects"
         if not rows:

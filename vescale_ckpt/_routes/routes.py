@@ -17,7 +17,7 @@ from typing import Any
 from .. import settings
 from .._engine import _C
 from .._engine.rows import OBJECT_ROW, words
-from .._plan.read_plan import PlannedReads
+from .._plan.read_plan import Reads
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
@@ -60,7 +60,7 @@ class Routes:
 
     def __init__(self, number: int, parts: Sequence[bytes], objects: bytes = b"") -> None:
         self.number = number
-        self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks need, in one order
+        self.objects: list[int] = words(objects).tolist()  #: rows of `Needs.objects` that all ranks need, in one order
         self._parts = [words(packed) for packed in parts]  # planned one after another
         self.shared_bytes, self.once_bytes, self.alone_bytes = (
             sum(table[column] for table in self._parts) for column in (1, 2, 3)
@@ -81,7 +81,7 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Reads:
+class Needs:
     """What a rank needs, and which ranks it may share reads with, packed as the coordinator gets it."""
 
     rows: bytes  #: `LoadPlan.reads`
@@ -96,35 +96,37 @@ class Reads:
         return rows, objects, self.files, self.group
 
     @classmethod
-    def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
-        """What a rank needs for `plan` (None: nothing), of its tensors only `rows`. `save`: id of the save they are of.
+    def of(cls, reads: Reads | None, save: str) -> Needs:
+        """What a rank needs for its reads (None: nothing). `save`: the id of the save that they are of.
 
         Raises ValueError for a setting or a name that cannot be used.
         """
-        objects, files = (b"", []) if plan is None else (plan.objects, plan.files)
         domain, budget = memory_domain().encode(), settings.broadcast_bytes()
-        return cls(rows, objects, json.dumps(files).encode(), save.encode(), domain, budget)
+        if reads is None:
+            return cls(b"", b"", json.dumps([]).encode(), b"", domain, budget)
+        files = json.dumps(reads.files).encode()
+        return cls(reads.rows, reads.object_rows, files, save.encode(), domain, budget)
 
 
 _kept: OrderedDict[bytes, Routes] = OrderedDict()  # {hash of what they were planned from: routes}
 _kept_lock = threading.Lock()
 
 
-def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
+def routes_of_all(exchange: Exchange, needs: Needs, verify: bool, phase: str, through_devices: bool = False) -> Routes:
     """This rank's routes. All ranks call it together; one reduction suffices if all have kept those of the same plan.
 
     `through_devices`: ranks do not map each other's buffers. Raises on all ranks, as `together` does, if the
     coordinator cannot plan.
     """
-    needs = pack(*reads.tables(reads.rows, reads.objects), reads.domain)
-    limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget} {through_devices}".encode()
-    form = blake2b(pack(needs, limits), digest_size=16).digest()
+    tables = pack(*needs.tables(needs.rows, needs.objects), needs.domain)
+    limits = f"{exchange.rank} {exchange.size} {verify} {needs.budget} {through_devices}".encode()
+    form = blake2b(pack(tables, limits), digest_size=16).digest()
     with _kept_lock:
         routes = _kept.get(form)
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        routes = _plan(exchange, reads, verify, phase, through_devices)
+        routes = _plan(exchange, needs, verify, phase, through_devices)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -133,24 +135,24 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     return routes
 
 
-def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool) -> Routes:
+def _plan(exchange: Exchange, needs: Needs, verify: bool, phase: str, through_devices: bool) -> Routes:
     """Plans with all ranks, part of the records by part, so that the coordinator's memory is bounded: equal tables are
     gathered once, and different ones at most `_MOST_GATHERED_BYTES` at a time."""
     # All take part in each step, also a rank whose tables cannot be parted.
-    last = exchange.together(lambda: _C.last_record(reads.rows), phase, LoadFailedError)
-    not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
+    last = exchange.together(lambda: _C.last_record(needs.rows), phase, LoadFailedError)
+    not_most_last, table_bytes = exchange.agree([~last], phase, [len(needs.rows)])
     count = parts_of(table_bytes)
     if count > 1:
-        count = parts_of(_planned_bytes_of_all(exchange, reads, phase))
+        count = parts_of(_planned_bytes_of_all(exchange, needs, phase))
     range_bytes = range_bytes_of(~not_most_last, count)
     parts = exchange.together(
-        lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, range_bytes), phase, LoadFailedError
+        lambda: _C.split_reads(needs.rows, json.loads(needs.files), count, range_bytes), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
-    coordinator = _Coordinator(verify, reads.budget, through_devices)
+    coordinator = _Coordinator(verify, needs.budget, through_devices)
     for part, rows in enumerate(parts):
-        tables = reads.tables(rows, reads.objects if part == 0 else b"")
-        gathered = exchange.gather_distinct([*tables, reads.domain], phase)
+        tables = needs.tables(rows, needs.objects if part == 0 else b"")
+        gathered = exchange.gather_distinct([*tables, needs.domain], phase)
         answers = exchange.together(partial(coordinator.plan, gathered), phase, LoadFailedError)
         packed, number_of_part, objects, numbers = exchange.scatter_contents(answers, phase)
         number, common = (number_of_part, objects) if part == 0 else (number, common)
@@ -158,10 +160,10 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_de
     return Routes(int.from_bytes(number, "little"), planned, common)
 
 
-def _planned_bytes_of_all(exchange: Exchange, reads: Reads, phase: str) -> int:
-    tables = pack(*reads.tables(reads.rows, b""))
-    table, node = (blake2b(data, digest_size=16).digest() for data in (tables, reads.domain))
-    gathered = exchange.gather(table + node + _SIZE.pack(len(reads.rows)), phase)
+def _planned_bytes_of_all(exchange: Exchange, needs: Needs, phase: str) -> int:
+    tables = pack(*needs.tables(needs.rows, b""))
+    table, node = (blake2b(data, digest_size=16).digest() for data in (tables, needs.domain))
+    gathered = exchange.gather(table + node + _SIZE.pack(len(needs.rows)), phase)
     told = ((row[:16], row[16:32], *_SIZE.unpack_from(row, 32)) for row in gathered or ())
     return exchange.from_coordinator(lambda: planned_bytes(told), phase, LoadFailedError)
 

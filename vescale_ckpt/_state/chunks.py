@@ -12,14 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
@@ -197,11 +191,6 @@ def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
         )
         for chunk, tensor in zip(chunks.chunks, chunks.tensors, strict=True)
     ]
-
-
-def read_items(key: str, chunks: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
-    targets = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in chunks.chunks]
-    return create_read_items_for_chunk_list(key, stored, targets)
 
 
 def copy_protocol(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class Description:
     table: bytes  #: `tensor_table` of `tensors`
     ready: bytes  #: the flag of `TensorReads.ready` for each: whether the engine or a snapshot may use its memory
     objects: dict[str, Any]  #: values of the items that are no tensors
-    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are subclasses in a load
+    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or show no shape
     wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}; each has its own version counter
     storages: list[torch.UntypedStorage]  #: storages of `tensors`, kept alive if a tensor is given another one
     storage_bytes: array[int]

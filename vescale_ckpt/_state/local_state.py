@@ -15,7 +15,7 @@ from .._engine import _C, torch_private
 from .._engine.rows import SHARD, TENSOR
 from .._engine.tensor_checks import dense, is_plain_tensor
 from .._engine.torch_private import DTensorLayout
-from .._engine.wrapper_tensors import is_wrapper, is_wrapper_type, type_name
+from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 from .chunks import (
     Chunk,
@@ -62,14 +62,10 @@ class Groups:
     def _group(self, kind: type, loading: bool) -> list[int]:
         if kind in PLAIN_TYPES:
             return self.plain
-        if kind is DTensor or (issubclass(kind, DTensor) and not loading):
+        if issubclass(kind, DTensor):
             return self.dtensors
-        if kind is ShardedTensor or (issubclass(kind, ShardedTensor) and not loading):
-            return self.chunked
         if issubclass(kind, torch.Tensor):
-            # A load calls `copy_` of a class that is not a wrapper, which may do anything.
-            is_known = not loading or (is_wrapper_type(kind) and not describes_itself(kind, loading))
-            return self.chunked if is_known else self.other
+            return self.chunked
         return self.other if describes_itself(kind, loading) else self.objects
 
 
@@ -89,7 +85,7 @@ class LocalState:
     node: int
     layouts: list[DTensorLayout]
     local_types: list[type]  #: types of the local tensors of DTensors
-    chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
+    chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: they cannot be listed as rows
     requires_grad: bytes  #: 1 or 0 for the plain tensors, then the DTensors
     tensors: list[torch.Tensor]
     wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}
@@ -126,7 +122,10 @@ def look(
     plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
     ask = chunks_to_read if loading else chunks_to_write
     chunked = [
-        (ask if position in telling else _whole_chunks)(keys[position], values[position]) for position in groups.chunked
+        ask(keys[position], values[position])
+        if position in telling
+        else _whole_chunks(keys[position], values[position], loading)
+        for position in groups.chunked
     ]
     tensors = [*plain, *local]
     wrappers = {number: dtensor for number, dtensor in enumerate(dtensors, len(plain))}
@@ -181,9 +180,9 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
-def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor) -> Chunks:
-    """Returns the chunks of a ShardedTensor, or the one of a tensor of another class, which no plan may cut if its
-    memory is not that of a plain tensor."""
+def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor, loading: bool) -> Chunks | None:
+    """Returns the chunks of a ShardedTensor, or the one of a tensor of another class: its memory, which no plan may cut
+    if it is not that of a plain tensor. A load calls `copy_` of the class; None if the class shows no shape there."""
     if isinstance(value, ShardedTensor):
         shards, metadata = value.local_shards(), value.metadata()
         requires_grad = bool(metadata.tensor_properties.requires_grad)
@@ -193,10 +192,12 @@ def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor) -> Chunks:
             [Chunk(SHARD, requires_grad, offset, size) for offset, size in places],
             [shard.tensor for shard in shards],
         )
-    memory = _memory_of(value)
+    memory = value if loading else _memory_of(value)
     try:
         shape = tuple(map(int, memory.shape))
     except Exception as error:  # a jagged tensor has none, and code of a subclass may raise anything
+        if loading:
+            return None
         raise CheckpointError(
             f"{key}: a {type_name(memory)} has no shape of numbers: save the tensors that it is made of",
             key=key,

@@ -24,14 +24,15 @@ from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_N
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._checkpoint.newest import in_doubt
+from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.verify import verify
 from .._collective.handle import SaveHandle
 from .._collective.node_files import DURABLE, NodeFiles, Places
 from .._collective.start_load import start_load
 from .._collective.start_save import prepare_save, start_save
-from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
+from .._load.source import Source
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
@@ -319,12 +320,12 @@ class NodeTier:
         phase = f"loading {step.path}"
         exchange.together(partial(self._install, step, exchange.rank), phase)
         while True:
-            reader = StorageReader(step.path, weights_only=weights_only)
+            source = Source(step.path, ReadOptions(weights_only=weights_only))
             try:
                 with start_load(
-                    reader, Selection(keys), strict, "auto", process_group, timeout, extra_files, step.files
+                    source, Selection(keys), strict, "auto", process_group, timeout, extra_files, step.files
                 ) as loading:
-                    return loading.into(state, rename, False)
+                    return loading.into(state, rename)
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise

@@ -26,7 +26,8 @@ from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
-from ..loadable import LoadableCheckpoint, Part, check_location, crc_of, fill_parts, refused_transform
+from ..load_index import check_location, crc_of, refused_transform
+from ..loadable import LoadableCheckpoint, Part, fill_parts
 from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,27 +11,30 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from .._checkpoint.checkpoint import incomplete_tensor
-from .._checkpoint.loadable import crc_of, refused_transform
+from .._checkpoint.load_index import crc_of, located, refused_transform
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import is_plain_tensor, overlapping
+from .._engine.torch_private import StorageInfo
 from .._engine.wrapper_tensors import is_wrapper
-from .._plan.read_plan import ItemReads, PackedReads
+from .._load.load_packed import begin_reading, fill_packed
+from .._load.rank_load import RankLoad, overlaps_itself
+from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state import objects
+from .._state.chunks import chunks_to_read, tells_chunks
 from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..reports import LoadStats
-from .check_fit import check_fits, target_elements
-from .load_packed import begin_reading, fill_packed
-from .rank_load import RankLoad, overlaps_itself
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class ItemLoad:
         self._checkpoint = load.checkpoint
         self._targets = targets
         self.planner = targets.planner
+        # {key: {offset: chunk}} of tensors whose items give a wrong index of the chunk
+        self._chunks: dict[str, dict[tuple[int, ...], ChunkStorageMetadata]] = {}
         # The items, by the way in which they are read.
         self._tensors: list[tuple[ReadItem, Record]] = []
         self._objects: list[tuple[ReadItem, Record]] = []
@@ -63,7 +69,7 @@ class ItemLoad:
         return self._load.run(lambda: self._read(items, broadcast))
 
     def _read(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None) -> tuple[int, int]:
-        def begin() -> tuple[PackedReads | None, list[Record]]:
+        def begin() -> tuple[Reads | None, list[Record]]:
             self._check_coverage(items)
             self._sort(self._without_replaced(items))
             packed = self._packed() if self._targets.are_views else None
@@ -83,14 +89,14 @@ class ItemLoad:
 
     def _sort(self, items: Sequence[ReadItem]) -> None:
         for item in items:
-            key, info = item.storage_index.fqn, self._checkpoint.location(item.storage_index)
+            key, info = item.storage_index.fqn, self._location(item.storage_index)
             record = Record(key, self._load.file(info.relative_path, key), info.offset, info.length, crc_of(info))
             if info.transform_descriptors:
                 raise refused_transform(key)
             if item.type == LoadItemType.BYTE_IO:
                 self._objects.append((item, record))
             else:
-                record.dtype, record.sizes = self._checkpoint.chunk(item.storage_index)
+                record.dtype, record.sizes = self._chunk(item.storage_index)
                 self._tensors.append((item, record))
 
     def _without_replaced(self, items: Sequence[ReadItem]) -> Sequence[ReadItem]:
@@ -104,11 +110,11 @@ class ItemLoad:
             of_key = [item for item in items if item.dest_index.fqn == key]
             found = []
             for item in of_key:
-                info = self._checkpoint.location(item.storage_index)
+                info = self._location(item.storage_index)
                 same_record = info.relative_path, info.offset
                 crc = crc_of(info)
                 box = tuple(item.storage_offsets), tuple(item.lengths), tuple(item.dest_offsets)
-                found.append((self._checkpoint.chunk(item.storage_index), box, same_record if crc == -1 else crc))
+                found.append((self._chunk(item.storage_index), box, same_record if crc == -1 else crc))
             return found
 
         left_out = replaced_in_state(state, loaded, lambda key, other: stored_as(key) == stored_as(other))
@@ -129,6 +135,31 @@ class ItemLoad:
             if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != target_elements(key, value):
                 raise incomplete_tensor(key)
 
+    # --- What metadata says of an item
+
+    def _location(self, index: MetadataIndex) -> StorageInfo:
+        return located(self._checkpoint.metadata.storage_data.get(index), index.fqn, self._checkpoint.path)
+
+    def _chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of a stored chunk."""
+        key, path = index.fqn, self._checkpoint.path
+        stored = self._checkpoint.metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            reason = f"{key}: the metadata of {path} holds no tensor of that name"
+            raise CorruptCheckpointError(reason, key=key, file=path)
+        chunks = stored.chunks
+        chunk = chunks[index.index] if index.index is not None and 0 <= index.index < len(chunks) else None
+        if chunk is None or chunk.offsets != index.offset:
+            by_offset = self._chunks.get(key)
+            if by_offset is None:
+                by_offset = self._chunks[key] = {tuple(chunk.offsets): chunk for chunk in chunks}
+            offset = tuple(index.offset) if index.offset is not None else (0,) * len(stored.size)
+            chunk = by_offset.get(offset)
+            if chunk is None:
+                reason = f"{key}: the metadata of {path} has no chunk at {offset}"
+                raise CorruptCheckpointError(reason, key=key, file=path)
+        return stored.properties.dtype, chunk.sizes
+
     # --- Objects
 
     def put_object(self, item: ReadItem, data: bytes) -> None:
@@ -146,7 +177,7 @@ class ItemLoad:
 
     # --- Tensors
 
-    def _packed(self) -> PackedReads | None:
+    def _packed(self) -> Reads | None:
         """The items as tables, which other ranks can read for. Tensors and objects are each numbered from 0.
 
         None if one cannot be described.
@@ -168,8 +199,7 @@ class ItemLoad:
         for number, (_, of) in enumerate(self._objects):
             object_table.extend((number, of.file, of.offset, of.length, of.crc))
         description = replace(description, names=[record.key for _, record, _ in placed])
-        plan = ItemReads(table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
-        return PackedReads(self.planner, description, plan)
+        return Reads(description, table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
 
     def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
         """The planner's tensor for an item. Raises `IncompatibleStateError` if what is stored does not fit it."""
@@ -186,7 +216,7 @@ class ItemLoad:
             ) from error
         wrapper = is_wrapper(tensor)
         tensor = tensor if wrapper else tensor.detach()  # a class may copy inner tensors, and lose its dtype
-        check_fits(key, tensor, item.lengths, dtype, self._load.options.allow_cast or wrapper)
+        _check_fits(key, tensor, item.lengths, dtype, self._load.options.allow_cast or wrapper)
         self._load.check_cast(item.storage_index.fqn, dtype, tensor.dtype)
         return tensor
 
@@ -200,3 +230,26 @@ class ItemLoad:
             again = partial(self.planner.resolve_tensor, item)
         commit = partial(self.planner.commit_tensor, item)
         return self._load.target(record, item.storage_offsets, tensor, commit, again)
+
+
+def _check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, allow_cast: bool) -> None:
+    """Raises `IncompatibleStateError` if what is stored does not fit the tensor that a planner gives for it."""
+    if tensor.shape != shape:
+        raise IncompatibleStateError(key, f"shape {tuple(tensor.shape)}", f"shape {tuple(shape)}")
+    if tensor.dtype != dtype and not allow_cast:
+        hint = f"dtype {dtype} (LoadPlanner(allow_cast=True) casts)"
+        raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
+
+
+def target_elements(key: str, value: Any) -> int:
+    """The number of elements that this rank holds of a tensor, all of which a load must fill."""
+    if tells_chunks(value, loading=True):
+        return sum(math.prod(chunk.size) for chunk in chunks_to_read(key, value).chunks)
+    if isinstance(value, DTensor):
+        mesh_member = value.device_mesh.get_coordinate() is not None
+        return value.to_local().numel() if mesh_member else 0
+    if isinstance(value, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in value.local_shards())
+    if hasattr(value, "__create_chunk_list__"):
+        return sum(chunk.sizes.numel() for chunk in value.__create_chunk_list__())
+    return int(value.numel())
