@@ -22,11 +22,11 @@ from .._engine.dtype_codes import CODE_DTYPES, dtype_code
 from .._engine.rows import LOCATION_ROW, OBJECT, SHARD, TENSOR, words
 from .._engine.torch_private import StorageInfo
 from .._plan.global_plan import GlobalPlan, Locations, PlanAnswer, PlanRequest
-from .lazy_list import LazyList
 from .._plan.local_plan import LocalPlan, cut
 from .._plan.planner import pack_paths
 from .._state.chunk_rows import ShardChunk, packed_row
 from ..errors import CheckpointError
+from .lazy_list import LazyList
 
 
 @dataclass(frozen=True)
