@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -22,12 +21,13 @@ from .checkpoint import incomplete_tensor
 _MOST_DIMS = 64  # torch's own limit, and the engine's
 
 
-class LoadIndex(NamedTuple):
+@dataclass(frozen=True)
+class LoadIndex:
     """An index, and an error for each record or key that it cannot hold, which a load raises if it needs that."""
 
     index: _C.Index
     #: by key and offset of the chunk; without an offset for a key that is not in the index
-    refused: Mapping[tuple[str, tuple[int, ...]], CheckpointError] = MappingProxyType({})
+    refused: Mapping[tuple[str, tuple[int, ...]], CheckpointError] = field(default_factory=dict)
 
 
 def index_of(metadata: Metadata, path: str) -> LoadIndex:

@@ -145,7 +145,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def reads_of(self, plan: LoadPlan) -> Reads | None:
         """The reads of a plan that this planner has packed; None for any other plan."""
-        return self._packed.reads if self._packed is not None and plan.items is self._packed else None
+        items: object = plan.items
+        return self._packed.reads if self._packed is not None and items is self._packed else None
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """DCP calls it on each rank with the coordinator's answer, before reading. Packed reads are pickled empty, as
