@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from torch.distributed.tensor import DTensor
 
 from .._checkpoint.checkpoint import incomplete_tensor
-from .._checkpoint.load_index import crc_of, located, refused_transform
+from .._checkpoint.load_index import check_location, crc_of, located, refused_transform
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
@@ -138,7 +138,8 @@ class ItemLoad:
     # --- What metadata says of an item
 
     def _location(self, index: MetadataIndex) -> StorageInfo:
-        return located(self._checkpoint.metadata.storage_data.get(index), index.fqn, self._checkpoint.path)
+        info = self._checkpoint.metadata.storage_data.get(index)
+        return located(None, index.fqn, self._checkpoint.path) if info is None else check_location(info, index.fqn)
 
     def _chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a stored chunk."""
