@@ -25,9 +25,9 @@ from vescale_ckpt import (
     CheckpointError,
     SaveFailedError,
     SaveInProgressError,
-    SavePlanner,
     StorageFullError,
 )
+from vescale_ckpt._plan.planner import Planner
 
 BOUND = 180.0  # seconds after which something counts as hung
 SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "60"))
@@ -292,7 +292,7 @@ def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
     memory = snapshot_memory()
     assert memory["touched_bytes"] >= sum(tensor.nbytes for tensor in _tensors(values))
     assert no_snapshot_is_left()
-    with mock.patch.object(SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
+    with mock.patch.object(Planner, "plan_all", side_effect=AssertionError("it plans")):
         vescale_ckpt.save(checkpoint, values, async_checkpoint=True).result(BOUND)
     assert snapshot_memory()["touched_bytes"] == memory["touched_bytes"]
     assert not checkpoint.joinpath("x").exists() and same(load(checkpoint, state(0)), state(1))

@@ -22,6 +22,7 @@ from harness.states import same, state_of_rank, whole_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SaveFailedError, SaveInProgressError
+from vescale_ckpt._plan.planner import Planner
 
 BOUND = 60.0  # seconds after which something counts as hung
 
@@ -160,7 +161,7 @@ def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
 @on_ranks(2)
 def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
     vescale_ckpt.prepare(state_of_rank(1))
-    with mock.patch.object(vescale_ckpt.SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
+    with mock.patch.object(Planner, "plan_all", side_effect=AssertionError("it plans")):
         vescale_ckpt.save(checkpoint, state_of_rank(2), async_checkpoint=True).result(BOUND)
     failing = {**state_of_rank(3), "x": _Unwilling() if dist.get_rank() == 1 else 1}
     with pytest.raises(SaveFailedError, match="today"):

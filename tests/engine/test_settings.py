@@ -62,7 +62,7 @@ def test_direct_io_of_the_environment_where_the_call_leaves_it_open(
     monkeypatch.setenv("VESCALE_CKPT_DIRECT_IO", text)
 
     def options(part: Any) -> Any:
-        return getattr(part, "options", part)
+        return getattr(part, "_source", part).options
 
     for part in (StorageWriter, StorageReader):
         assert options(part("x")).direct_io == meaning

@@ -23,11 +23,13 @@ from harness.ranks import run_ranks
 from harness.states import assert_same
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, StorageReader
+from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._checkpoint.safetensors import commit, model_names
 from vescale_ckpt._engine import _C
+from vescale_ckpt._load.source import Source
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.pending import Pending, temporary_name
+from vescale_ckpt.reports import LoadStats
 
 State = dict[str, torch.Tensor]
 
@@ -396,14 +398,14 @@ def numbered(k: int, files: int = 2) -> State:
 
 def exporting(monkeypatch: pytest.MonkeyPatch, export: Callable[[int], None], times: int) -> None:
     """Calls `export` with 1, 2, … before each of the first reads of data, when headers were read already."""
-    read, done = StorageReader.read, itertools.count(1)
+    read, done = Source.read, itertools.count(1)
 
-    def disturbed(*args: Any) -> None:
+    def disturbed(*args: Any) -> LoadStats:
         if (number := next(done)) <= times:
             export(number)
-        read(*args)
+        return read(*args)
 
-    monkeypatch.setattr(StorageReader, "read", disturbed)
+    monkeypatch.setattr(Source, "read", disturbed)
 
 
 @pytest.mark.parametrize("files", [1, 2, 3])

@@ -42,6 +42,7 @@ from vescale_ckpt import (
 from vescale_ckpt._checkpoint.safetensors import export_folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors import model_names
 from vescale_ckpt._engine import _C
+from vescale_ckpt._plan.planner import Planner
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.storage import MARKER_PREFIX
 
@@ -479,13 +480,13 @@ def test_a_mapping_without_a_key_is_refused_by_name(tmp_path: Path) -> None:
 def test_ties_of_uneven_shards_are_known_and_planned_once(tmp_path: Path) -> None:
     """The last rank has nothing of them, and cannot see that they are tied."""
     made = []
-    plan_of_all = SavePlanner.global_plan_of
+    plan_of_all = Planner.plan_all
 
-    def counted(self: SavePlanner, plans: Any) -> Any:
-        made.append(len(plans))
-        return plan_of_all(self, plans)
+    def counted(self: Planner, requests: Any) -> Any:
+        made.append(len(requests))
+        return plan_of_all(self, requests)
 
-    with steps.no_plans_known(), mock.patch.object(SavePlanner, "global_plan_of", counted):
+    with steps.no_plans_known(), mock.patch.object(Planner, "plan_all", counted):
         for k in range(3):
             tensor = sharded(torch.arange(10.0).view(5, 2) + k, Shard(0))
             other = sharded(torch.ones(5, 2) * k, Shard(0))

@@ -41,6 +41,8 @@ from vescale_ckpt import (
     api,
     verify,
 )
+from vescale_ckpt._checkpoint.record_reader import ReadOptions
+from vescale_ckpt._load.source import Source
 from vescale_ckpt._storage import file_system
 from vescale_ckpt.manager import manager, schedule, step_directories
 
@@ -758,13 +760,13 @@ def test_objects_are_trusted_only_if_told_so(
 ) -> None:
     trusted = []
 
-    class Noted(StorageReader):
-        def __init__(self, *args: Any, weights_only: bool = True, **options: Any) -> None:
-            trusted.append(not weights_only)
-            super().__init__(*args, weights_only=weights_only, **options)
+    class Noted(Source):
+        def __init__(self, given_path: str, options: ReadOptions, *rest: Any) -> None:
+            trusted.append(not options.weights_only)
+            super().__init__(given_path, options, *rest)
 
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(api, "StorageReader", Noted)
+    monkeypatch.setattr(api, "Source", Noted)
     with CheckpointManager(checkpoint) as saver:
         saver.restore(blank(small_state(0)), step)
         saver.restore(blank(small_state(0)), step, weights_only=False)

@@ -32,9 +32,9 @@ from vescale_ckpt import (
     CheckpointTimeoutError,
     SaveCancelledError,
     SaveFailedError,
-    SavePlanner,
     StorageFullError,
 )
+from vescale_ckpt._plan.planner import Planner
 from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.running_save import RunningSave
 
@@ -263,13 +263,13 @@ def test_the_first_save_after_restoring_plans_nothing(checkpoint: Path, prepare:
 @contextlib.contextmanager
 def counted_plans() -> Iterator[list[None]]:
     plans: list[None] = []
-    plan = SavePlanner.global_plan_of
+    plan = Planner.plan_all
 
     def counting(*args: Any) -> Any:
         plans.append(None)
         return plan(*args)
 
-    with mock.patch.object(SavePlanner, "global_plan_of", counting):
+    with mock.patch.object(Planner, "plan_all", counting):
         yield plans
 
 
