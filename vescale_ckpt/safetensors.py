@@ -192,7 +192,9 @@ class _Parts:
         self._latest: tuple[int, torch.Tensor] | None = None  # copied without a snapshot; it may go on in the next part
 
     def of(self, layout: _C.SafetensorsLayout) -> Iterator[_Part]:
-        most = batch_bytes() // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK  # a tensor's blocks must not be cut
+        copies = self._reads.ready.count(ON_HOST) < len(self._reads.ready)  # else all lies in memory: one part
+        bound = batch_bytes() if copies else layout.file_bytes + _C.CHECKSUM_BLOCK
+        most = bound // _C.CHECKSUM_BLOCK * _C.CHECKSUM_BLOCK  # a tensor's blocks must not be cut
         begin = end = layout.data_begin
         pieces: list[tuple[int, int, int]] = []  # tensor, first byte, bytes
         for number, size in zip(layout.order(), layout.sizes(), strict=True):
