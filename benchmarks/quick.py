@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import candidates, states
+from benchmarks import states
+from benchmarks.candidates import REGISTRY
 from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import CEILING, GiB, Row, Sample, aligned, alternate, summarize
 from benchmarks.harness.raw_file import RawFile
 from benchmarks.harness.room import check_room, working_folder
-from benchmarks.harness.saves_and_loads import Candidate, Disk, SavesAndLoads, ours, raw, stock
+from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 from benchmarks.harness.usage import measure
 from vescale_ckpt.errors import CheckpointError
 
@@ -30,25 +31,15 @@ _PROBE = 2**27  # bytes
 _ROUND = 0.3  # seconds of raw writes in a round; all candidates together take about 30 times as long
 _BAR = 30  # characters of the fastest
 
+#: What users know each candidate by.
 NAMES = {
     CEILING: "raw file, direct I/O",
-    "ours": "vescale_ckpt.save, load",
-    "stock": "dcp.save, dcp.load (stock)",
+    "vescale-functions": "vescale_ckpt.save, load",
+    "dcp-4": "dcp.save, dcp.load (stock)",
     "torch": "torch.save, torch.load",
-    "ours, safetensors": "vescale_ckpt.safetensors",
+    "vescale-safetensors": "vescale_ckpt.safetensors",
     "safetensors": "safetensors library",
 }
-
-
-def _made(warm: bool) -> dict[str, Candidate]:
-    return {
-        CEILING: raw(buffered_reads=warm),
-        "ours": ours(),
-        "stock": stock(4),
-        "torch": candidates.torch_save(),
-        "ours, safetensors": candidates.our_safetensors(),
-        "safetensors": candidates.library_safetensors(),
-    }
 
 
 def _gib_for(folder: Path) -> float:
@@ -66,14 +57,12 @@ def _samples(folder: Path, device: str, gib: float) -> Iterator[Sample]:
     both = SavesAndLoads(
         states.shapes_of("llama", gib), Disk(folder, partial(page_cache.prepare, warm=warm)), device=device
     )
-    turns = {name: partial(both.turn, name, made) for name, made in _made(warm).items()}
-    end = time.monotonic() + SECONDS
-    yield from alternate("", turns, 0, warmup=1)
-    number = 0
-    while number == 0 or time.monotonic() < end:
-        for sample in alternate("", turns, 1):
-            yield Sample(sample.case, sample.step, sample.candidate, number, sample.usage)
-        number += 1
+    turns = {name: partial(both.turn, name, REGISTRY[name].make(warm)) for name in NAMES}
+    end, last = time.monotonic() + SECONDS, ([*NAMES][-1], "load")
+    for sample in alternate("", turns, sys.maxsize, warmup=1):
+        yield sample
+        if sample.round >= 0 and (sample.candidate, sample.step) == last and time.monotonic() >= end:
+            return
 
 
 def _picture(rows: Sequence[Row], step: str) -> str:

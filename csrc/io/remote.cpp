@@ -130,7 +130,7 @@ std::shared_ptr<PartWindow::Part> PartWindow::next() {
     if (bytes == 0) return true;
     const auto found = parts_.find(taken_);
     if (found == parts_.end() || found->second.written < bytes) return length_.has_value();
-    // Of the last part some bytes may be padding: only the length tells.
+    // The last part may end in padding, which only the object's length reveals.
     return length_.has_value() || goes_on_until_ > begin + part_bytes_;
   });
   check();

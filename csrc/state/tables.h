@@ -1,5 +1,5 @@
-// Tells where a state's tensors are, and translates a rank's local plan into the engine's tables, which have the memory
-// address of each row.
+// Describes where a state's tensors are, and translates a rank's local plan into the engine's tables, which have the
+// memory address of each row.
 //
 // All tables are rows of 64-bit integers. These describe a state, together with its inventory:
 //   tensors:  address, dtype or -1, device or -1, dimensions n, n sizes, n strides (elements)

@@ -143,7 +143,7 @@ def host_batches(
 
 
 def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tensor]:
-    """{row: its tensor} of those of `rows` that lie on an accelerator as they are, so that one copy each is a
+    """{row: its tensor} for the rows whose tensors are on an accelerator and need no conversion: one copy of each is a
     snapshot."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:

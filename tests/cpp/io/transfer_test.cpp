@@ -264,7 +264,7 @@ TEST_F(RateLimitTest, SpreadsTransfersOverTime) {
   EXPECT_EQ(thousand.take(1), 100ms);
 }
 
-// Whoever waits as long as it is told moves no more than the rate, but for the first transfer and one burst.
+// A caller that waits for every delay it gets never exceeds the rate, except in its first transfer and one burst.
 TEST_F(RateLimitTest, HoldsInTheLongRun) {
   constexpr uint64_t kRate = 3'000'000, kPiece = 8 << 20;
   RateLimit three = limit(kRate);
