@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
+#include <csignal>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -414,24 +415,28 @@ TEST(SnapshotArena, RangesBecomeUsablePieceByPiece) {
   EXPECT_TRUE(range.wait_until_usable(range.data(), kSoon));
 }
 
+std::atomic<bool> registration_began, began_while_touching;
+
+// Interrupts the touching of memory until a registration begins.
+void wait_for_registration(int) {
+  for (int tenth = 0; tenth < 600 && !registration_began; ++tenth) ::usleep(100'000);
+  began_while_touching = registration_began.load();
+}
+
 TEST(SnapshotArena, RegistersWhatIsTouchedWhileItTouchesTheRest) {
-  constexpr uint64_t kWanted = 5 * kPinPiece, kPart = 16 << 20;
-  uint64_t at_first = kWanted / kPart;
-  for (int round = 0; round < 20 && at_first == kWanted / kPart; ++round) {  // the thread may come late
-    std::atomic<uint64_t> touched{0};
-    const ArmedFault counting(Call::populate, ENOMEM, 1000);
-    SnapshotArena arena;
-    arena.set_registrar({[&](std::byte*, uint64_t) {
-                           if (touched == 0) touched = system::calls_seen(Call::populate);
-                           return true;
-                         },
-                         [](std::byte*, uint64_t) {}});
-    EXPECT_EQ(arena.prepare(kWanted, 1), kWanted);
-    EXPECT_EQ(arena.memory().registered, kWanted);
-    EXPECT_EQ(system::calls_seen(Call::populate), kWanted / kPart);
-    at_first = touched;
-  }
-  EXPECT_LT(at_first, kWanted / kPart);
+  constexpr uint64_t kWanted = 5 * kPinPiece, kPart = 16 << 20, kFirstStep = 4 * kPinPiece;
+  registration_began = began_while_touching = false;
+  struct sigaction wait{}, before{};
+  wait.sa_handler = wait_for_registration;
+  ASSERT_EQ(::sigaction(SIGUSR1, &wait, &before), 0);
+  const ArmedFault interruption(Call::populate, -SIGUSR1, kFirstStep / kPart);
+  SnapshotArena arena;
+  arena.set_registrar({[](std::byte*, uint64_t) { return registration_began = true; }, [](std::byte*, uint64_t) {}});
+  EXPECT_EQ(arena.prepare(kWanted, 1), kWanted);
+  EXPECT_EQ(arena.memory().registered, kWanted);
+  EXPECT_EQ(system::calls_seen(Call::populate), kWanted / kPart);
+  EXPECT_TRUE(began_while_touching);
+  ::sigaction(SIGUSR1, &before, nullptr);
 }
 
 TEST(SnapshotArena, RegistersOnlyWhatThereIsMemoryFor) {
