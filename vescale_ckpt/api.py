@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from . import settings
 from ._checkpoint.record_reader import ReadOptions
+from ._checkpoint.stacking import Stack, checked_rules
 from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
@@ -20,7 +21,6 @@ from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
-from ._state.stacking import Stack, checked_rules
 from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout

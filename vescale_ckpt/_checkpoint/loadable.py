@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,14 +14,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
-from .._state.stacking import Stack
 from .._state.structure import Structure, structure_of
 from ..errors import CheckpointError, CorruptCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
 from .load_index import LoadIndex, index_of
-from .quantized_tensors import Quantized
-from .record_reader import RecordReader
+from .record_reader import RecordReader, Target
 from .seen_files import SeenFiles
+from .stacking import Stack
 
 
 class LoadableCheckpoint(Checkpoint):
@@ -99,11 +98,6 @@ class LoadableCheckpoint(Checkpoint):
 
     # --- By chunks
 
-    @property
-    def quantized(self) -> Mapping[str, Quantized]:
-        """The tensors whose values are made of stored numbers and scales, by their keys."""
-        return {}
-
     def parts(self, reads: Iterable[Read]) -> Iterator[Part]:
         """Yields the parts of chunks that fill the targets of `reads`."""
         for read in reads:
@@ -124,7 +118,10 @@ class Part(NamedTuple):
 
 
 def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
-    reader.fill(
-        reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target) for part in parts
-    )
+    reader.fill(targets_of(reader, parts))
     reader.finish()
+
+
+def targets_of(reader: RecordReader, parts: Iterable[Part]) -> Iterator[Target]:
+    for part in parts:
+        yield reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target)

@@ -21,9 +21,9 @@ from .._checkpoint.native.metadata_file import has_metadata
 from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
+from .._checkpoint.stacking import Composite
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._load.check_fit import describe_values, quantized_targets
 from .._load.fill_plan import FillPlan
 from .._load.source import Source
 from .._observe.timeline import Timeline, phase
@@ -38,8 +38,6 @@ from .._state.load_targets import allocate_targets, find_shared
 from .._state.missing_keys import advice_for_missing
 from .._state.old_containers import ask_for_whole, saved_as_objects, split
 from .._state.per_rank import PerRank, Restoring, set_rank
-from .._state.shared_targets import replaced_in_state
-from .._state.stacking import Composite
 from .._state.stored_entries import StoredEntries
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
@@ -403,7 +401,6 @@ class _TargetState:
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
         self._new: dict[str, torch.Tensor] = {}  # {checkpoint key: replacement for a tensor without memory}
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
-        self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
         self._old_containers: set[str] = set()  # checkpoint keys of containers that may be stored as one object each
         self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
@@ -471,16 +468,8 @@ class _TargetState:
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
         wanted.update({key: contents.new_value(key) for key in containers.keys})
-        values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
-        plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
-        plan = FillPlan(checkpoint, {**plain, **dict.fromkeys(contents.extra)}, self._allow_cast, self._split)
+        plan = FillPlan(checkpoint, {**wanted, **dict.fromkeys(contents.extra)}, self._allow_cast, self._split)
         missing, mismatched = plan.misfits()
-        mismatched += unfit.values()
-        if values_of:  # they are filled after all others
-            loaded = wanted.keys() - {*missing, *(entry.key for entry in mismatched)}
-            replaced = replaced_in_state(wanted, loaded, lambda *keys: values_of.keys().isdisjoint(keys))
-            plan.quantized = describe_values({key: values_of[key] for key in values_of if key not in replaced})
-        self._of_values = frozenset(values_of)
         self._shared = find_shared(missing, values)
         if self._shared:
             plan.leave_out(set(self._shared))
@@ -490,14 +479,13 @@ class _TargetState:
         missing = [name for name in missing if name not in conflicts]
         plan.leave_out(set(conflicts))
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        of_values = [checkpoint.quantized[key] for key in values_of]
-        expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
+        expected = wanted.keys() | checkpoint.aliases | plan.made_of()
         unexpected = [
             key for key in contents.stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = contents.nowhere([*contents.stored, *values_of])
+        nowhere = contents.nowhere([*contents.stored, *plan.values])
         fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, contents.stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
             shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -510,7 +498,7 @@ class _TargetState:
         return plan, fit
 
     def hand_over(self, plan: FillPlan) -> None:
-        loaded = {*plan.state, *self._of_values}
+        loaded = plan.state.keys()
         self._containers.fill(self._state, {**plan.state, **plan.objects})
         for name, value in chain(self._new.items(), plan.objects.items()):
             if name in loaded and name not in self._containers.keys and not self._per_rank.take(name, value):

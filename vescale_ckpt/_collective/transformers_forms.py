@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from .._checkpoint.stacking import Composite, restacked
 from .._state.key_selection import rename_function
-from .._state.stacking import Composite, restacked
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"])

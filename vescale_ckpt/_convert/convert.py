@@ -171,10 +171,10 @@ class _Conversion:
             self._buffers = Buffers()
             most_bytes = checked_bytes("max_shard_size", max_shard_size)
             source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
-            self._source = open_checkpoint(source_path)
-            self._closing.callback(self._source.close)
+            source = open_checkpoint(source_path)
+            self._closing.callback(source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
-            self.made = make(self._source)
+            self.made = make(source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
@@ -217,7 +217,7 @@ class _Conversion:
             logger.warning("%s: they are left out", text)
 
     def _objects(self) -> dict[str, Any]:
-        loaded = self._source.load_objects(self.made.objects.values())
+        loaded = self.made.view.source.load_objects(self.made.objects.values())
         return {name: loaded[key] for name, key in self.made.objects.items()}
 
     def write(self) -> int:
@@ -247,7 +247,7 @@ class _Conversion:
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
                 if rank == self._exchange.rank:
-                    write_file(file, directory, self._source, self._buffers)
+                    write_file(file, directory, self.made.view, self._buffers)
                     written.append(file.name)
 
         try:
@@ -269,7 +269,7 @@ class _Conversion:
         rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank, self._overwrite), "begin")
         try:
             written = self._together(
-                lambda: rank_files.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
+                lambda: rank_files.write(pieces, self._values, self.made.paths, self.made.view, self._buffers), "write"
             )
             gathered = exchange.gather(written, self._phase("gather"))
         except BaseException:

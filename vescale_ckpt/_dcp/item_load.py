@@ -218,7 +218,7 @@ class ItemLoad:
         wrapper = is_wrapper(tensor)
         tensor = tensor if wrapper else tensor.detach()  # a class may copy inner tensors, and lose its dtype
         _check_fits(key, tensor, item.lengths, dtype, self._load.options.allow_cast or wrapper)
-        self._load.check_cast(item.storage_index.fqn, dtype, tensor.dtype)
+        self._load.view.check_cast(item.storage_index.fqn, dtype, tensor.dtype)
         return tensor
 
     def _target(self, item: ReadItem, record: Record) -> Target:

@@ -20,6 +20,7 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.record_reader import ReadOptions
+from .._checkpoint.stacking import Stack, checked_rules
 from .._load.load_packed import load_packed
 from .._load.rank_load import RankLoad
 from .._load.source import Source
@@ -27,7 +28,6 @@ from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
-from .._state.stacking import Stack, checked_rules
 from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import CheckpointError
 from ..reports import LoadStats

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from .._checkpoint.checkpoint import incomplete_tensor
-from .._checkpoint.quantized_tensors import VALUE_DTYPES, Quantized
 from .._engine import _C
-from .._engine.wrapper_tensors import is_wrapper
-from .._state.chunks import tells_chunks, whole_shape
-from .._state.describe import Describer, Description
+from .._state.chunks import whole_shape
+from .._state.describe import Description
 from ..errors import Mismatch
 
 
@@ -37,35 +33,6 @@ def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mis
         if cast_hint and value.dtype != dtype:
             return Mismatch(key, f"dtype {value.dtype}", f"dtype {dtype} {cast_hint}")
     return None
-
-
-def quantized_targets(
-    state: Mapping[str, Any], known: Mapping[str, Quantized]
-) -> tuple[dict[str, torch.Tensor], dict[str, Mismatch]]:
-    """Returns the tensors of a state that take the values of quantised tensors, and those that cannot. A tensor of the
-    dtype of the stored numbers takes these, and so does one beside whose scales are loaded, too."""
-    found, unfit = {}, {}
-    for key, of in known.items():
-        value = state.get(key)
-        if not isinstance(value, torch.Tensor) or value.dtype == of.numbers_dtype or of.scales in state:
-            continue
-        shape = whole_shape(value)
-        if shape != of.shape:
-            unfit[key] = Mismatch(key, f"shape {tuple(shape)}", f"shape {of.shape}")
-        elif value.dtype not in VALUE_DTYPES or tells_chunks(value, loading=True) or is_wrapper(local_of(value)):
-            stored = f"values of {of.numbers} and {of.scales}, for a plain tensor of a floating-point dtype"
-            unfit[key] = Mismatch(key, f"a {type(value).__name__} of dtype {value.dtype}", stored)
-        else:
-            found[key] = value
-    return found, unfit
-
-
-def local_of(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def describe_values(state: dict[str, torch.Tensor]) -> Description | None:
-    return Describer(loading=True).describe(state) if state else None
 
 
 def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:

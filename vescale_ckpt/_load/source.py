@@ -14,10 +14,10 @@ from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.safetensors.headers import ExportedMeanwhileError
 from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
 from .._checkpoint.seen_files import SeenFiles
+from .._checkpoint.stacking import Stack
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
-from .._state.stacking import Stack
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -18,16 +18,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._engine import _C
 from ..._engine.dtype_codes import CODE_DTYPES
-from ..._engine.options import threads_of
 from ..._engine.rows import LOCATION_ROW, words
 from ..._engine.torch_private import StorageInfo
-from ..._state.stacking import Stack
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, fill_parts
-from ..quantized_tensors import Quantized, fill, find, of_values
 from ..record_reader import ReadOptions, RecordReader
+from ..stacking import Stack
+from ..view import View
 from .headers import HeaderTables
 from .model_names import INDEX_SUFFIX, SUFFIXES
 from .stack_rows import stack_rows
@@ -49,6 +48,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         super().__init__(path, headers.root, lambda: _metadata(headers), index)
         self.aliases = headers.aliases
         self.headers = headers
+        self.quantization_config = headers.quantization
 
     @classmethod
     def open(cls, path: str) -> SafetensorsCheckpoint:
@@ -59,7 +59,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         return opened
 
     def stacked(self, stack: Stack) -> SafetensorsCheckpoint:
-        other = SafetensorsCheckpoint(self.path, stack_rows(self.headers, stack, self.quantized))
+        other = SafetensorsCheckpoint(self.path, stack_rows(self.headers, stack, View(self).known))
         other.save_id, other._stored = self.save_id, self
         return other
 
@@ -90,33 +90,8 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
     def _reader(self) -> RecordReader:
         return RecordReader(self, ReadOptions(), self._seen)
 
-    @cached_property
-    def _quantization(self) -> tuple[Mapping[str, Quantized], str]:
-        config = self.headers.quantization
-        return find(config, self.tensors) if config else ({}, "no config.json beside it has a quantization_config")
-
-    @property
-    def quantized(self) -> Mapping[str, Quantized]:
-        return self._quantization[0]
-
-    @property
-    def not_dequantized(self) -> str:  # type: ignore[override]
-        return self._quantization[1]
-
-    def dequantized(self, dtype_of: Callable[[str], torch.dtype]) -> Mapping[str, TensorInfo]:
-        return of_values(self.tensors, self.quantized, dtype_of)
-
     def read(self, reads: Sequence[Read]) -> None:
-        stored, boxes = [], []
-        for read in reads:
-            of = self.quantized.get(read.key)
-            if of is None or read.target.dtype == of.numbers_dtype:
-                stored.append(read)
-            else:
-                boxes.append((of, read.offsets, read.target))
-        fill_parts(self._reader, self.parts(stored))
-        if boxes:
-            fill(boxes, lambda of: fill_parts(self._reader, self.parts(of)), threads_of())
+        fill_parts(self._reader, self.parts(reads))
 
 
 def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:

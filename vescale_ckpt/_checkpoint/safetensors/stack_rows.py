@@ -11,9 +11,9 @@ from ..._engine import _C
 from ..._engine.dtype_codes import CODE_DTYPES
 from ..._engine.rows import ITEM_BYTES, LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
 from ..._state.chunk_rows import ShardChunk, packed_row
-from ..._state.stacking import Composite, Stack
 from ...errors import CheckpointError, UntrustedCheckpointError
 from ..quantized_tensors import Quantized, stacked_with_scales
+from ..stacking import Composite, Stack
 from .headers import HeaderTables
 
 
