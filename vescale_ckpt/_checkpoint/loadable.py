@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._engine import _C
 from .._state.structure import Structure, structure_of
-from ..errors import CheckpointError, CorruptCheckpointError
+from .._storage.paths import check_relative
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
-from .load_index import LoadIndex, index_of
+from .load_index import LoadIndex, index_of, refused_transform
+from .non_contiguous_records import stored_class
 from .record_reader import RecordReader, Target
 from .seen_files import SeenFiles
 from .stacking import Stack
@@ -51,6 +54,32 @@ class LoadableCheckpoint(Checkpoint):
             raise CorruptCheckpointError(
                 f"the metadata of {self.path} does not say where anything is stored", key=None, file=self.path
             )
+
+    def check_size(self, key: str) -> None:
+        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
+        before memory is allocated for it."""
+        stored, places = self.metadata.state_dict_metadata[key], self.metadata.storage_data
+        if not isinstance(stored, TensorStorageMetadata):
+            return
+        infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
+        infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+        if any(getattr(info, "transform_descriptors", None) for info in infos):
+            raise refused_transform(key)
+        lengths = (getattr(info, "length", None) for info in infos)
+        room = sum(length for length in lengths if type(length) is int and length > 0)
+        elements = stored.size.numel()
+        needed = elements * stored.properties.dtype.itemsize
+        # Records of wrapper subclasses may take less than their values do: at least a bit each.
+        if needed > room and not (elements <= 8 * room and all(self._holds_wrapper(key, info) for info in infos)):
+            raise UntrustedCheckpointError(
+                f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
+            )
+
+    def _holds_wrapper(self, key: str, info: Any) -> bool:
+        if info is None:
+            return True
+        path = os.path.join(self.root, check_relative(info.relative_path, key))
+        return stored_class(path, info.offset, info.length) != ""
 
     @cached_property
     def load_index(self) -> LoadIndex:

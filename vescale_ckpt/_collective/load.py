@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
@@ -12,16 +11,13 @@ from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from .. import settings
-from .._checkpoint.load_index import refused_transform
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
-from .._checkpoint.stacking import Composite
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._load.fill_plan import FillPlan
@@ -41,14 +37,12 @@ from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.stored_entries import StoredEntries
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
-from .._storage.paths import check_relative
 from ..errors import (
     CheckpointError,
     IncompatibleStateError,
     LoadFailedError,
     Mismatch,
     MissingKeysError,
-    UntrustedCheckpointError,
 )
 from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
@@ -131,35 +125,8 @@ class _Contents:
         stored = self.checkpoint.metadata.state_dict_metadata[key]
         if isinstance(stored, BytesStorageMetadata):
             return None
-        self.check_size(key, stored)
+        self.checkpoint.check_size(key)
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-
-    def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
-        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
-        before memory is allocated for it."""
-        places = self.checkpoint.metadata.storage_data
-        infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
-        infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
-        if any(getattr(info, "transform_descriptors", None) for info in infos):
-            raise refused_transform(key)
-        lengths = (getattr(info, "length", None) for info in infos)
-        room = sum(length for length in lengths if type(length) is int and length > 0)
-        needed = stored.size.numel() * stored.properties.dtype.itemsize
-        if needed > room and not self._is_packed(key, stored, infos, room):
-            raise UntrustedCheckpointError(
-                f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
-            )
-
-    def _is_packed(self, key: str, stored: TensorStorageMetadata, infos: Sequence[Any], room: int) -> bool:
-        """Whether its records hold wrapper subclasses, which may take less than their values do: at least a bit
-        each."""
-        return stored.size.numel() <= 8 * room and all(
-            stored_class(
-                os.path.join(self.checkpoint.root, check_relative(info.relative_path, key)), info.offset, info.length
-            )
-            for info in infos
-            if info is not None
-        )
 
 
 class CollectiveLoad:
@@ -462,9 +429,8 @@ class _TargetState:
         containers.find(values.keys(), {name: flat[key] for name, key in by_name.items()})
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         for name, key in self._state_keys.items():
-            described = checkpoint.metadata.state_dict_metadata[name] if key in entries.added else None
-            if isinstance(described, TensorStorageMetadata):
-                contents.check_size(name, described)
+            if key in entries.added:
+                checkpoint.check_size(name)
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
         wanted.update({key: contents.new_value(key) for key in containers.keys})
@@ -488,13 +454,7 @@ class _TargetState:
         nowhere = contents.nowhere([*contents.stored, *plan.values])
         fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, contents.stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
-            shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
-            tensors = [
-                Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
-                for key, entry in checkpoint.metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            ]
-            fit.form = propose(checkpoint.root, shapes, tensors)
+            fit.form = propose(checkpoint, flat)
         return plan, fit
 
     def hand_over(self, plan: FillPlan) -> None:

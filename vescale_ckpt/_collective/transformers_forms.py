@@ -15,19 +15,23 @@ from typing import Any
 
 import torch
 
+from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.stacking import Composite, restacked
 from .._state.key_selection import rename_function
 
-Shapes = Mapping[str, tuple[int, ...]]
 _MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"])
 
 
-def propose(folder: str, wanted: Shapes, stored: Sequence[Composite]) -> str:
-    """Returns advice for a load whose state has keys that the folder lacks. Empty if transformers was not imported by
-    the caller, or its rules do not give all of `wanted` (shapes by the state's keys) of what is stored."""
+def propose(checkpoint: Checkpoint, flat: Mapping[str, Any]) -> str:
+    """Returns advice for a load whose state `flat` has keys that the folder lacks. Empty if transformers was not
+    imported by the caller, or its rules do not give all tensors of the state of what is stored."""
+    folder = checkpoint.root
     if "transformers" in sys.modules and os.path.isfile(os.path.join(folder, "config.json")):
         with suppress(Exception):  # advice for an error: whatever another library raises must not replace that error
-            stack, rename = _rules(folder, [tensor.name for tensor in stored])
+            wanted = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
+            infos = {**checkpoint.tensors, **{key: checkpoint.tensors[of] for key, of in checkpoint.aliases.items()}}
+            stored = [Composite(key, info.shape, info.dtype, (key,)) for key, info in infos.items()]
+            stack, rename = _rules(folder, list(infos))
             rename = {name: key for name, key in rename.items() if name in wanted}
             for mapping in (_by_prefix(rename), rename):
                 name_of = rename_function(mapping)

@@ -28,7 +28,7 @@ from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
-from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
+from .._load.fill_plan import check_all_there, mismatch, mismatches_on_index
 from .._plan.read_plan import Reads
 from .._state import objects
 from .._state.chunks import Chunks, chunks_to_read, copy_protocol, shard_at, tells_chunks

@@ -153,7 +153,10 @@ class StorageReader(DcpStorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
         self._checkpoint = None
-        self._checkpoint = found = self._source.open(rank, by_index=type(self) is StorageReader)
+        found = self._source.open(rank)
+        if type(self) is not StorageReader:  # a subclass may change the metadata that it gets
+            found = found.without_index()
+        self._checkpoint = found
         load_id = self.load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)

@@ -7,9 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from .._checkpoint.checkpoint import Read
+from .._checkpoint.checkpoint import Read, incomplete_tensor
 from .._checkpoint.loadable import LoadableCheckpoint, targets_of
 from .._checkpoint.view import View
 from .._engine import _C
@@ -18,12 +19,12 @@ from .._engine.gc import gc_paused
 from .._engine.wrapper_tensors import type_name
 from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
+from .._state.chunks import whole_shape
 from .._state.describe import Describer, Description
 from .._state.shared_targets import replaced_in_state
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, Mismatch
 from ..reports import LoadStats
-from .check_fit import check_all_there, mismatch, mismatches_on_index
 from .load_packed import load_packed
 from .rank_load import RankLoad, ranks_of_node
 
@@ -193,3 +194,44 @@ class FillPlan:
 
     def _put_object(self, key: str, value: Any) -> None:
         self.objects[key] = self._parts.get(key, value)
+
+
+# --- What fits, also for DCP's planner
+
+
+def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
+    """How a value of a state differs from what is stored under its key; None if they fit.
+
+    `cast_hint`: text for a mismatch of dtypes; empty if dtypes may differ.
+    """
+    stored_tensor = isinstance(stored, TensorStorageMetadata)
+    if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
+        return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
+    if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+        try:
+            shape, dtype = whole_shape(value), stored.properties.dtype
+        except Exception:  # of a nested tensor, say
+            return Mismatch(key, f"a {type(value).__name__} without a shape", f"shape {tuple(stored.size)}")
+        if shape != stored.size:
+            return Mismatch(key, f"shape {tuple(shape)}", f"shape {tuple(stored.size)}")
+        if cast_hint and value.dtype != dtype:
+            return Mismatch(key, f"dtype {value.dtype}", f"dtype {dtype} {cast_hint}")
+    return None
+
+
+def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
+    """The mismatches of a plan that was made on an index."""
+    return [
+        Mismatch(description.names[item], wanted, f"{stored} {cast_hint}" if stored.startswith("dtype") else stored)
+        for item, wanted, stored in plan.mismatched
+    ]
+
+
+def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
+    if plan.uncovered:
+        raise incomplete_tensor(description.names[plan.uncovered[0]])
+
+
+def _has_chunks(value: Any) -> bool:
+    """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
+    return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
