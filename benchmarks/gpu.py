@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import gpu_copies, gpu_saves
 from benchmarks.background import Saves
-from benchmarks.candidates import REGISTRY
+from benchmarks.candidates import FILES, REGISTRY
 from benchmarks.figures import record
 from benchmarks.gpu_rounds import GiB, measured, peak, timed
 from benchmarks.harness import page_cache
@@ -57,6 +57,11 @@ def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
         turns = {name: partial(both.turn, name, REGISTRY[name].make(False)) for name in ("vescale", "dcp-4")}
         title = f"saves and cold loads on {device}"
         measured(title, turns, rounds, lambda row: {f"{row.step}_{row.candidate}_cold_gb_s": row.rate})
+        files = SavesAndLoads(gpu_saves.shapes_of(size), Disk(folder, lambda path: 0.0), ("save",), device)
+        turns = {name: partial(files.turn, name, REGISTRY[name].make(False)) for name in FILES}
+        title = f"saves to files that others read, from {device}"
+        measured(title, turns, rounds, lambda row: {f"files_{row.candidate}_of_ceiling": row.of_ceiling}, "safetensors")
+        del files, turns
         with alone():  # stock wants a process group
             ways = Saves(folder, both.state).turns(["ours", "ours, gate", "our stager", STOCK])
             title = f"saves beside training on {device}"
