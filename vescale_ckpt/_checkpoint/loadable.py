@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
 from .._state.stacking import Stack
@@ -22,6 +21,9 @@ from .load_index import LoadIndex, index_of
 from .quantized_tensors import Quantized
 from .record_reader import RecordReader
 from .seen_files import SeenFiles
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class LoadableCheckpoint(Checkpoint):

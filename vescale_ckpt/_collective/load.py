@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain, filterfalse
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from .. import settings
 from .._checkpoint.load_index import refused_transform
@@ -23,6 +22,7 @@ from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._engine import _C
 from .._engine.gc import gc_paused
+from .._engine.torch_types import is_tensor_metadata
 from .._load.check_fit import describe_values, quantized_targets
 from .._load.fill_plan import FillPlan
 from .._load.source import Source
@@ -56,6 +56,9 @@ from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
 from .node_files import NodeFiles
 from .transformers_forms import propose
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _Result = TypeVar("_Result")
 _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; other steps plan
@@ -131,7 +134,7 @@ class _Contents:
     def new_value(self, key: str) -> torch.Tensor | None:
         """Returns memory for a stored tensor; None for an object."""
         stored = self.checkpoint.metadata.state_dict_metadata[key]
-        if isinstance(stored, BytesStorageMetadata):
+        if not is_tensor_metadata(stored):
             return None
         self.check_size(key, stored)
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
@@ -139,6 +142,8 @@ class _Contents:
     def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
         """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
         before memory is allocated for it."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
         places = self.checkpoint.metadata.storage_data
         infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
         infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
@@ -466,7 +471,7 @@ class _TargetState:
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         for name, key in self._state_keys.items():
             described = checkpoint.metadata.state_dict_metadata[name] if key in entries.added else None
-            if isinstance(described, TensorStorageMetadata):
+            if is_tensor_metadata(described):
                 contents.check_size(name, described)
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
@@ -504,7 +509,7 @@ class _TargetState:
             tensors = [
                 Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
                 for key, entry in checkpoint.metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
+                if is_tensor_metadata(entry)
             ]
             fit.form = propose(checkpoint.root, shapes, tensors)
         return plan, fit

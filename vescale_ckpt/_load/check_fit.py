@@ -6,28 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.quantized_tensors import VALUE_DTYPES, Quantized
 from .._engine import _C
+from .._engine.torch_types import is_dtensor, is_sharded_tensor, is_tensor_metadata
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.chunks import tells_chunks, whole_shape
 from .._state.describe import Describer, Description
 from ..errors import Mismatch
 
 
-def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
-    """How a value of a state differs from what is stored under its key; None if they fit.
+def mismatch(key: str, value: Any, stored: object, cast_hint: str) -> Mismatch | None:
+    """How a value of a state differs from what is stored under its key, an entry of DCP's metadata; None if they fit.
 
     `cast_hint`: text for a mismatch of dtypes; empty if dtypes may differ.
     """
-    stored_tensor = isinstance(stored, TensorStorageMetadata)
+    stored_tensor = is_tensor_metadata(stored)
     if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
         return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
-    if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+    if is_tensor_metadata(stored) and isinstance(value, torch.Tensor):
         try:
             shape, dtype = whole_shape(value), stored.properties.dtype
         except Exception:  # of a nested tensor, say
@@ -61,7 +59,7 @@ def quantized_targets(
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_dtensor(value) else value
 
 
 def describe_values(state: dict[str, torch.Tensor]) -> Description | None:
@@ -83,4 +81,4 @@ def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
 
 def _has_chunks(value: Any) -> bool:
     """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
-    return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
+    return hasattr(value, "__create_chunk_list__") or is_sharded_tensor(value)

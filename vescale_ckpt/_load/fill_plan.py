@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.quantized_names import scales_of
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.gc import gc_paused
+from .._engine.torch_types import is_tensor_metadata
 from .._engine.wrapper_tensors import type_name
 from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
@@ -102,7 +102,7 @@ class FillPlan:
         """Names the kinds of both sides, and the scales of numbers that no load converts without them."""
         entries = self.checkpoint.metadata.state_dict_metadata
         stored = entries[entry.key]
-        if isinstance(stored, TensorStorageMetadata):
+        if is_tensor_metadata(stored):
             dtype = stored.properties.dtype
             if entry.expected == "an object":
                 kind = type(self.state[entry.key]).__name__

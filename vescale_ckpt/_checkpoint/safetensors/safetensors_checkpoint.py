@@ -6,21 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..._engine import _C
 from ..._engine.dtype_codes import CODE_DTYPES
 from ..._engine.options import threads_of
 from ..._engine.rows import LOCATION_ROW, words
-from ..._engine.torch_private import StorageInfo
 from ..._state.stacking import Stack
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError
@@ -31,6 +24,9 @@ from ..record_reader import ReadOptions, RecordReader
 from .headers import HeaderTables
 from .model_names import INDEX_SUFFIX, SUFFIXES
 from .stack_rows import stack_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class SafetensorsCheckpoint(LoadableCheckpoint):
@@ -129,6 +125,16 @@ def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], 
 
 def _metadata(headers: HeaderTables) -> Metadata:
     """Returns the contents as DCP's metadata, for DCP's planners."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from ..._engine.torch_private import StorageInfo
+
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     for name, code, shape, chunk in _chunks(headers):
