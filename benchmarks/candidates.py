@@ -107,15 +107,16 @@ def library_safetensors() -> Candidate:
 
 def fastsafetensors() -> Candidate:
     """The saver of fastsafetensors, which writes 16 files from 8 threads, and its reader without direct storage."""
-    package = import_module("fastsafetensors")
-    saver = package.ParallelSaver()
+    saver = import_module("fastsafetensors").ParallelSaver()
+    return Candidate(
+        lambda state, folder: saver.save(state, str(folder / "state")),
+        lambda into, folder: _copy(load_fastsafetensors(*sorted(map(str, page_cache.files_under(folder)))), into),
+    )
 
-    def load(into: State, directory: Path) -> None:
-        paths = sorted(map(str, page_cache.files_under(directory)))
-        with package.fastsafe_open(filenames=paths, nogds=True, device="cpu") as file:
-            _copy({name: file.get_tensor(name) for name in into}, into)
 
-    return Candidate(lambda state, directory: saver.save(state, str(directory / "state")), load)
+def load_fastsafetensors(*paths: str) -> State:
+    with import_module("fastsafetensors").fastsafe_open(filenames=[*paths], nogds=True, device="cpu") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def our_safetensors() -> Candidate:

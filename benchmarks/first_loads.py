@@ -25,6 +25,7 @@ import safetensors.torch as library
 import torch
 
 from benchmarks import command
+from benchmarks.candidates import load_fastsafetensors
 from benchmarks.command import Alternate
 from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import STOCK, Sample, Steps
@@ -35,11 +36,6 @@ from vescale_ckpt import safetensors
 Tensors = dict[str, torch.Tensor]
 _BOUND = 300.0  # seconds for one process
 _TENSOR_BYTES = {"large": 16 << 20, "small": 64 << 10}
-
-
-def _fastsafetensors(path: str) -> Tensors:
-    with import_module("fastsafetensors").fastsafe_open(filenames=[path], nogds=True, device="cpu") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def _runai(path: str) -> Tensors:
@@ -54,7 +50,7 @@ WAYS: dict[str, tuple[str, Callable[[str], Tensors]]] = {
     "vescale": ("vescale_ckpt", safetensors.load_file),
     "not verified": ("vescale_ckpt", partial(safetensors.load_file, verify=False)),
     STOCK: ("safetensors", library.load_file),
-    "fastsafetensors": ("fastsafetensors", _fastsafetensors),
+    "fastsafetensors": ("fastsafetensors", load_fastsafetensors),
     "runai": ("runai_model_streamer", _runai),
 }
 
