@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
+from benchmarks.first_loads import load_fastsafetensors
 from benchmarks.harness import page_cache, saves_and_loads
 from benchmarks.harness.by_turns import CEILING
 from benchmarks.harness.random_states import State
@@ -112,11 +113,6 @@ def fastsafetensors() -> Candidate:
         lambda state, folder: saver.save(state, str(folder / "state")),
         lambda into, folder: _copy(load_fastsafetensors(*sorted(map(str, page_cache.files_under(folder)))), into),
     )
-
-
-def load_fastsafetensors(*paths: str) -> State:
-    with import_module("fastsafetensors").fastsafe_open(filenames=[*paths], nogds=True, device="cpu") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def our_safetensors() -> Candidate:

@@ -24,7 +24,7 @@ from benchmarks.candidates import FILES, REGISTRY
 from benchmarks.figures import record
 from benchmarks.gpu_rounds import GiB, KiB, MiB, measured, peak, timed
 from benchmarks.harness import page_cache
-from benchmarks.harness.by_turns import STOCK, Row, Turn
+from benchmarks.harness.by_turns import STOCK, Row
 from benchmarks.harness.room import working_folder
 from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 from benchmarks.ranks import alone
@@ -90,9 +90,7 @@ def copies(device: str, rounds: int, scale: float) -> None:
     for kind, make in kinds_of_copies(device, scale).items():
         tensors = make()
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        turns: dict[str, Turn] = {
-            name: lambda copy=copy: {"copy": timed(copy)} for name, copy in ways_to_copy(tensors).items()
-        }
+        turns = {name: lambda copy=copy: {"copy": timed(copy)} for name, copy in ways_to_copy(tensors).items()}
 
         def ratios(row: Row) -> dict[str, float]:
             name = {"vescale": "copy", STAGER: "stock_copy"}.get(row.candidate, "plain_copy")

@@ -20,13 +20,9 @@ from benchmarks.harness import random_states
 from benchmarks.harness.page_cache import files_under
 from benchmarks.harness.random_states import Shapes, State
 from benchmarks.harness.raw_file import RawFile
-from benchmarks.harness.room import BenchmarkError
+from benchmarks.harness.room import WrongContentsError
 from benchmarks.harness.usage import Usage, measure, opened, settle
 from vescale_ckpt import api
-
-
-class WrongContentsError(BenchmarkError):
-    """A candidate loaded something else than was saved."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ import vescale_ckpt
 from benchmarks.candidates import plug_points
 from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
-from benchmarks.harness.saves_and_loads import WrongContentsError, ours, stock, stock_save_planner
+from benchmarks.harness.room import WrongContentsError
+from benchmarks.harness.saves_and_loads import ours, stock, stock_save_planner
 from benchmarks.ranks import Rank, Ranks, Timed, alone, ranks_on, timed, together
 from vescale_ckpt import api
 from vescale_ckpt._engine import _C
