@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._engine import _C
+from .._engine.torch_types import is_tensor_metadata
 from .._state.structure import Structure, structure_of
 from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -24,6 +24,9 @@ from .non_contiguous_records import stored_class
 from .record_reader import RecordReader, Target
 from .seen_files import SeenFiles
 from .stacking import Stack
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class LoadableCheckpoint(Checkpoint):
@@ -58,8 +61,10 @@ class LoadableCheckpoint(Checkpoint):
     def check_size(self, key: str) -> None:
         """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
         before memory is allocated for it."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
         stored, places = self.metadata.state_dict_metadata[key], self.metadata.storage_data
-        if not isinstance(stored, TensorStorageMetadata):
+        if not is_tensor_metadata(stored):
             return
         infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
         infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]

@@ -11,7 +11,6 @@ from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
@@ -20,6 +19,7 @@ from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._engine import _C
 from .._engine.gc import gc_paused
+from .._engine.torch_types import is_tensor_metadata
 from .._load.fill_plan import FillPlan
 from .._load.source import Source
 from .._observe.timeline import Timeline, phase
@@ -123,7 +123,7 @@ class _Contents:
     def new_value(self, key: str) -> torch.Tensor | None:
         """Returns memory for a stored tensor; None for an object."""
         stored = self.checkpoint.metadata.state_dict_metadata[key]
-        if isinstance(stored, BytesStorageMetadata):
+        if not is_tensor_metadata(stored):
             return None
         self.checkpoint.check_size(key)
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")

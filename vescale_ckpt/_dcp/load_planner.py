@@ -246,7 +246,7 @@ def _on_the_host() -> AbstractContextManager[Any]:
 
 def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
     """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
-    return holds_any(flat, ShardedTensor) or any(
+    return holds_any(flat, (ShardedTensor,)) or any(
         value.is_meta for value in flat.values() if isinstance(value, torch.Tensor)
     )
 

@@ -7,8 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from .._checkpoint.checkpoint import Read, incomplete_tensor
 from .._checkpoint.loadable import LoadableCheckpoint, targets_of
@@ -16,6 +14,7 @@ from .._checkpoint.view import View
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.gc import gc_paused
+from .._engine.torch_types import is_sharded_tensor, is_tensor_metadata
 from .._engine.wrapper_tensors import type_name
 from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
@@ -113,7 +112,7 @@ class FillPlan:
     def _explained(self, entry: Mismatch) -> Mismatch:
         """Names the kinds of both sides, and what a stored tensor means nothing without."""
         stored = self.checkpoint.metadata.state_dict_metadata[entry.key]
-        if isinstance(stored, TensorStorageMetadata):
+        if is_tensor_metadata(stored):
             dtype = stored.properties.dtype
             if entry.expected == "an object":
                 kind = type(self.state[entry.key]).__name__
@@ -199,15 +198,15 @@ class FillPlan:
 # --- What fits, also for DCP's planner
 
 
-def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
+def mismatch(key: str, value: Any, stored: object, cast_hint: str) -> Mismatch | None:
     """How a value of a state differs from what is stored under its key; None if they fit.
 
     `cast_hint`: text for a mismatch of dtypes; empty if dtypes may differ.
     """
-    stored_tensor = isinstance(stored, TensorStorageMetadata)
+    stored_tensor = is_tensor_metadata(stored)
     if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
         return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
-    if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+    if is_tensor_metadata(stored) and isinstance(value, torch.Tensor):
         try:
             shape, dtype = whole_shape(value), stored.properties.dtype
         except Exception:  # of a nested tensor, say
@@ -234,4 +233,4 @@ def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
 
 def _has_chunks(value: Any) -> bool:
     """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
-    return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
+    return hasattr(value, "__create_chunk_list__") or is_sharded_tensor(value)

@@ -9,7 +9,6 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
@@ -20,6 +19,7 @@ from .._engine import _C, device_streams
 from .._engine.options import used_paths
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
+from .._engine.torch_types import dtensor_type
 from .._ranks.groups import resolve_group
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
@@ -90,8 +90,9 @@ class RankLoad(RecordReader):
         phase = f"loading {self.where}: wait until a save has copied the state"
         wait_until_copied(phase, settings.timeout(self.options.timeout))
         self._filled += tensors
-        if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
-            self._filled += [value for value in state.values() if isinstance(value, DTensor)]
+        dtensor = dtensor_type()
+        if isinstance(state, dict) and holds_any(state, dtensor):  # a DTensor has a version counter of its own
+            self._filled += [value for value in state.values() if isinstance(value, dtensor)]
         increment_version(self._filled)
 
 

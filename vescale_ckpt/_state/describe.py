@@ -10,10 +10,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.gc import gc_paused
@@ -22,6 +21,9 @@ from .._engine.wrapper_tensors import is_wrapper
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
 from .tensor_table import ON_HOST, tensor_table
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.rows import SHARD, TENSOR
 from .._engine.tensor_checks import dense, is_plain_tensor
 from .._engine.torch_private import DTensorLayout
+from .._engine.torch_types import dtensor_type, is_sharded_tensor
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 from .chunks import (
@@ -27,6 +26,10 @@ from .chunks import (
     with_own_chunks,
 )
 from .tensor_table import PLAIN_TYPES, TensorReads, read_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Groups:
     def _group(self, kind: type, loading: bool) -> list[int]:
         if kind in PLAIN_TYPES:
             return self.plain
-        if issubclass(kind, DTensor):
+        if issubclass(kind, dtensor_type()):
             return self.dtensors
         if issubclass(kind, torch.Tensor):
             return self.chunked
@@ -129,9 +132,10 @@ def look(
     ]
     tensors = [*plain, *local]
     wrappers = {number: dtensor for number, dtensor in enumerate(dtensors, len(plain))}
+    dtensor = dtensor_type()
     for position, chunks in zip(groups.chunked, chunked, strict=True):
         if chunks is not None:
-            if isinstance(values[position], DTensor):
+            if isinstance(values[position], dtensor):
                 wrappers.update(
                     dict.fromkeys(range(len(tensors), len(tensors) + len(chunks.tensors)), values[position])
                 )
@@ -183,7 +187,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
 def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor, loading: bool) -> Chunks | None:
     """Returns the chunks of a ShardedTensor, or the one of a tensor of another class: its memory, which no plan may cut
     if it is not that of a plain tensor. A load calls `copy_` of the class; None if the class shows no shape there."""
-    if isinstance(value, ShardedTensor):
+    if is_sharded_tensor(value):
         shards, metadata = value.local_shards(), value.metadata()
         requires_grad = bool(metadata.tensor_properties.requires_grad)
         places = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]

@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
 
+from .._engine.torch_types import Stateful
 from ..errors import IncompatibleStateError
 
 _STATE = "state"  # key in the stored dict; a tensor under it is a part of the object, not stored separately

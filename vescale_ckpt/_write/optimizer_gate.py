@@ -13,11 +13,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor
+from .._engine.torch_types import dtensor_type
 from .._plan.local_plan import LocalPlan
 from .._state.tensor_table import PLAIN_TYPES
 from .._state.watch import Watch, storages_of
@@ -112,10 +112,10 @@ class GatedCopy:
         """The optimizers' tensors, each with its storage and address. A DTensor and its local tensor are two
         entries."""
         tensors = list(chain.from_iterable(map(_tensors, self._optimizers)))
-        local = tensors
-        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+        local, dtensor = tensors, dtensor_type()
+        if any(issubclass(kind, dtensor) for kind in set(map(type, tensors))):
             local = [
-                torch_private.local_tensors([tensor])[0] if isinstance(tensor, DTensor) else tensor
+                torch_private.local_tensors([tensor])[0] if isinstance(tensor, dtensor) else tensor
                 for tensor in tensors
             ]
         return [

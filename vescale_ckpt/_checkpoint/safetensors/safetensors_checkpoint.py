@@ -8,20 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..._engine import _C
 from ..._engine.dtype_codes import CODE_DTYPES
 from ..._engine.rows import ITEM_BYTES, LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
-from ..._engine.torch_private import StorageInfo
 from ..._state.chunk_rows import ShardChunk, packed_row
 from ..._storage.open_storage import is_file, stat_of, storage_at
 from ...errors import CheckpointError, UntrustedCheckpointError
@@ -33,6 +26,9 @@ from ..stacking import Composite, Stack
 from ..view import View
 from .headers import HeaderTables
 from .model_names import INDEX_SUFFIX, SUFFIXES
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class SafetensorsCheckpoint(LoadableCheckpoint):
@@ -107,6 +103,16 @@ def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], 
 
 def _metadata(headers: HeaderTables) -> Metadata:
     """Returns the contents as DCP's metadata, for DCP's planners."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from ..._engine.torch_private import StorageInfo
+
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     for name, code, shape, chunk in _chunks(headers):
