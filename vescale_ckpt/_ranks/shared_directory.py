@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .._engine import _C
 from .._storage.open_storage import stat_of, storage_at
-from .._storage.storage import MARKER_PREFIX, Storage
+from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
@@ -64,12 +64,13 @@ class MarkerFile:
             self.number = number
 
     def look(self, number: int, rank: int) -> None:
-        """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory."""
+        """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory, and
+        another `CheckpointError` if a store does not answer."""
         if number == NO_NUMBER or number == self.number:
             return
         directory = storage_at(self.directory)
         deadline = time.monotonic() + _VISIBLE_SECONDS
-        while not _sees(directory, _name(number)):
+        while not directory.has(_name(number)):
             if time.monotonic() >= deadline:
                 raise separate_directories(self.directory, [rank])
             time.sleep(0.05)
@@ -84,12 +85,6 @@ class MarkerFile:
         if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
                 storage_at(self.directory).remove(_name(self.number))
-
-
-def _sees(directory: Storage, name: str) -> bool:
-    with contextlib.suppress(CheckpointError):  # a store that does not answer
-        return directory.has(name)
-    return False
 
 
 def _name(number: int) -> str:
