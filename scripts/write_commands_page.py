@@ -36,7 +36,7 @@ def page() -> str:
             lines += [command.description, ""]
         lines += ["```sh", *command.examples, "```", ""]
         lines += ["| | |", "|---|---|"]
-        for name, how in command.arguments:
+        for name, how in command.all_arguments:
             name = f"{name} {how.get('metavar', '')}".rstrip() if name.startswith("-") else how["metavar"]
             text = how["help"].replace("|", "\\|").replace("*", "\\*")
             lines.append(f"| `{name}` | {text} |")

@@ -101,7 +101,7 @@ def save(
     def layout(options: SaveOptions) -> Layout:
         if safetensors is None:
             return NativeLayout(options, extra_files)
-        return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
+        return (SafetensorsLayout if storage_at(directory).renames else StoreLayout)(options, safetensors)
 
     return start_save(
         path, directory, state, layout, _planners.of(process_group),

@@ -23,7 +23,6 @@ from .._ranks.shared_directory import (
 from .._ranks.steps import Steps
 from .._state.describe import Description
 from .._state.per_rank import set_rank
-from .._storage.paths import is_url
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
 
@@ -99,8 +98,7 @@ class CollectivePlan:
             if local:
                 raise
             raise separate_directories(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
-        if is_url(marker.directory):
-            self._exchange.kept[marker.bucket] = True
+        marker.note_shared()
 
     def _vote(self) -> tuple[bool, int]:
         """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas, and the

@@ -321,8 +321,7 @@ class CollectiveLoad:
             self._node_files.bring(self._exchange, self._phase("bring files"), plan.checkpoint, reads.files)
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            cached = not storage_at(source.path).by_requests
-            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), cached)
+            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), source.path)
 
         began, alone = _C.bytes_read(), broadcast is None
 

@@ -27,7 +27,7 @@ from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
-from ..errors import CheckpointError, SaveCancelledError, StorageFullError
+from ..errors import CheckpointError, SaveCancelledError
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 
@@ -78,7 +78,7 @@ class Save:
         `error`: why this rank cannot take part. `gated`: do not wait for devices."""
         with phase("plan"):
             # From `doing` and the marker it detects ranks that are at different saves or in different directories.
-            marker = MarkerFile(self.path)
+            marker = MarkerFile(self.path, self.exchange.kept)
             plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
             self.steps.take(self._prepare, state, plan, marker)
@@ -98,13 +98,12 @@ class Save:
         check_alone_on_purpose()
         exchange, layout = self.exchange, self._make_layout()
         self._layout = layout
-        # One rank gives them to the plan; where each node has a folder of its own, the plan takes one rank of each.
-        values = layout.values(saved_form(state), adds_files=exchange.is_coordinator or self._by_node)
+        values = layout.values(saved_form(state), exchange.is_coordinator)
         layout.begin(exchange.is_coordinator)
         storage_at(self.path).expect_writers(exchange.size)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
-                marker.make(exchange.kept)
+                marker.make()
         if left_out := layout.left_out(plan.describe(values)):
             plan.leave_out(left_out)
 
@@ -215,12 +214,7 @@ class Save:
         contents: list[tuple[bytes, ...]] | None = None
         if messages is not None and self._of_all is not None:
             contents = self.steps.take(self._layout.contents, self._of_all, messages)
-        mine = () if contents is None else contents[0]
-        if self._by_node:
-            if self.exchange.is_coordinator and contents is None:
-                contents = [()] * self.exchange.size
-            mine = self.exchange.scatter_contents(contents, self.steps.phase("metadata"))
-        if mine:
+        if mine := self._layout.hand_out(self.steps, contents):
             self.steps.take(self._commit, mine)
 
     def _commit(self, content: Sequence[bytes]) -> None:
@@ -229,12 +223,7 @@ class Save:
         if self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
             self._check_not_given_up()
         self.exchange.may_commit()
-        try:
-            self._layout.commit(*content)
-        except StorageFullError as error:
-            if self._by_node:
-                raise error.in_doubt() from error
-            raise
+        self._layout.commit(*content)
         self._committed = True
 
     def _raise_or_sum_up(self) -> None:

@@ -20,9 +20,8 @@ from .. import settings
 from .._checkpoint.check_records import Progress
 from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
 from .._checkpoint.damage import raise_damage
-from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C

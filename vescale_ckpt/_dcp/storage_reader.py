@@ -28,7 +28,7 @@ from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
@@ -202,8 +202,7 @@ class StorageReader(DcpStorageReader):
         broadcast = None
         if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
-            cached = not storage_at(self.path).by_requests
-            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, f"{phase}: read for each other", cached)
+            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, f"{phase}: read for each other", self.path)
         allow_cast = bool(getattr(planner, "allow_cast", False))
         self._source.options = replace(self._source.options, allow_cast=allow_cast)
         measured = Timeline("load", self.path, phase, *place_in(self.process_group))

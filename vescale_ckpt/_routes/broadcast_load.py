@@ -11,6 +11,7 @@ from .._plan.read_plan import Reads
 from .._ranks import nccl
 from .._ranks.exchange import Exchange
 from .._ranks.node import node_of_this_process
+from .._storage.open_storage import storage_at
 from ..errors import LoadFailedError
 from .rounds import RoutedRead
 from .routes import Needs, routes_of_all
@@ -18,14 +19,13 @@ from .routes import Needs, routes_of_all
 
 @dataclass(frozen=True)
 class BroadcastLoad:
-    """The wish of one load that ranks read for each other. `broadcast`: True always; "auto" by the rule of `pays`.
-    `through_cache`: whether ranks of a node read each byte once anyway, because the node keeps it; no object store's
-    bytes are kept."""
+    """Options of a load whose ranks may read for each other. `broadcast`: True always; "auto" by the rule of `pays`.
+    `path`: of the checkpoint."""
 
     exchange: Exchange
     broadcast: Literal["auto", True]
     phase: str
-    through_cache: bool = True
+    path: str
 
     def begin(
         self, needs_of: Callable[[], tuple[Reads | None, str, int]], verify: bool
@@ -55,10 +55,11 @@ class BroadcastLoad:
             self.exchange.fail_together(error, self.phase, LoadFailedError)
         assert needs is not None
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
-        one_node = least_node == ~not_most_node and self.through_cache
+        # Ranks of a node share its page cache, which keeps no object store's bytes.
+        one_cache = least_node == ~not_most_node and not storage_at(self.path).by_requests
 
         def pays_here(alone_bytes: float, once_bytes: float) -> bool:
-            return self.broadcast is True or pays(one_node, devices is not None, alone_bytes, once_bytes)
+            return self.broadcast is True or pays(one_cache, devices is not None, alone_bytes, once_bytes)
 
         if not pays_here(math.inf, 1):
             self.exchange.end_device_group(self.phase)
@@ -79,15 +80,15 @@ def reads_own_only(most_alone: float, stored: float, pays_here: Callable[[float,
     return most_alone >= 0.95 * stored and not pays_here(most_alone, stored)
 
 
-def pays(one_node: bool, on_devices: bool, alone_bytes: float, once_bytes: float) -> bool:
+def pays(one_cache: bool, on_devices: bool, alone_bytes: float, once_bytes: float) -> bool:
     """Decides `broadcast_checkpoint="auto"`, equally on all ranks: whether ranks read for each other.
 
-    `alone_bytes`: what all ranks read in sum if each reads what it needs; `once_bytes`: the same with each byte counted
-    once. Measured in docs/tuning.md.
+    `one_cache`: whether all ranks read through one page cache. `alone_bytes`: what all ranks read in sum if each reads
+    what it needs; `once_bytes`: the same with each byte counted once. Measured in docs/tuning.md.
     """
-    # Ranks of a node share its page cache: the storage reads each byte once. A message between ranks costs more than a
-    # copy from the cache, unless the targets lie on devices: there it replaces a copy from the host.
-    if one_node and not on_devices:
+    # With one page cache the storage reads each byte once. A message between ranks costs more than a copy from the
+    # cache, unless the targets lie on devices: there it replaces a copy from the host.
+    if one_cache and not on_devices:
         return False
     # Below this ratio the messages cost more than the reads they replace.
     return alone_bytes >= 1.3 * once_bytes

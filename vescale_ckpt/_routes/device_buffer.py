@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,15 +10,17 @@ import torch
 from .._ranks.connections import Connections
 from .._ranks.nccl import DeviceGroup
 from ..errors import CheckpointError
+from .pipeline import Buffers
 from .routes import Round
 
 _PAGE = 4096
 
 
-class DeviceBuffer:
-    """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device."""
+class DeviceBuffer(Buffers):
+    """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device.
 
-    sends_by_exchange = False
+    All ranks exchange messages over their devices, and NCCL's group ends with the connections.
+    """
 
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:
         self._group = group
@@ -30,13 +32,6 @@ class DeviceBuffer:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._host[index % len(self._host)]
-
-    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """Does nothing: all ranks exchange messages over their devices."""
-        return None
-
-    def close(self) -> None:
-        """Does nothing: no other process opens a device's memory."""
 
     def release(self) -> None:
         """Returns the memory to torch's allocators, which keep it for the next load."""
@@ -76,12 +71,6 @@ class DeviceBuffer:
             yield
         if not self._device.finish(self._group.seconds):
             raise CheckpointError(f"the device has not placed what it got within {self._group.seconds:g} s")
-
-    def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Does nothing: no rank reads another rank's buffer."""
-
-    def leave(self) -> None:
-        """Does nothing: NCCL's group ends with the connections."""
 
 
 def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tensor:

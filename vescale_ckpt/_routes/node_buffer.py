@@ -61,7 +61,7 @@ def open_on_all(
     return None, error
 
 
-class NodeBuffer:
+class NodeBuffer(Buffers):
     """This rank's buffers, one for each of `sizes` (bytes), and those of its neighbours: ranks of the same node.
 
     Each buffer starts at a page.
@@ -144,8 +144,6 @@ class NodeBuffer:
         self._own.placed.set(0)
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
-        until those that `round_` sends to have, too, and until the messages of this rank have come."""
         self._own.placed.set(index + 1)
         for peer in round_.same_node_peers(round_.sends):
             owner = self._of_peers[peer]
@@ -153,7 +151,6 @@ class NodeBuffer:
         peers.wait()
 
     def leave(self) -> None:
-        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
         self._own.filled.set(_LEFT)
         self._own.placed.set(_LEFT)
 
@@ -161,7 +158,6 @@ class NodeBuffer:
         self.close()
 
     def close(self) -> None:
-        """Closes the file: from now on no other process can open it. Mappings stay."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -173,8 +169,6 @@ class NodeBuffer:
         threading.Thread(target=held.clear, name="vescale_ckpt memory", daemon=True).start()
 
     def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """Maps the buffers of the neighbours `near`, which do the same within the same collective. Returns an error
-        instead of raising it."""
         hello = _HELLO.pack(os.getpid(), self._file, len(self._sizes), self._token)
         sent = tensor_over(bytearray(hello + struct.pack(f"<{len(self._sizes)}q", *self._sizes)))
         received = {peer: bytearray(len(sent)) for peer in near}

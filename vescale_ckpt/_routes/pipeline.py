@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from .._observe.timeline import phase
 from .._ranks.connections import Connections
@@ -21,18 +20,28 @@ ROUNDS_BETWEEN_CHECKS = 16
 Swap = Callable[[Connections, int, Round], CheckpointError | None]
 
 
-class Buffers(Protocol):
-    """The memory of the rounds."""
+class Buffers:
+    """The memory of the rounds. Where no other process sees it, there is nothing to open, close or tell."""
 
-    sends_by_exchange: bool  #: whether messages are sent by the exchange, not by the devices
+    sends_by_exchange = False  #: whether messages are sent by the exchange, not by the devices
+
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
+        """Maps the buffers of the neighbours `near`, which do the same within the same collective. Returns an error
+        instead of raising it."""
+        return None
+
+    def close(self) -> None:
+        """From now on no other process can open the memory. Mappings stay."""
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
-        and until the messages of this rank have come."""
+        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
+        until those that `round_` sends to have, too, and until the messages of this rank have come."""
 
-    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None: ...
-    def close(self) -> None: ...
-    def release(self) -> None: ...
+    def leave(self) -> None:
+        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
+
+    def release(self) -> None:
+        """Gives the memory back."""
 
 
 class Pipeline:

@@ -23,7 +23,7 @@ from ..errors import LoadFailedError
 from .device_buffer import DeviceBuffer
 from .node_buffer import NodeBuffer, open_on_all
 from .pipeline import Pipeline
-from .routes import BUFFERS, Round, Routes
+from .routes import Round, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +55,11 @@ class RoutedRead:
         Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
         on all ranks: each rank reads all that it needs itself. Raises its own error, or `FailedElsewhereError`.
         """
-        rounds = self.routes.rounds
-        if self._own_only or not rounds:
+        if self._own_only or not self.routes.rounds:
             self._exchange.end_device_group(self._phase)
             return not self._own_only
         self._reader, self._reads = reader, reads
-        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
-        memory = self._take_buffer(sizes)
+        memory = self._take_buffer()
         if memory is None:
             self._exchange.end_device_group(self._phase)
             return False
@@ -91,17 +89,14 @@ class RoutedRead:
         data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
         return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
-    def _take_buffer(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
+    def _take_buffer(self) -> NodeBuffer | DeviceBuffer | None:
         """Allocates the rounds' memory. None on all ranks unless each has its own and has mapped its neighbours'."""
-        devices = self._devices
+        devices, sizes = self._devices, self.routes.buffer_bytes
 
         def make() -> NodeBuffer | DeviceBuffer:
             return NodeBuffer(sizes) if devices is None else DeviceBuffer(sizes, devices)
 
-        near: set[int] = set()
-        for round_ in self.routes.rounds:
-            near.update(round_.same_node_peers(round_.sends), round_.same_node_peers(round_.receives))
-        memory, error = open_on_all(self._exchange, self._phase, make, near)
+        memory, error = open_on_all(self._exchange, self._phase, make, self.routes.neighbours)
         if error is not None:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
         return memory

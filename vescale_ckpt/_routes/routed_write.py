@@ -12,7 +12,7 @@ from .._observe.timeline import phase
 from .._ranks.exchange import Exchange
 from .node_buffer import NodeBuffer, open_on_all
 from .pipeline import Pipeline
-from .routes import BUFFERS, Routes
+from .routes import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,7 @@ class RoutedWrite:
         """Takes memory for the rounds, or that of an earlier export: all ranks have mapped its pages. `ready`: whether
         this rank can take part. None on all ranks unless all have it and have mapped their neighbours'; and the error
         of this rank, if it has one."""
-        rounds = routes.rounds
-        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
-        near = {peer for round_ in rounds for table in (round_.sends, round_.receives)
-                for peer in round_.same_node_peers(table)}  # fmt: skip
+        sizes, near = routes.buffer_bytes, routes.neighbours
         memory, error = exchange.kept.pop(_KEPT, None), None
         if not (isinstance(memory, NodeBuffer) and memory.is_as(sizes, near)):
             memory = None

@@ -79,6 +79,18 @@ class Routes:
         tables = [table for round_ in self.rounds for table in (round_.sends, round_.receives)]
         return frozenset(peer for table in tables for peer in table[::3])
 
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """Those of them that map this one's buffers."""
+        tables = [(round_, table) for round_ in self.rounds for table in (round_.sends, round_.receives)]
+        return frozenset(peer for round_, table in tables for peer in round_.same_node_peers(table))
+
+    @property
+    def buffer_bytes(self) -> list[int]:
+        """The bytes of each of this rank's `BUFFERS`."""
+        rounds = self.rounds
+        return [max((one.memory_bytes for one in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
+
 
 @dataclass(frozen=True)
 class Needs:

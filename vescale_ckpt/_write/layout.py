@@ -72,8 +72,8 @@ class Layout(ABC):
     # --- With the other ranks of `vescale_ckpt.save`
 
     @abstractmethod
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
-        """What is saved of a state. `adds_files`: whether this rank is one that adds the layout's own files to it."""
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        """What is saved of a state, with the layout's own files on at least one rank."""
 
     def left_out(self, description: Description) -> Collection[str]:
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
@@ -96,6 +96,11 @@ class Layout(ABC):
     @abstractmethod
     def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """For each rank what it commits; empty: nothing. `messages`: of all ranks."""
+
+    def hand_out(self, steps: Steps, contents: Sequence[tuple[bytes, ...]] | None) -> tuple[bytes, ...]:
+        """With all ranks. Returns what this rank commits of the `contents` that the coordinator has; None if a rank has
+        an error."""
+        return () if contents is None else contents[0]  # the coordinator alone commits
 
     # --- This rank's files
 

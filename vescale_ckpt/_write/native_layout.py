@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._checkpoint.native import commit_metadata, extra_copies
+from .._checkpoint.native.commit_metadata import Replaced
 from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import METADATA_NAME, data_name
 from .._checkpoint.native.metadata_check import TRAILER_BYTES
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
@@ -71,12 +71,12 @@ class NativeLayout(Layout):
                 if not self.options.overwrite:
                     storage_at(path).check_exclusive_commits()
                 self._replaced = Replaced.read(path)
-                self._remove_orphans()
+                commit_metadata.remove_orphans(path, frozenset())
 
     # --- With the other ranks
 
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
-        return with_files(state, self._extra_files if adds_files else {})
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        return with_files(state, self._extra_files if is_coordinator else {})
 
     def message(self) -> bytes:
         return self.located().pack()
@@ -237,21 +237,15 @@ class NativeLayout(Layout):
         except BaseException as error:
             extra.put_back(length, metadata[-TRAILER_BYTES:])
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
-            self._remove_orphans()
+            commit_metadata.remove_orphans(path, frozenset())
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
                 self._remove(name for of_rank in self._of_all for name in of_rank)
                 raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
         extra.publish()
-        if (superseded := self._replaced.files) or storage_at(path).has_locks:
-            with storage_at(path).look(lists=True, fresh=True):
-                commit_metadata.remove_orphans(path, superseded)
+        with storage_at(path).look(lists=True, fresh=True):
+            commit_metadata.remove_orphans(path, self._replaced.files)
         self._replaced = Replaced()
-
-    def _remove_orphans(self) -> None:
-        # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
-        if storage_at(self.options.path).has_locks:
-            commit_metadata.remove_orphans(self.options.path)
 
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._checkpoint.native.file_names import NODE_MARKER
 from .._checkpoint.native.save_facts import stamped
@@ -24,6 +25,7 @@ from .._ranks.message import pack, unpack
 from .._ranks.node import node_of_this_process
 from .._ranks.steps import Steps
 from .._storage.open_storage import storage_at
+from ..errors import StorageFullError
 from .layout import SaveOptions
 from .native_layout import NativeLayout
 
@@ -38,6 +40,9 @@ class NodeLayout(NativeLayout):
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options, extra_files)
         self._planned = b""  # what this rank writes; equal on ranks that write the same
+
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        return super().values(state, True)  # the plan takes one rank of each node
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
         _, *what_it_holds = _C.inventory_parts(plan.description.inventory)  # the head has the node's number
@@ -75,10 +80,21 @@ class NodeLayout(NativeLayout):
             contents[nodes.index(node)] = (metadata, index, json.dumps(of_node).encode())
         return contents
 
+    def hand_out(self, steps: Steps, contents: Sequence[tuple[bytes, ...]] | None) -> tuple[bytes, ...]:
+        exchange = steps.exchange
+        if exchange.is_coordinator and contents is None:
+            contents = [()] * exchange.size
+        return exchange.scatter_contents(contents, steps.phase("metadata"))
+
     def commit(self, *content: bytes) -> None:
         """Gives the node's files their names, and commits its copy of the metadata. `content`: of the metadata, of the
         index, and {name of a file: its name on the lowest node that has it}."""
-        metadata, index, new_names = content
+        try:
+            self._commit(*content)
+        except StorageFullError as error:  # other nodes may have committed
+            raise error.in_doubt() from error
+
+    def _commit(self, metadata: bytes, index: bytes, new_names: bytes) -> None:
         storage = storage_at(self.options.path)
         with named_system_errors(self.options.path):
             for own, other in json.loads(new_names).items():

@@ -120,7 +120,7 @@ class SafetensorsLayout(Layout):
 
     # --- With the other ranks
 
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
         """Moves the keys of the value under the name "" to the top level, as files of a model have them."""
         inner = state.get("")
         if not isinstance(inner, Mapping):

@@ -34,13 +34,16 @@ class Command:
     name: str
     about: str  #: one line
     run: str  #: "module:function" below `vescale_ckpt.cli`; the function takes the options and returns the exit status
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument, ...]  #: without --json
     description: str  #: paragraphs
     examples: tuple[str, ...]  #: command lines
     json: str  #: the fields of the document that --json prints, for docs/commands.md
 
+    @property
+    def all_arguments(self) -> tuple[Argument, ...]:
+        return *self.arguments, flag("--json", "print one JSON document")
 
-_JSON = flag("--json", "print one JSON document")
+
 _ALL = flag("--all", "print long lists whole")
 _QUIET = flag("-q, --quiet", "print errors only: the exit status tells the rest")
 _KEYS = value(
@@ -68,7 +71,6 @@ COMMANDS = (
             value("--depth", "levels of the tree that are shown; 0: every key", type=int, default=2, metavar="N"),
             _ALL,
             flag("--ranks", "show what each rank has written"),
-            _JSON,
         ),
         "Reads DCP (ours and stock), safetensors and files of torch.save. Runs no code of the checkpoint. Shows "
         "values of objects that are numbers, texts or short lists (of a DCP checkpoint, the first 200 objects). Says "
@@ -89,7 +91,7 @@ COMMANDS = (
         "verify",
         "check every byte of a checkpoint against its checksums",
         "verify_compare:verify",
-        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _ALL, _QUIET, _JSON),
+        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _ALL, _QUIET),
         "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read; 3 if all is "
         "readable, and has no checksums.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
@@ -111,7 +113,6 @@ COMMANDS = (
             _RENAME,
             _ALL,
             _QUIET,
-            _JSON,
         ),
         "Compares keys, shapes, dtypes and objects, and of tensors the checksums that are stored, which reads no "
         "data. Exit status 1 if anything differs, be it -0.0 and 0.0; 3 if nothing does, but some values were not "
@@ -133,11 +134,8 @@ COMMANDS = (
     Command(
         "list",
         "list the checkpoints of a manager: when they were saved, how large, their metrics, whether they are complete",
-        "verify_compare:list_steps",
-        (
-            value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),
-            _JSON,
-        ),
+        "manager_commands:list_steps",
+        (value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),),
         "Checks names and lengths, and reads no tensor. Exit status 1 if one is damaged, 2 if there is none.",
         ("vescale-ckpt list checkpoints", "vescale-ckpt list /nvme/run s3://bucket/run"),
         json=(
@@ -150,13 +148,12 @@ COMMANDS = (
     Command(
         "latest",
         "print the path of the newest sound checkpoint of a manager",
-        "verify_compare:latest",
+        "manager_commands:latest",
         (
             _DIRECTORY,
             flag("--full", "verify every byte, not only lengths"),
             _BEST,
             _BEST_MODE,
-            _JSON,
         ),
         "With --best: of the sound one with the best metric. Exit status 1 if all are damaged, 2 if there is none.",
         ("vescale-ckpt latest checkpoints", "vescale-ckpt latest checkpoints --best loss --best-mode min"),
@@ -165,7 +162,7 @@ COMMANDS = (
     Command(
         "prune",
         "remove old checkpoints of a manager by a rule",
-        "prune_repair:prune",
+        "manager_commands:prune",
         (
             _DIRECTORY,
             value("--keep", "how many stay: those saved last, or with --best the best ones", type=int, metavar="N"),
@@ -174,7 +171,6 @@ COMMANDS = (
             _BEST_MODE,
             flag("--dry-run", "remove nothing, print what would be removed"),
             _QUIET,
-            _JSON,
         ),
         "A checkpoint in use stays, and at least one sound one stays.",
         ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
@@ -183,14 +179,13 @@ COMMANDS = (
     Command(
         "repair",
         "remove what saves, exports and copies that died have left, write copies of extra files that are missing",
-        "prune_repair:repair",
+        "manager_commands:repair",
         (
             value(
                 "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports", metavar="DIR"
             ),
             flag("--dry-run", "remove nothing, print what would be removed"),
             _QUIET,
-            _JSON,
         ),
         "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
         "Damaged data cannot be repaired: see verify.",
@@ -206,7 +201,6 @@ COMMANDS = (
             value("dst", "what it will be called there", metavar="DST"),
             flag("--overwrite", "replace the checkpoint that is there"),
             _QUIET,
-            _JSON,
         ),
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
         "command goes on with the files that are missing. In an object store `--overwrite` replaces files that lie "
@@ -255,7 +249,6 @@ COMMANDS = (
             ),
             _OVERWRITE,
             _QUIET,
-            _JSON,
         ),
         "From DCP, safetensors or a file of torch.save, verified on the way, and "
         "between DCP and safetensors in bounded memory. Under torchrun the ranks share the work.",
@@ -284,7 +277,6 @@ COMMANDS = (
             value("--config", "the folder of a model, whose config.json and tokenizer are copied", metavar="FOLDER"),
             _OVERWRITE,
             _QUIET,
-            _JSON,
         ),
         "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert. "
         "With --config, files of FOLDER that end in .json, .txt, .model, .jinja or .py are copied beside the weights, "

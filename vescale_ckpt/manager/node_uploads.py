@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, path_of
 from .._convert.transfer import CopyReport, Transfer

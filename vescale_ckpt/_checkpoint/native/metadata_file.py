@@ -138,7 +138,7 @@ def _matching(directory: str, rank: int | None, metadata: bytes | None) -> tuple
             length = found.size
         return (data, index) if index.matches(end, length) else None
     except (OSError, _C.EngineError) as error:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and storage.can_be_away:
+        if storage.is_away(error):
             raise of_system(error, directory) from error
         return None
 

@@ -1,19 +1,85 @@
-"""Runs the commands that remove checkpoints and orphans: `prune` and `repair`."""
+"""Runs the commands on a manager's directory: `list`, `latest`, `prune` and `repair`."""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from .._checkpoint.native.step_order import path_of
+from .._observe.amounts import size
 from .._storage.open_storage import checkpoint_path, is_folder
 from ..manager.retention import Retention
 from . import output
-from .output import FINE
+from .output import FINE, FOUND, UNUSABLE, clean, figure
+
+if TYPE_CHECKING:
+    from ..manager.listing import ListedStep
 
 _OPTIONS = {"max_to_keep": "--keep", "keep_period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
 _OPTION = re.compile(r"^\w+|\bbest(?==)")  # the arguments that an error of `Retention` names
+
+
+def _root(directory: str) -> str:
+    """Raises FileNotFoundError if there is no such directory, in an object store, too."""
+    root = checkpoint_path(directory)
+    if not is_folder(root):
+        raise FileNotFoundError(f"{root} is no directory")
+    return root
+
+
+def list_steps(options: Namespace) -> int:
+    from ..manager.listing import listed_steps
+
+    roots = [_root(directory) for directory in options.directories]
+    found = sorted((one for root in roots for one in listed_steps(root)), key=lambda one: one.step)
+    if options.json:
+        output.print_json("list/1", {"steps": [*map(asdict, found)]})
+    elif not found:
+        print(f"{', '.join(roots)}: no checkpoints")
+    else:
+        _print_steps(found, len(roots) > 1)
+    return UNUSABLE if not found else FOUND if any(one.state == "damaged" for one in found) else FINE
+
+
+def _print_steps(found: list[ListedStep], has_roots: bool) -> None:
+    metrics = list(dict.fromkeys(name for one in found for name in one.metrics))
+    rows = [
+        [
+            str(one.step),
+            one.saved or "",
+            "" if one.saved_by is None else f"{one.saved_by.ranks:,}",
+            size(one.bytes),
+            *(figure(one.metrics.get(name)) for name in metrics),
+            one.state + (", saved last" if one.last else ""),
+            *([one.directory] if has_roots else []),
+        ]
+        for one in found
+    ]
+    columns = ["step", "saved", "ranks", "size", *metrics, "state", *(["in"] if has_roots else [])]
+    output.print_table(columns, rows, right=["step", "ranks", "size", *metrics])
+    for one in found:
+        if one.reason:
+            print(f"step {one.step}: {clean(one.reason)}")
+
+
+def latest(options: Namespace) -> int:
+    root, retention = _root(options.directory), _retention(options)
+    from ..manager.listing import newest_or_best  # it imports torch
+
+    passed_over: dict[int, str] = {}
+    found = newest_or_best(root, retention, quick=not options.full, on_damage=passed_over.__setitem__)
+    step, path = (None, None) if found is None else found
+    if options.json:
+        output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
+    elif path is not None:
+        print(path)
+    else:
+        for damaged, reason in passed_over.items():
+            print(f"step {damaged} is passed over: {clean(reason)}")
+        print(f"{root} holds no checkpoint that is complete and sound")
+    return FINE if path is not None else FOUND if passed_over else UNUSABLE
 
 
 def prune(options: Namespace) -> int:
@@ -21,7 +87,7 @@ def prune(options: Namespace) -> int:
     root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
-    retention = retention_of(options)
+    retention = _retention(options)
     from ..manager.clean_up import prune as prune_steps  # it imports torch
 
     found = prune_steps(root, retention, dry_run=options.dry_run)
@@ -38,7 +104,7 @@ def prune(options: Namespace) -> int:
     return FINE
 
 
-def retention_of(options: Namespace) -> Retention:
+def _retention(options: Namespace) -> Retention:
     """The rule that the options state, as far as the command has them. Raises ValueError in the options' names."""
     try:
         keep, period = getattr(options, "keep", None), getattr(options, "keep_period", None)
@@ -52,10 +118,7 @@ def repair(options: Namespace) -> int:
     Writes copies of extra files that are missing."""
     from ..manager.repair import repair as repair_directory  # it imports torch
 
-    root = checkpoint_path(options.directory)
-    if not is_folder(root):
-        raise FileNotFoundError(f"{root} is no directory")
-    dry_run = options.dry_run
+    root, dry_run = _root(options.directory), options.dry_run
     found = repair_directory(root, dry_run=dry_run)
     if options.json:
         output.print_json("repair/1", {**asdict(found), "dry_run": dry_run})
