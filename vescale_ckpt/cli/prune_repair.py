@@ -12,7 +12,7 @@ from ..manager.retention import Retention
 from . import output
 from .output import FINE
 
-_OPTIONS = {"max_to_keep": "--keep", "keep_period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
+_OPTIONS = {"newest": "--keep", "period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
 _OPTION = re.compile(r"^\w+|\bbest(?==)")  # the arguments that an error of `Retention` names
 
 
