@@ -91,12 +91,14 @@ def find_nodes(exchange: Exchange, durable: DurablePlace) -> NodeTier | None:
 class NodeFolders(Folders):
     """The folders of all nodes, each with what its ranks hold of a step."""
 
+    durable: DurablePlace
+    uploads: NodeUploads | None  #: of the lowest rank of each node
+
     def __init__(self, ranks: Ranks, retention: Retention, durable: DurablePlace, tier: Tier, nodes: NodeTier) -> None:
         super().__init__(ranks, retention, durable)
         exchange = ranks.exchange()
         self._nodes = nodes
         self._rank = exchange.rank
-        self._durable = durable
         self._tier = tier
         self._copies = min(tier.copies, len(set(nodes.leaders)) - 1)
         if self._copies < tier.copies and exchange.is_coordinator:
@@ -109,10 +111,9 @@ class NodeFolders(Folders):
         self._saving: tuple[RunningSave, Branch, float | None, Removal] | None = None
         self._left: set[int] = set()  # what is to go from this node's folder, if nothing uses it
         self._saved_last: int | None = None
-        self._node_uploads: NodeUploads | None = None  # of the lowest rank of each node
         self.writes_notes = nodes.leads(self._rank)
         if self.writes_notes:
-            self.uploads = self._node_uploads = NodeUploads(
+            self.uploads = NodeUploads(
                 self.root, durable.url, retention, tier, nodes.leaders, self._rank, settings.timeout(ranks.timeout),
                 self._clean_up,
             )  # fmt: skip
@@ -168,7 +169,7 @@ class NodeFolders(Folders):
             raise failure
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise CheckpointError(
-            f"{self.root} of all nodes and {self._durable.url} hold {which} that is whole", path=self.root
+            f"{self.root} of all nodes and {self.durable.url} hold {which} that is whole", path=self.root
         )
 
     def _go_on_from(self, step: WholeStep) -> None:
@@ -178,8 +179,8 @@ class NodeFolders(Folders):
         self._left.clear()
         if step.files is None:
             return
-        if self._node_uploads is not None and self._tier.becomes_durable(step.number):
-            self._node_uploads.begin_step(step.number, step.files.first_with(self._rank))
+        if self.uploads is not None and self._tier.becomes_durable(step.number):
+            self.uploads.begin_step(step.number, step.files.first_with(self._rank))
         if self.copies is not None:
             self.copies.begin_step(step.number)
 
@@ -192,7 +193,7 @@ class NodeFolders(Folders):
     def reserve(self, running: RunningSave, votes: Sequence[int]) -> None:
         uploads_are_idle, copies_are_idle = map(bool, votes)
         uploads_are_due = uploads_are_idle and self._tier.becomes_durable(running.step)
-        for worker, is_due in ((self._node_uploads, uploads_are_due), (self.copies, copies_are_idle)):
+        for worker, is_due in ((self.uploads, uploads_are_due), (self.copies, copies_are_idle)):
             if worker is not None and is_due:  # all nodes take the same step
                 worker.reserve()
                 running.on_end.append(worker.begin_step)
@@ -218,8 +219,8 @@ class NodeFolders(Folders):
 
     def close(self, seconds: float) -> None:
         """Takes care that the last step is durable and has its copies."""
-        if self._node_uploads is not None and self._saved_last is not None:
-            self._node_uploads.begin_step(self._saved_last)  # it may be on the nodes alone
+        if self.uploads is not None and self._saved_last is not None:
+            self.uploads.begin_step(self._saved_last)  # it may be on the nodes alone
         if self.copies is not None and not self.copies.end_with(self._saved_last, seconds):
             logger.warning("the last step in %s has fewer copies on other nodes than wanted", self.root)
 
@@ -259,7 +260,7 @@ class NodeFolders(Folders):
             self.copies.forget(running.step)
         if self.writes_notes:
             self._nodes.write_run()  # each time: the folder may be another one
-        self._durable.write_run(shares_local=False)
+        self.durable.write_run(shares_local=False)
         running.prepare(metrics, branch)
 
     def _clean_up(self, *args: Any) -> None:
