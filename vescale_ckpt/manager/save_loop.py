@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from .._checkpoint.native.step_order import path_of
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._observe.listeners import Finished, tell
-from .._ranks.exchange import Exchange
+from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import place_in
 from .._ranks.rendezvous import GRACE
 from .._write.optimizer_gate import Gate
@@ -77,7 +78,7 @@ class SaveLoop:
             if not decision.due:
                 step_metrics.check(metrics or {})
                 return None
-            numbers, votes = step_metrics.agree(
+            numbers, votes = _agree(
                 step, metrics, self._best, self._ranks.exchange(), self._folders.votes(), decision.by_signal
             )
             begin = partial(self._begin, step, state, numbers, votes, **options)
@@ -234,3 +235,50 @@ class SaveLoop:
         has_time = left > 0 and (not durable or left >= 1000 * max(self._durations, default=0))
         agreed = exchange.agree((durable or others, has_time or others), doing)
         return bool(agreed[0]), bool(agreed[1]), left
+
+
+def _agree(
+    step: int, metrics: Mapping[str, Any] | None, best: str | None, exchange: Exchange, votes: list[int], is_last: bool
+) -> tuple[dict[str, float] | None, list[int]]:
+    """Returns the metrics that all ranks give for a save, and the minima of `votes` over all ranks. Raises on all ranks
+    if the metrics of one rank are wrong, or lack `best`; for the last save (`is_last`), that is only logged."""
+    numbers, error = None, None
+    try:  # not before a save is due: a device may have to finish its work first
+        numbers = None if metrics is None else step_metrics.as_numbers(metrics)
+    except Exception as wrong:
+        error = wrong
+    if error is None and best is not None and best not in (numbers or {}):
+        given = ", ".join(map(repr, numbers or {})) or "none"
+        error = ValueError(f"step {step}: metrics={{{best!r}: ...}} is missing, which best= asks for: {given} given")
+    text = json.dumps(numbers, sort_keys=True).encode()
+    number = digest(text)
+    ours = (step, ~step, number, ~number, exchange.size if error is None else exchange.rank)
+    least, not_most, low, not_high, missing_on, *votes = exchange.agree((*ours, *votes), "beginning to save")
+    if least != ~not_most:
+        raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
+    if error is None and missing_on < exchange.size:
+        error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
+    elif error is None and low != ~not_high:
+        error = CheckpointError(_differing(step, text, exchange))
+    if error is None:
+        return numbers, votes
+    if not is_last:
+        raise error
+    if exchange.is_coordinator:
+        logger.error("this last save is made without metrics: %s", error)
+    return None, votes
+
+
+def _differing(step: int, text: bytes, exchange: Exchange) -> str:
+    """A text that says how the ranks' metrics differ, equal on all ranks."""
+    phase = "comparing metrics"
+    of_all = exchange.gather(text, phase) or []
+
+    def difference() -> str:
+        other = next((rank for rank, theirs in enumerate(of_all) if theirs != of_all[0]), 0)
+        return (
+            f"the metrics of step {step} differ over ranks: rank 0 gives {of_all[0].decode()[:500]}, rank {other} "
+            f"gives {of_all[other].decode()[:500]}. Give all ranks the same: the mean over ranks, say"
+        )
+
+    return exchange.from_coordinator(difference, phase)

@@ -1,4 +1,4 @@
-"""Compares the metrics of a save over ranks, and stores them beside the checkpoint, as a small JSON file.
+"""Stores the metrics of a checkpoint for the manager, as a small JSON file in its directory.
 
 The file is written before the save commits, so that a committed checkpoint has its metrics. It holds the fingerprint of
 the `.metadata` that the save replaces, and is ignored while that `.metadata` is there. So a dead save leaves the
@@ -8,7 +8,6 @@ checkpoint before it without metrics, not with wrong ones.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -19,9 +18,8 @@ from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import read_record, write_record
 from .._engine import _C
 from .._engine.engine_errors import of_system
-from .._ranks.exchange import Exchange, digest
 from .._storage.open_storage import is_inconclusive, storage_at
-from ..errors import CheckpointError, CorruptCheckpointError
+from ..errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -91,50 +89,3 @@ def read(directory: str) -> dict[str, float]:
         if isinstance(error, OSError) and storage_at(directory).can_be_away and is_inconclusive(error.errno, directory):
             raise of_system(error, directory) from error
         return {}
-
-
-def agree(
-    step: int, metrics: Mapping[str, Any] | None, best: str | None, exchange: Exchange, votes: list[int], is_last: bool
-) -> tuple[dict[str, float] | None, list[int]]:
-    """Returns the metrics that all ranks give for a save, and the minima of `votes` over all ranks. Raises on all ranks
-    if the metrics of one rank are wrong, or lack `best`; for the last save (`is_last`), that is only logged."""
-    numbers, error = None, None
-    try:  # not before a save is due: a device may have to finish its work first
-        numbers = None if metrics is None else as_numbers(metrics)
-    except Exception as wrong:
-        error = wrong
-    if error is None and best is not None and best not in (numbers or {}):
-        given = ", ".join(map(repr, numbers or {})) or "none"
-        error = ValueError(f"step {step}: metrics={{{best!r}: ...}} is missing, which best= asks for: {given} given")
-    text = json.dumps(numbers, sort_keys=True).encode()
-    number = digest(text)
-    ours = (step, ~step, number, ~number, exchange.size if error is None else exchange.rank)
-    least, not_most, low, not_high, missing_on, *votes = exchange.agree((*ours, *votes), "beginning to save")
-    if least != ~not_most:
-        raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
-    if error is None and missing_on < exchange.size:
-        error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
-    elif error is None and low != ~not_high:
-        error = CheckpointError(_differing(step, text, exchange))
-    if error is None:
-        return numbers, votes
-    if not is_last:
-        raise error
-    if exchange.is_coordinator:
-        logger.error("this last save is made without metrics: %s", error)
-    return None, votes
-
-
-def _differing(step: int, text: bytes, exchange: Exchange) -> str:
-    """A text that says how the ranks' metrics differ, equal on all ranks."""
-    phase = "comparing metrics"
-    of_all = exchange.gather(text, phase) or []
-
-    def difference() -> str:
-        other = next((rank for rank, theirs in enumerate(of_all) if theirs != of_all[0]), 0)
-        return (
-            f"the metrics of step {step} differ over ranks: rank 0 gives {of_all[0].decode()[:500]}, rank {other} "
-            f"gives {of_all[other].decode()[:500]}. Give all ranks the same: the mean over ranks, say"
-        )
-
-    return exchange.from_coordinator(difference, phase)
