@@ -30,13 +30,16 @@ class Even(Tier):
 
 
 def test_policies_of_a_users_own(tmp_path: Path) -> None:
+    state = {"w": torch.ones(8)}
     with CheckpointManager(
-        tmp_path / "durable", retention=First(), schedule=PowersOfTwo(), tier=Even(tmp_path / "fast"),
-        async_checkpoint=False,
-    ) as manager:  # fmt: skip
-        for step in range(1, 10):
-            assert (manager.save(step, {"w": torch.full((8,), float(step))}) is not None) == (step in (1, 2, 4, 8))
-    assert manager.tiers() == {1: "local", 2: "durable", 8: "durable"}
+        tmp_path / "run", retention=First(), schedule=PowersOfTwo(), async_checkpoint=False
+    ) as manager:
+        saved = [step for step in range(1, 10) if manager.save(step, state) is not None]
+        assert (saved, manager.steps()) == ([1, 2, 4, 8], [1, 8])
+    with CheckpointManager(tmp_path / "durable", tier=Even(tmp_path / "fast"), async_checkpoint=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state)
+    assert manager.tiers() == {1: "local", 2: "durable", 3: "local"}
 
 
 @pytest.mark.parametrize("kept", [set(), {2}])
