@@ -350,7 +350,7 @@ def test_the_best_step_stays_whatever_the_manager_is_told(manager_options: dict[
         manager_options = {**manager_options, "tier": tier}
     trainer = _one_commit(_Evaluates, str(tmp_path / "run"), tmp_path, 5, manager_options=manager_options, **_BEST)
     trainer.train()
-    saved = vescale_ckpt.load(tmp_path / ("local" if "local" in manager_options else "run") / "step-2")
+    saved = vescale_ckpt.load(tmp_path / ("local" if "tier" in manager_options else "run") / "step-2")
     assert torch.equal(trainer.model.weight, saved["model"]["weight"])
     assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-2"
 
