@@ -18,7 +18,7 @@ from harness.ranks import on_ranks, run_ranks
 from harness.saves import error_of
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, Schedule
 
 TIMEOUT = 0.4  # seconds after which ranks give up where they call different things
 FOREVER = 20.0
@@ -38,7 +38,7 @@ class _Job:
     def __init__(self, directory: Path) -> None:
         self.timeout = FOREVER
         self._directory = directory
-        options = {"save_interval_seconds": 0.0, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+        options = {"schedule": Schedule(seconds=0), "best": "loss", "best_mode": "min", "async_checkpoint": False}
         self._manager = CheckpointManager(directory / "run", **options)  # type: ignore[arg-type]
         self._step = 0
         self.save()
@@ -75,7 +75,7 @@ class _Job:
 
     @property
     def manager(self) -> CheckpointManager:
-        self._manager.timeout = self.timeout
+        self._manager._ranks.timeout = self.timeout
         return self._manager
 
     def manager_save(self) -> None:

@@ -341,15 +341,16 @@ def _stock_noting(path: Path, steps: int, **options: Any) -> Any:
     [
         {"max_to_keep": 1},
         {"best": "eval_loss", "best_mode": "max", "max_to_keep": 1},
-        {"local": "local", "durable_interval_steps": 100, "max_to_keep": 1},
+        {"tier": "local", "max_to_keep": 1},
     ],
 )
 def test_the_best_step_stays_whatever_the_manager_is_told(manager_options: dict[str, Any], tmp_path: Path) -> None:
-    if "local" in manager_options:
-        manager_options = {**manager_options, "local": str(tmp_path / "local")}
+    if "tier" in manager_options:
+        tier = vescale_ckpt.Tier(tmp_path / "local", durable_interval_steps=100)
+        manager_options = {**manager_options, "tier": tier}
     trainer = _one_commit(_Evaluates, str(tmp_path / "run"), tmp_path, 5, manager_options=manager_options, **_BEST)
     trainer.train()
-    saved = vescale_ckpt.load(tmp_path / ("local" if "local" in manager_options else "run") / "step-2")
+    saved = vescale_ckpt.load(tmp_path / ("local" if "tier" in manager_options else "run") / "step-2")
     assert torch.equal(trainer.model.weight, saved["model"]["weight"])
     assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-2"
 
@@ -456,7 +457,11 @@ def test_a_signal_ends_the_training_with_a_durable_step(tmp_path: Path) -> None:
             return super().training_step(*args, **options)
 
     trainer = _one_commit(
-        Signalled, str(tmp_path / "run"), tmp_path, 6, manager_options={"save_on_signal": signal.SIGUSR1}
+        Signalled,
+        str(tmp_path / "run"),
+        tmp_path,
+        6,
+        manager_options={"schedule": vescale_ckpt.Schedule(signal=signal.SIGUSR1)},
     )
     trainer.train()
     with vescale_ckpt.CheckpointManager(tmp_path / "run") as manager:

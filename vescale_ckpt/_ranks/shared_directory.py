@@ -39,7 +39,7 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
     text = (
         f"{path} is not one directory: {who} would write to another than rank 0, which coordinates. Save to a "
         "directory that all nodes share (an absolute path, mounted alike on all nodes and in all containers); or, for "
-        "disks of each node, with vescale_ckpt.CheckpointManager(directory, local=…)"
+        "disks of each node, with vescale_ckpt.CheckpointManager(directory, tier=vescale_ckpt.Tier(local=…))"
     )
     return SeparateDirectoriesError(text, path=path, ranks=[*ranks])
 

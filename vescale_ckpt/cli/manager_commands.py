@@ -17,7 +17,7 @@ from .output import FINE, FOUND, UNUSABLE, clean, figure
 if TYPE_CHECKING:
     from ..manager.listing import ListedStep
 
-_OPTIONS = {"max_to_keep": "--keep", "keep_period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
+_OPTIONS = {"newest": "--keep", "period": "--keep-period", "best": "--best", "best_mode": "--best-mode"}
 _OPTION = re.compile(r"^\w+|\bbest(?==)")  # the arguments that an error of `Retention` names
 
 
