@@ -40,7 +40,7 @@ from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
 from .item_load import ItemTargets, target_elements
 from .overrides import is_method_of
-from .packed_reads import PackedReads
+from .packed_lists import PackedReads
 
 _Found = TypeVar("_Found")
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"

@@ -22,7 +22,7 @@ from .._state.chunks import has_fields
 from ..errors import CheckpointError
 from ..settings import checked_flag
 from .overrides import is_method_of
-from .packed_plans import PackedItems, PackedSavePlan, SavePlans, request_of
+from .packed_lists import PackedItems, PackedSavePlan, SavePlans, request_of
 
 NO_COLLECTIVES = (
     "use_collectives=False: with the planner or the writer of this package all ranks save together. Leave it out: "
