@@ -27,7 +27,7 @@ from .._write.safetensors_layout import Safetensors, SaveFormat, chosen_format
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .packed_plans import PackedResults
+from .packed_lists import PackedResults
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager

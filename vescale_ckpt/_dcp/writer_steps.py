@@ -26,7 +26,7 @@ from .._write.rank_save import RankSave
 from .._write.safetensors_layout import Safetensors, SafetensorsLayout, refuse_wrappers
 from ..errors import CheckpointError
 from ..reports import SaveStats
-from .packed_plans import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
+from .packed_lists import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
 from .save_planner import SavePlanner as OurSavePlanner
 from .write_items import write_items
 
@@ -113,8 +113,8 @@ class SafetensorsSteps:
         assert isinstance(plan.storage_data, bytes)
         (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
         if isinstance(items, PackedItems):
-            refuse_wrappers(items.plan.description)
-            inventory, local_plan = items.plan.description.inventory, items.plan.table
+            refuse_wrappers(items.plan.state)
+            inventory, local_plan = items.plan.state.inventory, items.plan.table
         else:
             inventory = pack_items(items)
             items = [items[item] for item in words(local_plan)[::PLAN_ROW]]

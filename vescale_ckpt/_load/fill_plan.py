@@ -19,8 +19,9 @@ from .._engine.wrapper_tensors import type_name
 from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.chunks import whole_shape
-from .._state.describe import Describer, Description
+from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state
+from .._state.state import State
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, Mismatch
 from ..reports import LoadStats
@@ -51,10 +52,10 @@ class FillPlan:
         self.values: dict[str, torch.Tensor] = {}  #: tensors of the state that the view makes values for
         self._view = View(checkpoint)
         self._unfit: dict[str, Mismatch] = {}  # tensors of the state for which it cannot
-        self._described_values: Description | None = None
+        self._described_values: State | None = None
         self._allow_cast = allow_cast
         self._parts = parts or {}
-        self._found: tuple[Description, _C.LoadPlan] | None = None  # of the state as it is
+        self._found: tuple[State, _C.LoadPlan] | None = None  # of the state as it is
 
     @classmethod
     def of_new(cls, checkpoint: LoadableCheckpoint, keys: Collection[str]) -> FillPlan | None:
@@ -80,7 +81,7 @@ class FillPlan:
                 values.append(first.setdefault(form, new))
         made = cls(checkpoint, dict(zip(names, values, strict=True)))
         tensors = [value for value in values if value is not None]
-        made._found = Description.of_new(inventory, names, sources, tensors), plan
+        made._found = State.of_new(inventory, names, sources, tensors), plan
         return made
 
     # --- What fits
@@ -130,7 +131,7 @@ class FillPlan:
             self.values = {key: value for key, value in self.values.items() if key not in keys}
             self._found = None
 
-    def _planned(self) -> tuple[Description, _C.LoadPlan]:
+    def _planned(self) -> tuple[State, _C.LoadPlan]:
         """Plans once: nothing changes the state between `misfits` and `reads`, unless keys are left out."""
         if self._found is None:
             apart = {*self.values, *self._unfit}
@@ -139,7 +140,7 @@ class FillPlan:
             self._found = description, self._plan(description)
         return self._found
 
-    def _plan(self, description: Description) -> _C.LoadPlan:
+    def _plan(self, description: State) -> _C.LoadPlan:
         try:
             return self.checkpoint.load_index.index.plan_load(description.inventory, self._allow_cast)
         except _C.EngineError:
@@ -218,7 +219,7 @@ def mismatch(key: str, value: Any, stored: object, cast_hint: str) -> Mismatch |
     return None
 
 
-def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
+def mismatches_on_index(description: State, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
     """The mismatches of a plan that was made on an index."""
     return [
         Mismatch(description.names[item], wanted, f"{stored} {cast_hint}" if stored.startswith("dtype") else stored)
@@ -226,7 +227,7 @@ def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: 
     ]
 
 
-def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
+def check_all_there(description: State, plan: _C.LoadPlan) -> None:
     if plan.uncovered:
         raise incomplete_tensor(description.names[plan.uncovered[0]])
 

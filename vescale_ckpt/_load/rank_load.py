@@ -22,7 +22,7 @@ from .._engine.torch_copies import device_notes
 from .._engine.torch_types import dtensor_type
 from .._ranks.groups import resolve_group
 from .._routes.rounds import FailedElsewhereError
-from .._state.describe import Description
+from .._state.state import State
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError
 from ..reports import LoadStats
@@ -75,7 +75,7 @@ class RankLoad(RecordReader):
             **self.totals,
         )
 
-    def begin(self, description: Description | None, state: object) -> None:
+    def begin(self, description: State | None, state: object) -> None:
         """Prepares the description's tensors and the DTensors of `state`. Called before the first byte is loaded.
 
         Torch's version counters of the tensors are raised now and at the load's end, so that code that compares them

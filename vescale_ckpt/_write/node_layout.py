@@ -45,7 +45,7 @@ class NodeLayout(NativeLayout):
         return super().values(state, True)  # the plan takes one rank of each node
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
-        _, *what_it_holds = _C.inventory_parts(plan.description.inventory)  # the head has the node's number
+        _, *what_it_holds = _C.inventory_parts(plan.state.inventory)  # the head has the node's number
         self._planned = pack(*what_it_holds, plan.table)
 
     def message(self) -> bytes:

@@ -13,23 +13,71 @@ import torch
 
 from .._engine import _C
 from .._engine.device_streams import new_snapshot
+from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PLAN_ROW, words
+from .._engine.rows import PLAN_ROW, int_table, words
+from .._engine.torch_copies import note_device
 from .._observe.timeline import phase
 from .._plan.local_plan import LocalPlan
 from .._state import objects
 from .._state.tensor_table import NOT_READY
+from ..errors import CheckpointError
 from ..reports import SaveStats
 from . import snapshot_budget
 from .host_batches import converted, on_accelerator, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
-from .torch_snapshot import TorchSnapshot
 
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
+_GAP = 4096  # bytes between the addresses of two ranges
+
+
+class TorchSnapshot:
+    """A snapshot that torch fills, of tensors on devices that the engine cannot copy from. Use it as `_C.Snapshot`.
+
+    It has memory of the snapshots' arena for the last of these tensors, as many as the budget allows. A tensor without
+    gaps keeps its strides; others become contiguous."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], budget: int, threads: int) -> None:
+        table, address = int_table(), _GAP
+        for tensor in tensors:
+            # The engine lays out ranges by address and never reads them: each gets a range of its own.
+            table.extend((dtype_code(tensor.dtype, ""), address, 1, tensor.numel(), 1))
+            address += tensor.nbytes + _GAP
+        self._memory = _C.Snapshot(table, budget, threads)
+        self.first = self._memory.first  #: tensors before this one are not in the snapshot
+        self._sources = list(tensors[self.first :])
+        self._copies: list[torch.Tensor] = []
+
+    def copy(self, key_of: Callable[[int], str]) -> None:
+        """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
+        one of the tensors, by its number, for errors."""
+        for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
+            strides = torch.empty_like(source, device="meta").stride()
+            target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
+            if source.numel() != 0:
+                body = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=offset)
+                target = body.view(source.dtype).as_strided(source.shape, strides)
+            self._copies.append(target)
+            note_device(source.device.type)
+            try:
+                target.copy_(source)
+            except RuntimeError as error:  # of the backend, as that it has no memory
+                key = key_of(self.first + number)
+                raise CheckpointError(f"{key}: {error}", key=key) from error
+        self._sources.clear()
+
+    def table(self) -> Any:
+        return write_table(self._copies)
+
+    def release(self) -> None:
+        self._copies.clear()
+        self._memory.release()
+
+
 _Copies = _C.Snapshot | TorchSnapshot
 
 
@@ -52,7 +100,7 @@ class StagedPlan:
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
-        self._rows, self._names = words(plan.table), plan.description.names  # a plan holds the state, which may go
+        self._rows, self._names = words(plan.table), plan.state.names  # a plan holds the state, which may go
         self._tensors, self._body_bytes = plan.tensors, plan.body_bytes()
         self._objects = {key: objects.dump(value, key) for key, value in plan.objects().items()}
         self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and what holds them
@@ -142,7 +190,7 @@ class StagedPlan:
 
     def _copy_all(self, plan: LocalPlan) -> None:
         where_they_are: Sequence[int] = self._tensors
-        if NOT_READY in plan.description.ready:
+        if NOT_READY in plan.state.ready:
             ready = plan.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
             not_ready = [row for row, flag in enumerate(ready) if flag == NOT_READY]
@@ -253,4 +301,4 @@ class StagedPlan:
 
 def _table_of(plan: LocalPlan, rows: Sequence[int]) -> tuple[bytes, bytes]:
     """The engine's table of rows where they are, and their devices; empty if all are in host memory."""
-    return (plan.write_table(rows), b"") if plan.description.all_ready else plan.copy_table(rows)
+    return (plan.write_table(rows), b"") if plan.state.all_ready else plan.copy_table(rows)
