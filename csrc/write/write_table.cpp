@@ -64,6 +64,16 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   return sources;
 }
 
+std::vector<RecordSource> parse_dense_table(std::span<const int64_t> table) {
+  std::vector<RecordSource> sources;
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    RecordSource& source = sources.emplace_back();
+    source.data = cursor.address();
+    source.bytes = cursor.size();
+  }
+  return sources;
+}
+
 std::vector<int64_t> body_bytes(std::span<const int64_t> table) {
   std::vector<int64_t> bytes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {

@@ -126,6 +126,9 @@ class FileWriter {
 // (elements). Throws Error(invalid, row).
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
 
+// Rows: address, bytes, for FileWriter::write_dense.
+std::vector<RecordSource> parse_dense_table(std::span<const int64_t> table);
+
 // The bytes of each row's tensor. Throws as above.
 std::vector<int64_t> body_bytes(std::span<const int64_t> table);
 
