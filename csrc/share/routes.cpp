@@ -17,7 +17,7 @@ namespace vescale_ckpt::share {
 
 namespace {
 
-// The most messages that one rank receives in a round: the ranks of a node share those from other nodes.
+// Upper bound of the senders to one rank in a round: the ranks of a node share the messages from other nodes.
 size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::map<uint32_t, size_t> on_node;
   for (const uint32_t rank : members) ++on_node[ranks[rank].node];
