@@ -44,10 +44,13 @@ py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad
   std::vector<py::bytes> distinct;
   for (const std::vector<int64_t>& row : found.distinct) distinct.push_back(bytes_of(row));
   py::list rows(found.numbers.size()), sources(found.numbers.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
+  const auto* source = reinterpret_cast<const char*>(found.sources.data());
+  for (size_t i = 0, at = 0; i < rows.size(); ++i) {
     const uint32_t number = found.numbers[i];
+    const size_t words = 2 + static_cast<size_t>(found.sources[at + 1]);
     rows[i] = number == state::TensorRows::kNoRow ? py::object(py::none()) : distinct[number];
-    sources[i] = bytes_of(found.sources[i]);
+    sources[i] = py::bytes(source + at * sizeof(int64_t), words * sizeof(int64_t));
+    at += words;
   }
   return py::make_tuple(rows, sources);
 }

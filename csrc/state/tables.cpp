@@ -454,7 +454,7 @@ TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte
   std::vector<int64_t> row;
   for (size_t i = 0; i < requires_grad.size(); ++i) {
     const LocalTensor tensor = tensors[i];
-    add_source(static_cast<int64_t>(i), tensor.shape.size(), rows.sources.emplace_back());
+    add_source(static_cast<int64_t>(i), tensor.shape.size(), rows.sources);
     if (tensor.dtype < 0) {
       rows.numbers.push_back(TensorRows::kNoRow);
       continue;

@@ -69,7 +69,7 @@ struct TensorRows {
 
   std::vector<std::vector<int64_t>> distinct;  // rows of an inventory
   std::vector<uint32_t> numbers;               // for each tensor, the index of its row
-  std::vector<std::vector<int64_t>> sources;   // for each tensor, its row of a table of sources
+  std::vector<int64_t> sources;                // a table with a row for each tensor
 };
 
 // Describes as many tensors as there are flags in `requires_grad`.
