@@ -25,12 +25,13 @@ from vescale_ckpt import (
 )
 
 
+@pytest.mark.parametrize("members", [([0, 1], [0, 2]), ([0, 2], [1, 2])], ids=["one coordinator", "two coordinators"])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(3, timeout=BOUND)
-def test_two_groups_with_one_coordinator(tmp_path: Path, way: str) -> None:
-    """Rank 0 coordinates two groups with one planner. The plan of one group for a form of the state must not meet
-    the parts that the other group was given for the same form."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+def test_two_groups(tmp_path: Path, way: str, members: tuple[list[int], list[int]]) -> None:
+    """One planner on each rank saves in two groups. No rank names a plan, or gets a part of one, that it was given in
+    the other group for the same form of the state."""
+    groups = [dist.new_group(ranks) for ranks in members]
     planner = SavePlanner()
 
     def step(k: int, group: int, forms: int) -> None:
