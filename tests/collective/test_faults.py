@@ -29,14 +29,7 @@ from harness.states import State, same, small_state, state, state_of_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    LoadPlanner,
-    SavePlanner,
-    StorageFullError,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageFullError, StorageReader, StorageWriter
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage.locks import lock_if_abandoned
 
