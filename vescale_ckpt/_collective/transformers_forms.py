@@ -1,7 +1,7 @@
-"""Proposes `stack=` and `rename=` for a folder of transformers, which stores some tensors in other forms and under
-older names than its models have.
+"""Proposes `stack=` and `rename=` for a folder written by transformers, which stores some tensors in other forms and
+under older names than its models use.
 
-The rules are transformers' own. A proposal is made only if it gives all tensors of the state.
+The rules are transformers' own. A proposal is made only if it produces all tensors of the state.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenat
 
 
 def propose(folder: str, wanted: Shapes, stored: Sequence[Composite]) -> str:
-    """Returns advice for a load whose state has keys that the folder lacks. Empty if transformers was not imported by
-    the caller, or its rules do not give all of `wanted` (shapes by the state's keys) of what is stored."""
+    """Returns advice for a load whose state has keys that the folder lacks. Empty if the caller has not imported
+    transformers, or if its rules do not produce all of `wanted` (shapes by state key) from what is stored."""
     if "transformers" in sys.modules and os.path.isfile(os.path.join(folder, "config.json")):
-        with suppress(Exception):  # advice for an error: whatever another library raises must not replace that error
+        with suppress(Exception):  # only advice: another library's exception must not replace the error itself
             stack, rename = _rules(folder, [tensor.name for tensor in stored])
             rename = {name: key for name, key in rename.items() if name in wanted}
             for mapping in (_by_prefix(rename), rename):
@@ -39,7 +39,7 @@ def propose(folder: str, wanted: Shapes, stored: Sequence[Composite]) -> str:
 
 
 def _rules(folder: str, keys: Sequence[str]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Returns rules that stack, and {name in the model: name in the folder}, both by the model in `config.json`."""
+    """Returns stacking rules and {name in the model: name in the folder}, for the model that `config.json` names."""
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -74,7 +74,7 @@ def _starred(key: str) -> str:
 
 
 def _by_prefix(rename: Mapping[str, str]) -> dict[str, str]:
-    """Returns the same mapping by prefixes, as far as they do not contradict each other."""
+    """Shortens the mapping to prefixes where these do not contradict each other."""
     result: dict[str, str] = {}
     for name, key in rename.items():
         ours, theirs = name.split("."), key.split(".")

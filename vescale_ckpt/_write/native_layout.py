@@ -1,4 +1,4 @@
-"""`NativeLayout` is DCP's own: each rank has data files of its own, and one `.metadata` names the records in them."""
+"""`NativeLayout` is DCP's own layout: each rank writes its own data files; one `.metadata` locates all records."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LEAST_FILE_BYTES = 64 << 20  #: of each, where a rank spreads its tensors over s
 
 
 class NativeLayout(Layout):
-    """The files of one save in DCP's own layout. Those of this rank are locked until the save ends.
+    """The files of one save in DCP's own layout. This rank's files are locked until the save ends.
 
     Args:
-        extra_files: contents by name, which the commit also copies into the directory.
+        extra_files: {name: content}; the commit also copies them into the directory.
     """
 
-    _may_spread = True  # over several data files, where that is faster
+    _may_spread = True  # whether a rank may write several data files, where that is faster
     _writer: _C.FileWriter | None = None
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
@@ -49,21 +49,21 @@ class NativeLayout(Layout):
         self._replaced = Replaced()  # the checkpoint that was there when the save began
         self._names: list[str] = []
         self._first = 0  # the number of the open file, or of the first one
-        self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
+        self._of_all: Sequence[Iterable[str]] = ()  # file names of each rank, on the coordinator
         self._token = ""
-        self._lock = Lease()  # on the first file; it marks all files as those of a running save
-        self._needed = 0  # bytes, for the open file
+        self._lock = Lease()  # on the first file; marks all files as those of a running save
+        self._needed = 0  # bytes that the open file needs
         self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
-        self._placed: list[tuple[Sequence[int], array[int]]] = []  # rows; the places of each
-        self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
+        self._placed: list[tuple[Sequence[int], array[int]]] = []  # rows, and the location of each
+        self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is generated
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
         drop_dead_locks(path)
         storage_at(path).make()
         if not is_coordinator and storage_at(path).by_requests:
-            return  # the coordinator asks for all
+            return  # the coordinator checks for all
         with storage_at(path).look():
             if not self.options.overwrite and has_metadata(path, None):
                 raise _holds_checkpoint(path)
@@ -88,12 +88,12 @@ class NativeLayout(Layout):
         return [self.make_metadata(planned, locations, save_id), *[()] * (len(messages) - 1)]
 
     def make_metadata(self, planned: GlobalPlan, locations: Sequence[Locations], save_id: str) -> tuple[bytes, ...]:
-        """What the coordinator commits; `.metadata` is written while it is made."""
+        """Returns what the coordinator commits; `.metadata` is written to its pending file while it is generated."""
         self._pending = storage_at(self.options.path).pending(METADATA_NAME)
         return planned.files(locations, self.options.path, save_id, target=self._pending)
 
     def check_files(self, names: Sequence[Iterable[str]]) -> None:
-        """Takes the names of the files that each rank has written. Raises `CheckpointError` if some are not in this
+        """Sets the names of the files that each rank has written. Raises `CheckpointError` if any is missing from this
         directory."""
         self._of_all, path = names, self.options.path
         storage = storage_at(path)
@@ -137,7 +137,7 @@ class NativeLayout(Layout):
                     self._names.append(data_name(options.rank, self._token, number))
                     file.add_file(os.path.join(options.path, self._names[-1]))
         except BaseException:
-            del file  # the error's traceback would keep its files, and the space that they have reserved
+            del file  # the error's traceback would keep its files, and the space reserved for them
             raise
         self._writer = file
         if self._cancelled:
@@ -146,7 +146,7 @@ class NativeLayout(Layout):
 
     @property
     def _path(self) -> str:
-        """The path of the open file, or of the first one."""
+        """The path of the open file; of the first one, if there are several."""
         return os.path.join(self.options.path, self._names[self._first])
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class NativeLayout(Layout):
         self._placed.append((rows, placed))
 
     def located(self) -> Locations:
-        """Where all rows that were written lie."""
+        """Returns the locations of all rows that were written."""
         table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for rows, _ in self._placed)))
         for rows, placed in self._placed:
             if isinstance(rows, range) and rows.step == 1:
@@ -179,13 +179,13 @@ class NativeLayout(Layout):
         if len(self._names) < 2:
             return Locations(table.tobytes(), self._names)
         used = sorted(set(table[::LOCATION_ROW]))
-        if len(used) < len(self._names):  # one large tensor leaves nothing for other files
+        if len(used) < len(self._names):  # a single large tensor may leave other files empty
             numbers = {file: number for number, file in enumerate(used)}
             table[::LOCATION_ROW] = array("q", map(numbers.__getitem__, table[::LOCATION_ROW]))
         return Locations(table.tobytes(), [self._names[file] for file in used])
 
     def _finish_file(self) -> None:
-        """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
+        """Makes the open file's content durable and closes it immediately: there may be one file per tensor."""
         if (file := self._writer) is None:
             return
         with named_errors(str, self.options.path, self._needed), phase("sync", self._path):
@@ -219,8 +219,8 @@ class NativeLayout(Layout):
     # --- The commit
 
     def commit(self, *content: bytes) -> None:
-        """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
-        metadata, or its end if it is pending, and that of the index if there is one."""
+        """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: the
+        metadata (only its end, if a pending file has it), and the index, if there is one."""
         path = self.options.path
         extra = ExtraFiles(path, self._extra_files)
         metadata, index = (*content, None)[:2]
@@ -236,9 +236,9 @@ class NativeLayout(Layout):
                 commit_metadata.commit(path, self._pending or metadata, index, self.options.overwrite)
         except BaseException as error:
             extra.put_back(length, metadata[-TRAILER_BYTES:])
-            self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
+            self.end()  # unlocks this rank's files, so that they are removed unless the current metadata names them
             self._remove_orphans()
-            if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
+            if isinstance(error.__cause__, FileExistsError):  # another save has committed: no metadata will name them
                 self._remove(name for of_rank in self._of_all for name in of_rank)
                 raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
@@ -249,14 +249,14 @@ class NativeLayout(Layout):
         self._replaced = Replaced()
 
     def _remove_orphans(self) -> None:
-        # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
+        # Without locks only age shows that a save has died; there `vescale-ckpt repair` removes such files.
         if storage_at(self.options.path).has_locks:
             commit_metadata.remove_orphans(self.options.path)
 
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""
         if self._pending is not None:
-            self._pending.discard()  # or it is committed
+            self._pending.discard()  # no effect once it is committed
         self._pending = None
         self._lock.release()
 
