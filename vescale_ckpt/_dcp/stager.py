@@ -53,13 +53,13 @@ class StagedChunks(torch.Tensor):
 
 
 class Stager(AsyncStager):
-    """Copies a state in parallel into memory that is reused by later saves. Tensors that share memory still share it.
+    """Copies a state in parallel into memory that later saves reuse. Copies of tensors that share memory share it, too.
 
-    With `dcp.async_save(state, async_stager=Stager(), storage_writer=…)` the copy is complete when `async_save`
-    returns, and its memory is free again when the save is done.
+    With `dcp.async_save(state, async_stager=Stager(), storage_writer=…)`, the copy is complete when `async_save`
+    returns, and its memory is released when the save is done.
 
     Args:
-        budget_bytes: most memory for snapshots in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
+        budget_bytes: maximum bytes for snapshots in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
     """
 
     def __init__(self, *, budget_bytes: int | None = None) -> None:
