@@ -1,9 +1,9 @@
-"""Checks for saves that all ranks write to one directory, before they write anything.
+"""Checks that all ranks of a save see the same directory, before they write anything.
 
-A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
-coordinator makes a file with a random name in the directory, and the other ranks look for it; in object stores only at
-the first save to a bucket, because each look is a request. Where
-each node has its own directory, the ranks of a node compare its device and inode numbers.
+A path may exist on every machine without being shared; each machine would then hold a part of the checkpoint. So the
+coordinator creates a file with a random name in the directory, and the other ranks check that it exists; in object
+stores only at the first save to a bucket, because each check is a request. With a directory per node, the ranks of a
+node compare its device and inode numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-NO_NUMBER = 1 << 62  # ranks without a marker file give this, so the minimum over all ranks is the coordinator's number
+NO_NUMBER = 1 << 62  # from ranks without a marker file, so that the minimum over all ranks is the coordinator's number
 _VISIBLE_SECONDS = 2.0  # a network file system shows a new file to all machines within this time
 _IDENTITY = struct.Struct("<qQQ")
 
 
 class SeparateDirectoriesError(CheckpointError):
-    """Ranks that should write to one directory do not."""
+    """Ranks that should write to the same directory do not."""
 
     path: str
     ranks: list[int]  #: these ranks do not see the files of the others
@@ -46,7 +46,7 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
 
 
 class MarkerFile:
-    """A file that the coordinator makes in the directory, and that the other ranks look for."""
+    """A file that the coordinator creates in the directory, and whose existence the other ranks check."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -54,7 +54,7 @@ class MarkerFile:
         self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
 
     def make(self, checked: Container[str] = ()) -> None:
-        """`checked`: buckets that are known to be one for all ranks. Raises OSError."""
+        """Creates the file. `checked`: buckets known to be the same for all ranks. Raises OSError."""
         if self.bucket in checked:
             return
         number = secrets.randbelow(NO_NUMBER)
@@ -73,7 +73,7 @@ class MarkerFile:
             time.sleep(0.05)
 
     def remove(self) -> None:
-        """May be called again. Raises nothing: a file that stays is an orphan."""
+        """Removes the file. Idempotent; raises nothing, because a file that remains is an orphan."""
         if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
                 storage_at(self.directory).remove(_name(self.number))
