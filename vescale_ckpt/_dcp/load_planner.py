@@ -1,4 +1,4 @@
-"""`LoadPlanner` plans loads for DCP as its default planner does, but faster, and reports all keys that do not fit."""
+"""`LoadPlanner` plans DCP's loads like the default planner, but faster, and reports all keys that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SavePlanner` lets DCP plan by a `Planner`: in C++, and only if the form of the state has changed."""
+"""`SavePlanner` plans DCP's saves by a `Planner`: in C++, and only when the form of the state has changed."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _Path = tuple[Any, ...]  # where a tensor is in a state
 
 
 class StagedChunks(torch.Tensor):
-    """The copy of a tensor that tells its chunks itself. What it told is kept: its methods may hold the tensors that
-    were copied, and processes of `dcp.async_save` get tensors without the attributes of instances."""
+    """The copy of a tensor that reports its own chunks. The report is stored, because the tensor's methods may hold the
+    original tensors, and processes of `dcp.async_save` receive tensors without instance attributes."""
 
     told: Chunks
 
