@@ -1,4 +1,4 @@
-"""`LazyList` stands for one of DCP's lists of items, and builds the items only when they are accessed."""
+"""`LazyList` looks like one of DCP's lists of items, and builds them only if someone looks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LazyList(Sequence[Any]):
-    """A sequence whose items are built on first access. Pickles as a list."""
+    """A sequence whose items are built at the first access. Pickles as a list."""
 
     def _build(self) -> list[Any]:
         raise NotImplementedError

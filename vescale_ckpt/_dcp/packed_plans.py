@@ -1,4 +1,4 @@
-"""Packs a save's plans and results into objects that DCP passes on like its lists of items.
+"""Holds a save's plans and results for DCP, which sees them as its lists of items.
 
 DCP passes plans and results between calls and ranks without reading them. Code that reads them, such as a stock storage
 writer, gets DCP's own items.
@@ -31,7 +31,7 @@ from .lazy_list import LazyList
 
 @dataclass(frozen=True)
 class PackedSavePlan(SavePlan):
-    """A plan without items: the message of a rank to the coordinator, or the reply."""
+    """A plan without items: what a rank sends to the coordinator, or what it gets back."""
 
     request: PlanRequest | None = None
     answer: PlanAnswer | None = None

@@ -1,4 +1,4 @@
-"""`PackedReads` presents this package's reads to DCP as a list of `ReadItem`s."""
+"""`PackedReads` shows DCP the reads of this package as its list of `ReadItem`s."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .lazy_list import LazyList
 
 
 class PackedReads(LazyList):
-    """Behaves like `list[ReadItem]` on the rank that planned it. Pickles as an empty list, because the coordinator
-    does not use the reads."""
+    """Looks like `list[ReadItem]` on the rank that planned it. Pickles as an empty list, because the coordinator
+    decides nothing about reads."""
 
     def __init__(self, reads: Reads) -> None:
         self.reads = reads

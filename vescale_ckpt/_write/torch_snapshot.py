@@ -1,4 +1,4 @@
-"""`TorchSnapshot` is a snapshot that torch fills, for tensors on devices from which the engine cannot copy."""
+"""`TorchSnapshot` is a snapshot that torch fills, of tensors on devices that the engine cannot copy from."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _GAP = 4096  # bytes between the addresses of two ranges
 
 
 class TorchSnapshot:
-    """Arena memory for the last tensors of `tensors`, as many as the budget allows. Has the interface of `_C.Snapshot`.
-    Dense tensors keep their strides; others become contiguous."""
+    """Memory of the snapshots' arena for the last of these tensors, as many as the budget allows. Use it as
+    `_C.Snapshot`. A tensor without gaps keeps its strides; others become contiguous."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int, threads: int) -> None:
         table, address = int_table(), _GAP
         for tensor in tensors:
-            # The engine lays out ranges by address and never reads them, so distinct fake addresses suffice.
+            # The engine lays out ranges by address and never reads them: each gets a range of its own.
             table.extend((dtype_code(tensor.dtype, ""), address, 1, tensor.numel(), 1))
             address += tensor.nbytes + _GAP
         self._memory = _C.Snapshot(table, budget, threads)
@@ -33,8 +33,8 @@ class TorchSnapshot:
         self._copies: list[torch.Tensor] = []
 
     def copy(self, key_of: Callable[[int], str]) -> None:
-        """Copies all tensors, ordered after the work queued on the devices' current streams; blocks until done.
-        `key_of`: returns the key of a tensor by its number, for errors."""
+        """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
+        one of the tensors, by its number, for errors."""
         for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
             strides = torch.empty_like(source, device="meta").stride()
             target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
@@ -45,7 +45,7 @@ class TorchSnapshot:
             note_device(source.device.type)
             try:
                 target.copy_(source)
-            except RuntimeError as error:  # from the backend, for example out of memory
+            except RuntimeError as error:  # of the backend, as that it has no memory
                 key = key_of(self.first + number)
                 raise CheckpointError(f"{key}: {error}", key=key) from error
         self._sources.clear()
