@@ -1,4 +1,4 @@
-"""Loads a checkpoint with all ranks: they plan, compare what fits, read, and then hand the values to the state."""
+"""Loads a checkpoint, collectively: plan, compare the state with the checkpoint, read, hand the values to the state."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phas
 
 @dataclass
 class _Fit:
-    """How the keys and shapes of the state fit those of the checkpoint."""
+    """The differences between the keys and shapes of the state and those of the checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
-    advice: str = ""  #: about missing keys
-    form: str = ""  #: rules that make the checkpoint fit
+    advice: str = ""  #: hint about missing keys
+    form: str = ""  #: proposed `stack=` and `rename=` that make the checkpoint fit
 
     def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
-        """The error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
+        """Returns the error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
         if self.missing or self.surplus:
             unexpected = {*self.unexpected}
             found = [key for key in stored if key not in unexpected]
@@ -102,18 +102,18 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What one load takes of a checkpoint."""
+    """The part of a checkpoint that one load selects."""
 
     checkpoint: LoadableCheckpoint
     selection: Selection
-    extra: list[str]  #: keys of the extra files, if they are wanted
+    extra: list[str]  #: keys of the extra files, if the caller requested them
 
     @cached_property
     def stored(self) -> list[str]:
         return list(filterfalse(is_extra, self.checkpoint.keys()))
 
     def nowhere(self, keys: list[str]) -> list[str]:
-        """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
+        """Returns the names and patterns of the selection that match none of `keys` and no empty mapping."""
         nowhere = self.selection.without_match(keys)
         structure = structure_of(self.checkpoint.metadata) if nowhere else None
         empty = () if structure is None else structure.empty
@@ -121,7 +121,7 @@ class _Contents:
         return self.selection.without_match([*keys, *names]) if empty else nowhere
 
     def new_value(self, key: str) -> torch.Tensor | None:
-        """Returns memory for a stored tensor; None for an object."""
+        """Returns a new CPU tensor for a stored tensor; None for an object."""
         stored = self.checkpoint.metadata.state_dict_metadata[key]
         if not is_tensor_metadata(stored):
             return None
@@ -130,8 +130,8 @@ class _Contents:
 
 
 class CollectiveLoad:
-    """One load of this rank. All ranks take each step, or none: a rank with an error keeps it until the next exchange,
-    where all ranks raise."""
+    """This rank's part of one load. Each step is collective: a rank with an error holds it until the next exchange, in
+    which all ranks raise."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class CollectiveLoad:
         extra_files: dict[str, bytes] | None = None,
         node_files: NodeFiles | None = None,
     ) -> None:
-        """`node_files`: where the files lie, if each node has a folder with a part of them."""
+        """`node_files`: where the files are stored, if each node's folder has only a part of them."""
         self._exchange = exchange
         self._node_files = node_files
         self._extra_files = extra_files  # to fill
@@ -186,7 +186,7 @@ class CollectiveLoad:
         return _Contents(checkpoint, self._selection, extra)
 
     def _hand_over(self, plan: FillPlan, hand_over: Callable[[], _Result]) -> _Result:
-        """Gives the caller its extra files, and calls `hand_over` for everything else."""
+        """Fills the caller's `extra_files`, and calls `hand_over` for everything else."""
         found = contents_in(plan.objects)
         plan.objects = {key: value for key, value in plan.objects.items() if not is_extra(key)}
         result = hand_over()
@@ -205,8 +205,8 @@ class CollectiveLoad:
         return self._while_exported(self._all)
 
     def _while_exported(self, load: Callable[[], _Result]) -> _Result:
-        """What `load` returns. All ranks call it again if exports have replaced what one of them was reading: they
-        raise the same error then."""
+        """Returns what `load` returns. If an export replaces files that a rank is reading, all ranks raise the same
+        error, and all of them retry."""
         for _ in range(ATTEMPTS - 1):
             with suppress(ExportedMeanwhileError):
                 return load()
@@ -217,7 +217,7 @@ class CollectiveLoad:
         places: list[Any] = []
 
         def plan_all() -> tuple[FillPlan, _Fit]:
-            places[:] = contents.checkpoint.places()  # now, while a lock keeps the metadata
+            places[:] = contents.checkpoint.places()  # now, while a lock protects the metadata
             return _plan_all(contents)
 
         plan, _ = self._plan(plan_all)
@@ -238,11 +238,11 @@ class CollectiveLoad:
         return loaded
 
     def _checkpoint(self) -> LoadableCheckpoint:
-        """Opens the checkpoint. The coordinator reads its metadata for all ranks if all ranks see the same file. Raises
-        on all ranks if one rank has none."""
+        """Opens the checkpoint. If all ranks see the same metadata file, the coordinator reads it for all. Raises on
+        all ranks if any rank sees no checkpoint."""
         exchange, source = self._exchange, self._source
-        # One object is the same for all ranks. The coordinator alone asks for it, unless its files may have another
-        # content under the same names elsewhere.
+        # An object of a store is the same for all ranks, so only the coordinator requests it, unless the files that it
+        # names may have other content under the same names elsewhere.
         asks_once = storage_at(source.path).by_requests
         fingerprint = source.path if asks_once and not exchange.is_coordinator else self._fingerprint()
         if asks_once and fingerprint:
@@ -257,7 +257,7 @@ class CollectiveLoad:
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""
             if exchange.is_coordinator:
-                with suppress(Exception):  # after an error each rank reads for itself below, and all raise
+                with suppress(Exception):  # after an error, each rank reads for itself below, and all raise
                     packed = pack_for_ranks(source.path, source.options.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
             if asks_once and shared and not is_by_index(shared):
@@ -290,7 +290,7 @@ class CollectiveLoad:
         try:
             return source.open()
         except CheckpointError:
-            # Ranks may have saved without collectives. A damaged `.metadata` is not replaced by an older one of a rank.
+            # Ranks may have saved without collectives. A damaged `.metadata` is not replaced by a rank's older one.
             if has_metadata(source.path, None) or not has_metadata(source.path, rank):
                 raise
         return source.open(rank)
@@ -305,7 +305,7 @@ class CollectiveLoad:
         return planned, fit
 
     def _fit_of_all(self, own: _Fit) -> _Fit:
-        """The merged fit of all ranks. If all ranks have the same, one reduction is enough."""
+        """Returns the merged fit of all ranks. If it is the same on all ranks, one reduction suffices."""
         packed = own.pack()
         if self._exchange.all_have(packed, self._phase("compare")):
             return own
@@ -314,7 +314,7 @@ class CollectiveLoad:
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
     def _read(self, plan: FillPlan) -> LoadStats:
-        """Raises on all ranks if one has failed; else all learn what the job did."""
+        """Reads; collective. Raises on all ranks if any rank has failed; otherwise shares the job's statistics."""
         source = self._source
         reads = self._together(plan.reads, "plan reading")
         if self._node_files is not None:
@@ -325,7 +325,7 @@ class CollectiveLoad:
 
         began, alone = _C.bytes_read(), broadcast is None
 
-        @cache  # rarely asked for
+        @cache  # rarely needed
         def total() -> int:
             return reads.bytes_read_alone(source.options.verify) if alone else 0
 
@@ -351,7 +351,7 @@ class CollectiveLoad:
 
 
 class _TargetState:
-    """A load into a state: flattens the state, plans, and puts loaded values in their places."""
+    """A load into a state: flattens the state, plans, and places loaded values in it."""
 
     def __init__(
         self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool, allow_cast: bool
@@ -373,8 +373,8 @@ class _TargetState:
         self._containers: Containers
 
     def _split_old_containers(self, contents: _Contents) -> _Contents:
-        """Returns the contents with keys for the values in containers of optimizers that are stored as one object each.
-        Others will be loaded whole."""
+        """Returns the contents with one key per value of optimizer containers that are stored as a single object (torch
+        before 2.4). Other such containers are loaded whole."""
         checkpoint = contents.checkpoint
         is_old = checkpoint.index is None and checkpoint.format == "dcp"
         if not is_old or not (objects := saved_as_objects(checkpoint.metadata)):
@@ -391,7 +391,7 @@ class _TargetState:
     def plan(self, contents: _Contents) -> tuple[FillPlan, _Fit]:
         contents = self._split_old_containers(contents)
         checkpoint, stored = contents.checkpoint, contents.stored
-        # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
+        # Exports store the value under "" by keys without a prefix; so do other checkpoints if no key starts with ".".
         if self._same_names and "" in self._state:
             self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
@@ -418,7 +418,7 @@ class _TargetState:
         checkpoint, selection = contents.checkpoint, contents.selection
         application, of = self.application, self._name
         flat, self._paths = flatten(application.form)
-        by_path = self._drops_prefix  # else keys that keep their names are not mapped one by one
+        by_path = self._drops_prefix  # otherwise keys that keep their names need no mapping one by one
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if by_path else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}

@@ -1,7 +1,7 @@
-"""Proposes `stack=` and `rename=` for a folder of transformers, which stores some tensors in other forms and under
-older names than its models have.
+"""Proposes `stack=` and `rename=` for a folder written by transformers, which stores some tensors in other forms and
+under older names than its models use.
 
-The rules are transformers' own. A proposal is made only if it gives all tensors of the state.
+The rules are transformers' own. A proposal is made only if it produces all tensors of the state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def propose(checkpoint: Checkpoint, flat: Mapping[str, Any]) -> str:
 
 
 def _rules(folder: str, keys: Sequence[str]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Returns rules that stack, and {name in the model: name in the folder}, both by the model in `config.json`."""
+    """Returns stacking rules and {name in the model: name in the folder}, for the model that `config.json` names."""
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -78,7 +78,7 @@ def _starred(key: str) -> str:
 
 
 def _by_prefix(rename: Mapping[str, str]) -> dict[str, str]:
-    """Returns the same mapping by prefixes, as far as they do not contradict each other."""
+    """Shortens the mapping to prefixes where these do not contradict each other."""
     result: dict[str, str] = {}
     for name, key in rename.items():
         ours, theirs = name.split("."), key.split(".")

@@ -1,4 +1,4 @@
-"""Loads the `ReadItem`s of a plan, which any DCP planner may have made, by the checkpoint's metadata."""
+"""Loads the `ReadItem`s of a plan made by any DCP planner, located by the checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..reports import LoadStats
 
 @dataclass(frozen=True)
 class ItemTargets:
-    """Where the items of a load are loaded to."""
+    """The targets of a load's items."""
 
     planner: LoadPlanner
     #: whether the tensors that the planner resolves are views of its state, which live for the whole load. Other

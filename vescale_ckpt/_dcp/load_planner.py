@@ -1,4 +1,4 @@
-"""`LoadPlanner` plans loads for DCP as its default planner does, but faster, and reports all keys that do not fit."""
+"""`LoadPlanner` plans DCP's loads like the default planner, but faster, and reports all keys that do not fit."""
 
 from __future__ import annotations
 
@@ -51,14 +51,17 @@ _FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor"
 class LoadPlanner(DefaultLoadPlanner):
     """Plans the same reads as `DefaultLoadPlanner`, in less time, and checks shapes and dtypes.
 
+    Pass it as `planner` of `dcp.load`, which is collective and wraps errors in DCP's `CheckpointException`.
+
     Args:
-        flatten_state_dict, flatten_sharded_tensors: the same as on saving.
+        flatten_state_dict, flatten_sharded_tensors: as in the save.
         allow_partial_load: True leaves values whose key is not in the checkpoint unchanged.
         allow_cast: True converts a stored tensor to its target's dtype; False raises `IncompatibleStateError` for
             another dtype.
 
-    Raises (inside DCP's `CheckpointException`) `MissingKeysError` with all missing keys, `IncompatibleStateError` for a
-    tensor of another shape.
+    Raises:
+        MissingKeysError: with all missing keys.
+        IncompatibleStateError: a tensor has another shape, or another dtype without `allow_cast`.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _BroadcastDecision:
-    """The coordinator's decision that all ranks broadcast reads, and how. It is sent to all ranks: ranks that decided
-    differently would wait for each other until the timeout."""
+    """The coordinator's decision that all ranks broadcast reads, and how. It is sent to all ranks, because ranks with
+    different decisions would wait for each other until the timeout."""
 
     broadcast: Literal["auto", True]
 
@@ -50,21 +50,25 @@ class _BroadcastDecision:
 class StorageReader(DcpStorageReader):
     """Reads and verifies DCP checkpoints, of this package and of any version of torch, and safetensors files.
 
+    Pass it as `storage_reader` of `dcp.load`, which is collective and wraps errors in DCP's `CheckpointException`.
+
     Args:
-        path: the checkpoint's directory, or one safetensors file. A path or a `file://` URL.
-        thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
+        path: the checkpoint's directory, or one safetensors file, as a path or a `file://` URL.
+        thread_count: number of worker threads; None: `VESCALE_CKPT_THREADS`.
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
-        weights_only: False lets objects run code while they are loaded. Only for checkpoints that you trust.
+        weights_only: False lets objects run code while they are loaded. Use it only for checkpoints that you trust.
         broadcast_checkpoint: True: each byte that several ranks need is read by one of them, which sends it to the
-            others. "auto": the rule of docs/tuning.md decides. For loads that all ranks of the group make together: the
-            setting of DCP's coordinator counts for all ranks. See docs/loading.md.
-        direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if it is not
+            others. "auto": the rule of docs/tuning.md decides. Only for loads that all ranks of the group make
+            together; the value on DCP's coordinator applies to all ranks. See docs/loading.md.
+        direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if that is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
-        stack: that of `vescale_ckpt.load`.
+        stack: as for `vescale_ckpt.load`.
 
-    Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
-    for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
+    Raises:
+        CorruptCheckpointError: data is damaged.
+        IncompatibleStateError: a target has another dtype (unless the planner is `LoadPlanner(allow_cast=True)`).
+        UntrustedCheckpointError: the checkpoint is unsafe to load.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`WriterSteps` take a layout through the steps in which DCP calls a storage writer."""
+"""`WriterSteps` runs a layout through the calls that DCP makes to a storage writer."""
 
 from __future__ import annotations
 

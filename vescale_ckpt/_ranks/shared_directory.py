@@ -1,4 +1,4 @@
-"""Checks for saves that all ranks write to one directory, before they write anything.
+"""Checks that all ranks of a save see the same directory, before they write anything.
 
 A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
 coordinator makes a file with a random name in the directory, and the other ranks look for it; in object stores only at
@@ -20,13 +20,13 @@ from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-NO_NUMBER = 1 << 62  # ranks without a marker file give this, so the minimum over all ranks is the coordinator's number
+NO_NUMBER = 1 << 62  # from ranks without a marker file, so that the minimum over all ranks is the coordinator's number
 _VISIBLE_SECONDS = 2.0  # a network file system shows a new file to all machines within this time
 _IDENTITY = struct.Struct("<qQQ")
 
 
 class SeparateDirectoriesError(CheckpointError):
-    """Ranks that should write to one directory do not."""
+    """Ranks that should write to the same directory do not."""
 
     path: str
     ranks: list[int]  #: these ranks do not see the files of the others
@@ -81,7 +81,7 @@ class MarkerFile:
             self._kept[store] = True
 
     def remove(self) -> None:
-        """May be called again. Raises nothing: a file that stays is an orphan."""
+        """Removes the file. Idempotent; raises nothing, because a file that remains is an orphan."""
         if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
                 storage_at(self.directory).remove(_name(self.number))

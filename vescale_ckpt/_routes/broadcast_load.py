@@ -1,4 +1,4 @@
-"""Sets up a broadcast load: all ranks agree to read for each other, or none does."""
+"""Sets up a broadcast load: either all ranks read for each other, or none does."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class BroadcastLoad:
     def begin(
         self, needs_of: Callable[[], tuple[Reads | None, str, int]], verify: bool
     ) -> tuple[Reads | None, RoutedRead | None]:
-        """Agrees with all ranks on who reads what.
+        """Agrees on which rank reads what; collective.
 
         `needs_of` returns what this rank needs (None: nothing that other ranks may read), the id of the save that it
-        loads, and the bytes that are stored of that: ranks that load different saves share nothing. Returns what this
-        rank needs, and the routes; None in their place if each rank reads all that it needs itself. Raises on all ranks
-        if it fails on one.
+        loads, and how many bytes that save stores. Ranks that load different saves share nothing. Returns this rank's
+        needs, and the routes, or None if each rank reads all that it needs itself. Raises on all ranks if any fails.
         """
         reads, needs, device, error, wanted, stored_bytes, node = None, None, None, None, 0, 0, 0
         try:
@@ -64,8 +63,8 @@ class BroadcastLoad:
         if not pays_here(math.inf, 1):
             self.exchange.end_device_group(self.phase)
             return reads, None
-        # Ranks that all need about as many bytes, in sum about the stored bytes, hardly need the same bytes. Then the
-        # tables of needs, which are large on thousands of ranks, are not gathered. Objects are still read once.
+        # If all ranks need about equally many bytes, and together about the stored bytes, they hardly share any. Then
+        # the tables of needs, which are large with thousands of ranks, are not gathered. Objects are still read once.
         most_alone = ~not_most_wanted * self.exchange.size
         own_only = reads_own_only(most_alone, least_stored, pays_here)
         needs = replace(needs, rows=b"") if own_only else needs
@@ -75,8 +74,8 @@ class BroadcastLoad:
 
 
 def reads_own_only(most_alone: float, stored: float, pays_here: Callable[[float, float], bool]) -> bool:
-    """Whether all ranks need about as many bytes (`most_alone` in sum, at most), in sum about the stored bytes, as
-    shards do: then each reads its own, and the tables of needs are not gathered."""
+    """Whether all ranks need about equally many bytes (`most_alone` bounds their sum), and together about the stored
+    bytes, as with shards: then each rank reads its own, and the tables of needs are not gathered."""
     return most_alone >= 0.95 * stored and not pays_here(most_alone, stored)
 
 

@@ -1,4 +1,4 @@
-"""Holds the memory of a broadcast load's rounds for targets on devices: files to host memory, messages over NCCL."""
+"""Buffers of a broadcast load for targets on devices: files are read to host memory, messages go over NCCL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class DeviceBuffer(Buffers):
     def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Copies a round's data from the host to the device, and sends and receives its messages there.
 
-        Returns an error instead of raising it: other ranks may still wait for this one, and are told after the round.
+        Returns an error instead of raising it, because other ranks may still wait for this one; they learn of it after
+        the round.
         """
         host, on_device = self[index], self._on_device[index % len(self._on_device)]
         nothing = on_device[:0]
@@ -61,12 +62,12 @@ class DeviceBuffer(Buffers):
         return None
 
     def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
-        """The buffers that the round's placements copy from, by peer (-1: this rank)."""
+        """Returns the source buffers of the round's placements, by peer (-1: this rank)."""
         return {-1: self._on_device[index % len(self._on_device)]}
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Queues the copies out of the device's buffer that are made within it, and waits for them at its end."""
+        """A context manager that queues copies out of the device's buffer, and waits for them at its end."""
         with self._device.queued():
             yield
         if not self._device.finish(self._group.seconds):
@@ -75,7 +76,7 @@ class DeviceBuffer(Buffers):
 
 def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tensor:
     memory = allocate(size)
-    # Locked memory starts at a page. A page more would make torch's allocator lock up to twice as much, for ever.
+    # Page-locked memory is page-aligned. One more page could make torch's allocator lock twice as much, permanently.
     if start := -memory.data_ptr() % _PAGE:
         memory = allocate(size + _PAGE)
         start = -memory.data_ptr() % _PAGE
@@ -83,7 +84,7 @@ def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tens
 
 
 def _not_received(round_: Round) -> list[tuple[int, int]]:
-    """The ranges of a round's memory that other ranks do not send."""
+    """Returns the ranges of a round's buffer that are not received from other ranks."""
     parts, at = [], 0
     for _, offset, size in sorted(round_.messages(round_.receives), key=lambda message: message[1]):
         if offset > at:

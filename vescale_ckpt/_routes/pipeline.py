@@ -1,4 +1,4 @@
-"""Runs the rounds of one rank in a pipeline: buffers are filled, exchanged with other ranks, and emptied."""
+"""Runs one rank's rounds as a pipeline of three stages: fill buffers, exchange them with other ranks, empty them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
 from .routes import Round, Routes
 
-# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
+# Rounds between the checks in which all ranks agree whether one has failed. Until the next check, a failed rank keeps
+# sending its messages.
 ROUNDS_BETWEEN_CHECKS = 16
 
 
-#: exchanges the buffers of a round with other ranks; returns an error that it need not raise at once
+#: exchanges the buffers of a round with other ranks; may return an error to be raised later
 Swap = Callable[[Connections, int, Round], CheckpointError | None]
 
 
@@ -45,10 +46,10 @@ class Buffers:
 
 
 class Pipeline:
-    """The rounds of one load or export. One round is filled, one is exchanged, and one is emptied at a time.
+    """The rounds of one load or export. At any time, one round is filled, one is exchanged, and one is emptied.
 
-    `fill` and `empty` run in threads, one round after another. After an error, which is kept, only messages are sent
-    on: other ranks wait for them.
+    `fill` and `empty` run on threads, one round after another. Errors are sticky; after one, only messages are still
+    sent, because other ranks wait for them.
     """
 
     def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: Buffers) -> None:
@@ -66,9 +67,9 @@ class Pipeline:
         *,
         fills_others: bool = False,
     ) -> bool:
-        """Runs the rounds, until all are done or one rank has failed: then it returns False. `fills_others`: whether
-        `fill` writes to the buffers of neighbours."""
-        if self._exchange.size == 1:  # nobody to exchange with: it brings parts of rows together that one rank holds
+        """Runs the rounds. Returns True if all are done, False if a rank has failed. `fills_others`: whether `fill`
+        writes to the buffers of neighbours."""
+        if self._exchange.size == 1:  # no exchange: the rounds only merge parts of rows that this rank holds
             for index in range(len(self._routes.rounds)):
                 self._guarded(fill, index)
                 self._guarded(empty, index)
@@ -109,7 +110,7 @@ class Pipeline:
         self.error = self.error or error
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
-        # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
+        # The plan's number makes two loads that cross, which is not allowed, fail instead of mixing their bytes.
         of = f"{len(self._routes.rounds)}, plan {self._routes.number:x}"
         whom = self._routes.peers if self._memory.sends_by_exchange else ()
         return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase, whom)
