@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import pytest
 
 from vescale_ckpt import CheckpointError, Retention
@@ -10,6 +12,7 @@ from vescale_ckpt._collective.node_files import copies_of_each
 from vescale_ckpt.manager import run_id
 from vescale_ckpt.manager.branch_tracker import BranchTracker
 from vescale_ckpt.manager.node_table import NodeTable, Part
+from vescale_ckpt.manager.retention import Candidate
 from vescale_ckpt.manager.run_id import Run
 
 SECOND = Branch(1, ((0, 1),))  # it left the first branch at step 1
@@ -55,6 +58,18 @@ def test_what_stays(there: dict[str, str], copies: int, most: int | None, sent: 
     made.note_copied(3, copies)
     later = made.removal(4, FIRST, None, Retention(1), copies, None)
     assert {*made.rows, 4} - {*later.steps} == ({3, 4} if copies else {4})
+
+
+def test_nothing_goes_if_a_rule_raises(caplog: pytest.LogCaptureFixture) -> None:
+    class Raises(Retention):
+        def keeps(self, checkpoints: Sequence[Candidate]) -> Collection[int]:
+            raise ZeroDivisionError
+
+    made = table(s1=ONE, s2=ONE)
+    made.rows[1].is_uneven = True
+    gone = made.removal(3, FIRST, None, Raises(), 0, None)
+    assert (gone.steps, gone.oldest_first, gone.uneven) == ([], [1, 2], [1])
+    assert "that step 3 supersedes stay" in caplog.text
 
 
 def test_a_step_with_copies_on_an_abandoned_line_protects_nothing() -> None:

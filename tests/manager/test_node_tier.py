@@ -100,6 +100,25 @@ def _latest(manager: CheckpointManager, _: Any) -> tuple[int | None, int | None]
     return manager.latest(), manager.latest(full=True)
 
 
+class _Raises(Tier):
+    def becomes_durable(self, step: int) -> bool:
+        raise ZeroDivisionError
+
+
+def _rule_raises(manager: CheckpointManager, state: Callable[[int], dict[str, Any]]) -> dict[int, str]:
+    """On one machine: no step of the two is copied, and both are saved."""
+    assert manager.tier is not None
+    before = manager._folders._tier  # type: ignore[attr-defined]
+    if torch.distributed.get_rank() < 2:
+        manager._folders._tier = _Raises(manager.tier.local)  # type: ignore[attr-defined]
+    for step in (1, 2):
+        manager.save(step, state(step))
+    manager.wait()
+    manager._folders._tier = before  # type: ignore[attr-defined]
+    torch.distributed.barrier()
+    return dict(manager.tiers())
+
+
 SCENARIOS: list[Callable[[Job], None]] = []
 
 
@@ -142,7 +161,7 @@ def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
 @scenario
 def on_commit_is_refused(job: Job) -> None:
     answers = job.ask("open", "shards", str(job.own), str(job.durable), 1, {"on_commit": print})
-    told = "ValueError: on_commit: with a local= folder of each node, no path holds the whole checkpoint"
+    told = "ValueError: on_commit: with a Tier(local=) of each node, no path holds the whole checkpoint"
     assert [answer.error for answer in answers] == [told] * 4
 
 
@@ -258,6 +277,14 @@ def a_machine_that_was_stopped_in_the_commit(job: Job) -> None:
 def only_due_steps_are_durable(job: Job) -> None:
     tiers = job.saves("shards", 4, 5, 7, durable_interval_steps=5, async_checkpoint=False)
     assert tiers == {4: "local", 5: "durable", 7: "durable"}  # the last one, too
+
+
+@scenario
+def a_rule_for_durable_steps_raises_on_one_machine(job: Job) -> None:
+    job.open("shards")
+    assert job.call("run", _rule_raises) == [{1: "local", 2: "local"}] * 4
+    job.call("close")  # copies the last one
+    assert job.restores("shards") == (2, "")
 
 
 @scenario

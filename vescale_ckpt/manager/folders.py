@@ -148,7 +148,7 @@ class Folders(ABC):
 
     # --- What folders of nodes have to do besides
 
-    def votes(self) -> list[int]:
+    def votes(self, step: int) -> list[int]:
         """What all ranks agree on before a save; `reserve` gets the minima."""
         return []
 
@@ -201,6 +201,13 @@ class SharedFolder(Folders):
         self._spared -= {running.path}
         if not running.is_coordinator:
             return
+        try:
+            self._clean_up(running)
+        finally:
+            if self.uploads is not None:
+                self.uploads.begin()
+
+    def _clean_up(self, running: RunningSave) -> None:
         is_doubt = self._damaged or self._spared
         paths = {step: path_of(self.root, step) for step in (complete_steps(self.root) if is_doubt else ())}
         doubted = {step for step, path in paths.items() if path in self._damaged}
@@ -208,8 +215,6 @@ class SharedFolder(Folders):
         sound = {paths[step] for step in clean_up(self.root, self._retention, running.step, doubted, spared)}
         self._damaged -= sound
         self._spared |= sound
-        if self.uploads is not None:
-            self.uploads.begin()
 
     def _values(self, name: str) -> dict[int, float | None]:
         return self._read_values(name, self.steps())

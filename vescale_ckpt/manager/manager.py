@@ -121,20 +121,26 @@ class CheckpointManager:
         self.on_error = on_error
         self._closed = False
         Exchange.begin_connecting(process_group)
-        self._open(timeout, on_commit)
-
-    def _open(self, timeout: float | None, on_commit: OnCommit | None) -> None:
-        """Finds out what all ranks see in the folders, and begins to follow the schedule."""
-        signal, tier = self.schedule.signal, self.tier
+        signal = self.schedule.signal
         flag = None if signal is None else SignalFlag(signal, self.schedule.deadline_seconds)
-        self._ranks = ranks = Ranks(self.directory, self.process_group, timeout, flag)
+        self._ranks = Ranks(self.directory, process_group, timeout, flag)
+        try:
+            self._open(on_commit)
+        except BaseException:
+            if flag is not None:
+                flag.release()  # nobody else would: the process would survive the signal
+            raise
+
+    def _open(self, on_commit: OnCommit | None) -> None:
+        """Finds out what all ranks see in the folders, and begins to follow the schedule."""
+        ranks, tier = self._ranks, self.tier
         durable = nodes = None
         with calling("CheckpointManager", self.process_group):
             if self.durable is not None:
-                durable = DurablePlace(self.durable, self.directory, settings.timeout(timeout))
+                durable = DurablePlace(self.durable, self.directory, settings.timeout(ranks.timeout))
                 nodes = find_nodes(ranks.exchange(), durable)
             if nodes is not None and on_commit is not None:
-                raise ValueError("on_commit: with a local= folder of each node, no path holds the whole checkpoint")
+                raise ValueError("on_commit: with a Tier(local=) of each node, no path holds the whole checkpoint")
             self._folders: Folders
             if durable is None or tier is None or nodes is None:
                 self._folders = SharedFolder(ranks, self.retention, durable, tier)

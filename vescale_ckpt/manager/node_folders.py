@@ -179,21 +179,27 @@ class NodeFolders(Folders):
         self._left.clear()
         if step.files is None:
             return
-        if self.uploads is not None and self._tier.becomes_durable(step.number):
+        if self.uploads is not None and self._becomes_durable(step.number):
             self.uploads.begin_step(step.number, step.files.first_with(self._rank))
         if self.copies is not None:
             self.copies.begin_step(step.number)
 
     # --- Saving
 
-    def votes(self) -> list[int]:
-        """Whether uploads and copies of this rank are idle."""
-        return [int(worker is None or worker.is_idle()) for worker in (self.uploads, self.copies)]
+    def votes(self, step: int) -> list[int]:
+        """Whether uploads and copies of this rank are idle, and take the step."""
+        uploads = self.uploads is None or (self.uploads.is_idle() and self._becomes_durable(step))
+        return [int(uploads), int(self.copies is None or self.copies.is_idle())]
+
+    def _becomes_durable(self, step: int) -> bool:
+        try:
+            return bool(self._tier.becomes_durable(step))
+        except Exception:  # of a user's rule: no reason that one rank alone does not save
+            logger.exception("step %d is not copied to %s", step, self.durable.url)
+            return False
 
     def reserve(self, running: RunningSave, votes: Sequence[int]) -> None:
-        uploads_are_idle, copies_are_idle = map(bool, votes)
-        uploads_are_due = uploads_are_idle and self._tier.becomes_durable(running.step)
-        for worker, is_due in ((self.uploads, uploads_are_due), (self.copies, copies_are_idle)):
+        for worker, is_due in zip((self.uploads, self.copies), votes, strict=True):
             if worker is not None and is_due:  # all nodes take the same step
                 worker.reserve()
                 running.on_end.append(worker.begin_step)

@@ -163,8 +163,14 @@ class NodeTable:
         levels = {of: min(rows[of].survives, copies) for of in line}
         kept = {step, sent, newest_first[0], next(of for of in line if levels[of] == max(levels.values()))}
         of_all = [Candidate(of, rows[of].metric) for of in reversed(newest_first)]
-        surplus = {*retention.surplus(of_all)}
-        among_whole = {*retention.surplus([one for one in of_all if rows[one.step].survives >= 0])}
+        surplus: set[int] = set()
+        among_whole: set[int] = set()
+        try:
+            surplus |= {*retention.surplus(of_all)}
+            among_whole |= {*retention.surplus([one for one in of_all if rows[one.step].survives >= 0])}
+        except Exception:  # of a user's rule
+            logger.exception("the checkpoints that step %d supersedes stay until the next save", step)
+            surplus.clear()
         gone = {of for of in rows if of in (among_whole if rows[of].survives >= 0 else surplus)} - kept
         left = [of for of in reversed(newest_first) if of not in gone | kept]
         return Removal(sorted(gone), left, [of for of in rows if rows[of].is_uneven and of not in gone])

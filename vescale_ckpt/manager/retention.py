@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,8 +25,8 @@ class Candidate:
 class Retention:
     """Which checkpoints a `CheckpointManager` keeps. It removes the others after a newer one is durable.
 
-    The checkpoint saved last and that of the highest step always stay, whatever the rule says. A subclass may define
-    `keeps`, to have a rule of its own.
+    The checkpoint saved last, that of the highest step, and the last one of `pinned` always stay, whatever the rule
+    says. A subclass may define `keeps`, to have a rule of its own.
 
     Args:
         newest: how many checkpoints stay: those saved last, or with `best` the best ones. None: all.
@@ -44,7 +45,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("newest", "period"):
-            checked_count(name, getattr(self, name))
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))  # an int: NumPy's may overflow
         if self.best is not None and (not isinstance(self.best, str) or not self.best):
             raise ValueError(f"best: expected the name of a metric or None, got {self.best!r}")
         if self.best_mode not in ("max", "min", None):
@@ -60,11 +61,14 @@ class Retention:
         `checkpoints` are those that count, in the order of saving, after the abandoned ones. Each has a `step`, and as
         `metric` the value of the metric `best`, or None. A damaged checkpoint does not count: the rule is asked again
         without it.
+
+        The coordinator asks, also in threads beside the training. If the rule raises, or returns what is no step,
+        nothing is removed, and the error is logged.
         """
         there = {checkpoint.step for checkpoint in checkpoints}
         if self.newest is None:
             return there
-        pinned = next((step for step in reversed(self.pinned) if step in there), None)
+        pinned = self._last_pinned(there)
         ranked = sorted(checkpoints, key=lambda one: (one.step == pinned, self._rank(one)))  # of equals the last wins
         return {checkpoint.step for checkpoint in ranked[-self.newest :]}
 
@@ -78,9 +82,13 @@ class Retention:
         return self.newest is None and type(self).keeps is Retention.keeps
 
     def beaten(self, checkpoints: Sequence[Candidate]) -> set[int]:
-        """The steps that do not stay by their rank. They may be kept for good."""
+        """The steps that do not stay by their rank. They may be kept for good. Raises TypeError if `keeps` returns
+        what is no step."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        return {*steps} - {*self.keeps(checkpoints), steps[-1], max(steps)} if steps else set()
+        if not steps:
+            return set()
+        kept = map(_as_step, self.keeps(tuple(checkpoints)))
+        return {*steps} - {*kept, self._last_pinned(steps), steps[-1], max(steps)}
 
     def surplus(self, checkpoints: Sequence[Candidate]) -> list[int]:
         """The steps that may be removed, in ascending order."""
@@ -91,6 +99,9 @@ class Retention:
         ranked = sorted(checkpoints, key=lambda one: (self._rank(one), one.step), reverse=True)
         return [checkpoint.step for checkpoint in ranked if self._rank(checkpoint)[0]]
 
+    def _last_pinned(self, there: Collection[int]) -> int | None:
+        return next((step for step in reversed(self.pinned) if step in there), None)
+
     def _rank(self, checkpoint: Candidate) -> tuple[bool, float]:
         """Returns a rank that is greater for a better checkpoint. One without a metric, or with NaN, ranks below all
         others. An infinity counts as a number."""
@@ -98,3 +109,10 @@ class Retention:
         if self.best is None or metric is None or math.isnan(metric):
             return False, 0.0
         return True, (metric if self.best_mode == "max" else -metric)
+
+
+def _as_step(kept: int) -> int:
+    """Raises TypeError for what is no step: a checkpoint, or a mask of them."""
+    if isinstance(kept, bool) or not hasattr(kept, "__index__"):
+        raise TypeError(f"Retention.keeps: expected steps, got {kept!r:.100}")
+    return operator.index(kept)

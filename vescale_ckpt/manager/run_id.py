@@ -85,7 +85,8 @@ def choose(new: Run, durable: Run | None, folders: Mapping[int, Run | None]) -> 
         raise _mixed(new, unnamed, "a run without an id", str(durable or next(iter(named.values()))))
     if moved := next((run for run in named.values() if run.durable != new.durable), None):
         logger.warning(
-            "%s counts as that of %s, which was moved. If it was copied, for another job, give that job another local=",
+            "%s counts as that of %s, which was moved. If it was copied, for another job, give that job another "
+            "Tier(local=)",
             new.durable,
             moved,
         )
@@ -95,8 +96,8 @@ def choose(new: Run, durable: Run | None, folders: Mapping[int, Run | None]) -> 
 def _mixed(new: Run, ranks: Iterable[int], theirs: str, ours: str) -> CheckpointError:
     return CheckpointError(
         f"local: the folder {new.local} of ranks {[*ranks]} has steps of {theirs}, and this manager saves for {ours}. "
-        f"Move that folder away, or give another local=. To go on with its steps, copy a file {RUN_NAME} so that the "
-        f"folder and {new.durable} have the same one",
+        f"Move that folder away, or give another Tier(local=). To go on with its steps, copy a file {RUN_NAME} so "
+        f"that the folder and {new.durable} have the same one",
         path=new.local,
         ranks=[*ranks],
     )

@@ -79,7 +79,7 @@ class SaveLoop:
                 step_metrics.check(metrics or {})
                 return None
             numbers, votes = _agree(
-                step, metrics, self._best, self._ranks.exchange(), self._folders.votes(), decision.by_signal
+                step, metrics, self._best, self._ranks.exchange(), self._folders.votes(step), decision.by_signal
             )
             begin = partial(self._begin, step, state, numbers, votes, **options)
             with self._tolerating(step, CheckpointError):
@@ -147,8 +147,8 @@ class SaveLoop:
         """Begins a save and makes sure that `running.end` is called."""
         began, folders = time.monotonic(), self._folders
         running = self.running = RunningSave(folders.root, step, folders.writes_notes, self.running)
-        folders.reserve(running, votes)
         try:
+            folders.reserve(running, votes)
             folders.prepare(running, metrics)
             running.has_begun = True
             handle = running.handle = folders.begin_save(
@@ -177,9 +177,11 @@ class SaveLoop:
         running.end(partial(self._committed, running) if error is None else None)
 
     def _committed(self, running: RunningSave) -> None:
-        self._folders.committed(running)
-        if self._commit_calls is not None:
-            self._commit_calls.begin(running.step, running.path)
+        try:
+            self._folders.committed(running)
+        finally:  # the checkpoint is durable, whatever hinders the clean-up
+            if self._commit_calls is not None:
+                self._commit_calls.begin(running.step, running.path)
 
     # --- Before the deadline of a signal
 

@@ -53,7 +53,7 @@ class Schedule:
     deadline_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        checked_count("steps", self.steps)
+        object.__setattr__(self, "steps", checked_count("steps", self.steps))  # an int: NumPy's may overflow
         checked_seconds("seconds", self.seconds, zero=True)
         checked_seconds("deadline_seconds", self.deadline_seconds, zero=False)
         if self.signal is None and self.deadline_seconds is not None:
@@ -112,7 +112,7 @@ class SaveClock:
 
     def _decide(self, step: int, force: bool, phase: str) -> Decision:
         """Asks other ranks only where a clock or a signal counts. Notes their signals and deadlines."""
-        due = force or self._schedule.is_due(step)
+        due = bool(force or self._schedule.is_due(step))
         if self._decides_alone():
             return Decision(due)
         flag, seconds, exchange = self._ranks.open_flag, self._schedule.seconds, self._ranks.exchange()

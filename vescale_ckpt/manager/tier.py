@@ -77,8 +77,10 @@ class Tier:
 
     def __post_init__(self) -> None:
         checked_path("local", self.local)
-        checked_count("local_max_bytes", self.local_max_bytes)
-        checked_count("durable_interval_steps", self.durable_interval_steps)
+        for name in ("local_max_bytes", "durable_interval_steps"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))  # an int: NumPy's may overflow
+        for name in ("copies", "copy_bytes_per_second", "upload_bytes_per_second"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name) or None) or 0)
 
     def becomes_durable(self, step: int) -> bool:
         """Whether a step is copied to the durable place."""
