@@ -23,6 +23,7 @@
 #include "read/archive_file.h"
 #include "read/read_plan.h"
 #include "read/reader.h"
+#include "write/location_table.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::bindings {
@@ -88,22 +89,13 @@ py::tuple check_tuple(const read::ReadReport& report) {
 
 namespace {
 
-// Rows: file, offset, length, CRC-32 (-1: none).
-py::bytes places(const write::FileWriter& writer, const std::vector<write::PlacedRecord>& placed) {
-  std::vector<int64_t> table;
-  table.reserve(4 * placed.size());
-  for (const write::PlacedRecord& record : placed) {
-    table.push_back(static_cast<int64_t>(record.file));
-    table.push_back(static_cast<int64_t>(record.offset));
-    table.push_back(static_cast<int64_t>(record.length));
-    table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
-  }
-  return bytes_of(table);
-}
+using Rows = std::vector<size_t>;  // of a rank's plan
 
-py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
+void write_tensors(write::FileWriter& writer, const py::buffer& buffer, write::LocationTable& locations,
+                   const Rows& rows, uint64_t first_file) {
   const Table table(buffer);
-  return places(writer, without_gil([&] { return writer.write(write::parse_write_table(table.values())); }));
+  const py::gil_scoped_release release;
+  locations.add(writer, writer.write(write::parse_write_table(table.values())), rows, first_file);
 }
 
 py::bytes sample_hashes(const py::buffer& table, const py::buffer& devices, uint32_t elements) {
@@ -114,14 +106,16 @@ py::bytes body_bytes(const py::buffer& buffer) {
   return bytes_of(write::body_bytes(Table(buffer).values()));
 }
 
-py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>& objects) {
+void write_objects(write::FileWriter& writer, const std::vector<py::bytes>& objects, write::LocationTable& locations,
+                   const Rows& rows, uint64_t first_file) {
   std::vector<write::RecordSource> sources(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
     const auto bytes = view(objects[i]);
     sources[i].data = bytes.data();
     sources[i].bytes = bytes.size();
   }
-  return places(writer, without_gil([&] { return writer.write(sources); }));
+  const py::gil_scoped_release release;
+  locations.add(writer, writer.write(sources), rows, first_file);
 }
 
 py::dict read_from_files(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
@@ -178,6 +172,15 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_options), py::kw_only(), py::arg("threads"), py::arg("slot_bytes"), py::arg("arena_bytes"),
            py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0, py::arg("read_gap") = 0);
 
+  py::class_<write::LocationTable>(module, "LocationTable")
+      .def(py::init<>())
+      .def(
+          "in_used_files",
+          [](const write::LocationTable& locations) {
+            const auto [rows, files] = locations.in_used_files();
+            return py::make_tuple(bytes_of(rows), files);
+          },
+          "rows: file, offset, length, CRC-32 (-1: none), with the files that hold any numbered anew; their numbers");
   py::class_<write::FileWriter, Writer>(module, "FileWriter")
       .def(py::init([](const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options,
                        bool checksums, uint32_t most_files) {
@@ -187,8 +190,10 @@ void bind_engine(py::module_& module) {
            py::arg("most_files") = 1, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("wanted_files", &write::FileWriter::wanted_files)
       .def("add_file", &write::FileWriter::add_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def("write_tensors", &write_tensors)
-      .def("write_objects", &write_objects)
+      .def("write_tensors", &write_tensors, py::arg("table"), py::arg("locations"), py::arg("rows"),
+           py::arg("first_file") = 0)
+      .def("write_objects", &write_objects, py::arg("objects"), py::arg("locations"), py::arg("rows"),
+           py::arg("first_file") = 0)
       .def(
           "write_bytes",
           [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {

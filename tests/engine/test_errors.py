@@ -67,7 +67,7 @@ def test_engine_errors_become_errors_of_this_package(tmp_path: os.PathLike[str],
     faults.inject("write", number)
     with pytest.raises(CheckpointError) as raised, named_errors(lambda row: f"key {row}", str(tmp_path), 99):
         writer = _C.FileWriter(path, 1 << 16, engine_options(None, "auto"), True)
-        writer.write_tensors(table)
+        writer.write_tensors(table, _C.LocationTable(), range(1))
         writer.finish(False)
     assert type(raised.value) is kind
     assert path in str(raised.value)

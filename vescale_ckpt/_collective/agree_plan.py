@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from .._engine import _C
 from .._plan.global_plan import GlobalPlan, PlanAnswer, PlanRequest
 from .._plan.local_plan import LocalPlan
-from .._plan.planner import FlatState, Planner, Planning
+from .._plan.planner import Flat, Planner, Planning
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import (
     NO_NUMBER,
@@ -21,8 +20,8 @@ from .._ranks.shared_directory import (
     separate_directories,
 )
 from .._ranks.steps import Steps
-from .._state.describe import Description
 from .._state.per_rank import set_rank
+from .._state.state import State
 from .._storage.paths import is_url
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
@@ -48,27 +47,26 @@ class CollectivePlan:
         self._planner = planner
         self._on_devices = on_devices
         self.reused: bool | None = None  #: whether `make` used a plan of an earlier save
-        self._state: FlatState
+        self._flat: Flat
         self._planning: Planning | None = None
         self._request = PlanRequest()  # of a rank that has an error
 
-    def describe(self, state: dict[str, Any]) -> Description:
+    def describe(self, state: dict[str, Any]) -> State:
         """Raises `CheckpointError` with the key of a value that cannot be described."""
         with set_rank(self._exchange.rank, self._exchange.size):
-            self._state = self._planner.flatten(state)
-        return self._describe()
+            self._flat = self._planner.flatten(state)
+        return self._describe(self._flat)
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Called after `describe`: this rank saves none of these keys."""
-        values = {key: value for key, value in self._state.values.items() if key not in keys}
-        self._state = replace(self._state, values=values)
-        self._describe()
+        values, paths, structure = self._flat
+        self._describe(({key: value for key, value in values.items() if key not in keys}, paths, structure))
 
-    def _describe(self) -> Description:
-        exchange, description = self._exchange, self._planner.describe_all(self._state.values)
-        self._planning = Planning(self._planner, self._state, description, exchange.is_coordinator, exchange.ranks)
+    def _describe(self, flat: Flat) -> State:
+        exchange, state = self._exchange, self._planner.describe_all(*flat)
+        self._planning = Planning(self._planner, state, exchange.is_coordinator, exchange.ranks)
         self._request = self._planning.request(self._on_devices)
-        return description
+        return state
 
     def make(self) -> Planned:
         """Plans with all ranks. Raises on all ranks if one has an error."""

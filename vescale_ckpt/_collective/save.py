@@ -182,7 +182,7 @@ class Save:
     def _write_and_commit(self) -> None:
         layout, plan = self._layout, self._plan
         self._settle_fate()
-        if plan is not None and self.staged_plan is None and layout.reads_in_finish and not plan.description.all_ready:
+        if plan is not None and self.staged_plan is None and layout.reads_in_finish and not plan.state.all_ready:
             self.stage(None)  # until it is sent a tensor must be in host memory
         layout.join_ranks(self.steps, self._is_in_one_table())
         messages = self.steps.gather(self._write, "write")
@@ -194,7 +194,7 @@ class Save:
     def _is_in_one_table(self) -> bool:
         if self.staged_plan is not None:
             return self.staged_plan.in_one_table
-        return self._plan is not None and self._plan.description.all_ready
+        return self._plan is not None and self._plan.state.all_ready
 
     def _write(self) -> bytes:
         """Writes this rank's part. Returns what the coordinator needs from it."""

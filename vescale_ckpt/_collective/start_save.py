@@ -122,7 +122,7 @@ def prepare_save(
         local, _ = plan.make()
         if async_checkpoint:
             needed = sum(words(local.body_bytes()))
-            devices = [number for number in map(device_number, set(local.description.ready)) if number >= 0]
+            devices = [number for number in map(device_number, set(local.state.ready)) if number >= 0]
             with named_errors(str, ""):
                 _C.prepare_devices(devices)
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), threads_of())

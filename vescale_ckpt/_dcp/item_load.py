@@ -73,8 +73,8 @@ class ItemLoad:
             self._check_coverage(items)
             self._sort(self._without_replaced(items))
             packed = self._packed() if self._targets.are_views else None
-            description = None if packed is None else packed.description
-            self._load.begin(description, getattr(self.planner, "state_dict", None))
+            state = None if packed is None else packed.state
+            self._load.begin(state, getattr(self.planner, "state_dict", None))
             return packed, [record for _, record in self._objects]
 
         packed, contents = begin_reading(self._load, begin, broadcast)
@@ -187,8 +187,8 @@ class ItemLoad:
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
         if not all(is_plain_tensor(tensor) for _, _, tensor in placed):  # the state's own tensors are not known here
             return None
-        description = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
-        if description.other or len(description.names) != len(placed):
+        state = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
+        if state.other or len(state.names) != len(placed):
             return None
         table = int_table()
         for number, (item, of, _) in enumerate(placed):
@@ -199,8 +199,8 @@ class ItemLoad:
         object_table = int_table()
         for number, (_, of) in enumerate(self._objects):
             object_table.extend((number, of.file, of.offset, of.length, of.crc))
-        description = replace(description, names=[record.key for _, record, _ in placed])
-        return Reads(description, table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
+        state = replace(state, names=[record.key for _, record, _ in placed])
+        return Reads(state, table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
 
     def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
         """The planner's tensor for an item. Raises `IncompatibleStateError` if what is stored does not fit it."""

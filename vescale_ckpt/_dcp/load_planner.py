@@ -155,14 +155,14 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _plan_on_index(self, index: _C.Index) -> Reads | None:
         """Plans on the index. None if DCP has to plan, because of a value of the state or of old key names."""
-        description = Describer(loading=True).describe(self.state_dict)
-        plan = None if description.other else index.plan_load(description.inventory, self.allow_cast)
+        state = Describer(loading=True).describe(self.state_dict)
+        plan = None if state.other else index.plan_load(state.inventory, self.allow_cast)
         if plan is None or plan.missing:
             return None
-        for found in mismatches_on_index(description, plan, _CASTS):
+        for found in mismatches_on_index(state, plan, _CASTS):
             raise IncompatibleStateError(*found)
-        check_all_there(description, plan)
-        return Reads.of_plan(description, plan)
+        check_all_there(state, plan)
+        return Reads.of_plan(state, plan)
 
     def _packs(self) -> bool:
         names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)

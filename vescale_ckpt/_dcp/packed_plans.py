@@ -63,7 +63,7 @@ class PackedItems(LazyList):
         return len(self.plan)
 
     def _build(self) -> list[WriteItem]:
-        inventory = self.plan.description.items
+        inventory = self.plan.state.items
         return [_write_item(inventory[item], *piece) for item, *piece in self.plan.rows()]
 
     @cached_property
@@ -73,7 +73,7 @@ class PackedItems(LazyList):
     def resolve(self, index: MetadataIndex) -> Any:
         """Returns the value of an item of this plan: a tensor, a view of a part of one, or an object."""
         if index.offset is None:
-            return self.plan.description.objects[index.fqn]
+            return self.plan.state.objects[index.fqn]
         return self.plan.tensor(self._rows[index])
 
 

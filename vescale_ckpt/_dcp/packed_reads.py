@@ -27,7 +27,7 @@ class PackedReads(LazyList):
         name, chunk = self.reads.stored_chunk(row)
         return ReadItem(
             type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, self.reads.description.items[row.item][6], row.item),
+            dest_index=MetadataIndex(name, self.reads.state.items[row.item][6], row.item),
             dest_offsets=torch.Size(row.dest_offset),
             storage_index=MetadataIndex(name, chunk),
             storage_offsets=torch.Size(row.storage_offset),
@@ -35,7 +35,7 @@ class PackedReads(LazyList):
         )
 
     def _object_item(self, item: int) -> ReadItem:
-        index, nothing = MetadataIndex(self.reads.description.names[item]), torch.Size([0])
+        index, nothing = MetadataIndex(self.reads.state.names[item]), torch.Size([0])
         return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from .._checkpoint.native.lazy_metadata import metadata_of_plan
 from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, words
 from .._engine.torch_private import ranks_of_dcp_save
-from .._plan.planner import INSTEAD, FlatState, Planner, Planning
+from .._plan.planner import INSTEAD, Planner, Planning
 from .._state import objects
 from .._state.chunks import has_fields
 from ..errors import CheckpointError
@@ -91,10 +91,10 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        flat = self._planner.flatten(state_dict, self.flatten_state_dict, self.flatten_sharded_tensors)
-        self.state_dict, self._structure = flat.values, flat.structure
-        if flat.paths is not None:
-            self.mappings = flat.paths
+        flattened = self._planner.flatten(state_dict, self.flatten_state_dict, self.flatten_sharded_tensors)
+        self.state_dict, paths, self._structure = flattened
+        if paths is not None:
+            self.mappings = paths
         self.is_coordinator = is_coordinator
         self._ranks = ranks_of_dcp_save()
 
@@ -114,11 +114,10 @@ class SavePlanner(DefaultSavePlanner):
         """None if a subclass or a value of the state needs DCP's own planning."""
         if not self.packs():
             return None
-        state = FlatState(self.state_dict, self._paths, self._structure)  # a subclass may have changed it
-        description = self._planner.describe(state.values)
-        if description.other:
+        state = self._planner.describe(self.state_dict, self._paths, self._structure)  # a subclass may have changed it
+        if state.other:
             return None
-        return Planning(self._planner, state, description, self.is_coordinator, self._ranks)
+        return Planning(self._planner, state, self.is_coordinator, self._ranks)
 
     @property
     def _paths(self) -> dict[str, Any] | None:

@@ -113,8 +113,8 @@ class SafetensorsSteps:
         assert isinstance(plan.storage_data, bytes)
         (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
         if isinstance(items, PackedItems):
-            refuse_wrappers(items.plan.description)
-            inventory, local_plan = items.plan.description.inventory, items.plan.table
+            refuse_wrappers(items.plan.state)
+            inventory, local_plan = items.plan.state.inventory, items.plan.table
         else:
             inventory = pack_items(items)
             items = [items[item] for item in words(local_plan)[::PLAN_ROW]]

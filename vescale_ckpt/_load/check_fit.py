@@ -15,7 +15,8 @@ from .._checkpoint.quantized_tensors import VALUE_DTYPES, Quantized
 from .._engine import _C
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.chunks import tells_chunks, whole_shape
-from .._state.describe import Describer, Description
+from .._state.describe import Describer
+from .._state.state import State
 from ..errors import Mismatch
 
 
@@ -64,11 +65,11 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def describe_values(state: dict[str, torch.Tensor]) -> Description | None:
+def describe_values(state: dict[str, torch.Tensor]) -> State | None:
     return Describer(loading=True).describe(state) if state else None
 
 
-def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
+def mismatches_on_index(description: State, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
     """The mismatches of a plan that was made on an index."""
     return [
         Mismatch(description.names[item], wanted, f"{stored} {cast_hint}" if stored.startswith("dtype") else stored)
@@ -76,7 +77,7 @@ def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: 
     ]
 
 
-def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
+def check_all_there(description: State, plan: _C.LoadPlan) -> None:
     if plan.uncovered:
         raise incomplete_tensor(description.names[plan.uncovered[0]])
 

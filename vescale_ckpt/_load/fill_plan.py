@@ -17,7 +17,8 @@ from .._engine.gc import gc_paused
 from .._engine.wrapper_tensors import type_name
 from .._plan.read_plan import Reads
 from .._routes.broadcast_load import BroadcastLoad
-from .._state.describe import Describer, Description
+from .._state.describe import Describer
+from .._state.state import State
 from ..errors import CheckpointError, Mismatch
 from ..reports import LoadStats
 from .check_fit import check_all_there, mismatch, mismatches_on_index
@@ -45,11 +46,11 @@ class FillPlan:
         self.state = state
         self.objects: dict[str, Any] = {}
         #: tensors to fill with values of quantised tensors; they are not in the state
-        self.quantized: Description | None = None
+        self.quantized: State | None = None
         self.checkpoint = checkpoint
         self._allow_cast = allow_cast
         self._parts = parts or {}
-        self._found: tuple[Description, _C.LoadPlan] | None = None  # of the state as it is
+        self._found: tuple[State, _C.LoadPlan] | None = None  # of the state as it is
 
     @classmethod
     def of_new(cls, checkpoint: LoadableCheckpoint, keys: Collection[str]) -> FillPlan | None:
@@ -75,7 +76,7 @@ class FillPlan:
                 values.append(first.setdefault(form, new))
         made = cls(checkpoint, dict(zip(names, values, strict=True)))
         tensors = [value for value in values if value is not None]
-        made._found = Description.of_new(inventory, names, sources, tensors), plan
+        made._found = State.of_new(inventory, names, sources, tensors), plan
         return made
 
     # --- What fits
@@ -122,14 +123,14 @@ class FillPlan:
             self.state = {key: value for key, value in self.state.items() if key not in keys}
             self._found = None
 
-    def _planned(self) -> tuple[Description, _C.LoadPlan]:
+    def _planned(self) -> tuple[State, _C.LoadPlan]:
         """Plans once: nothing changes the state between `misfits` and `reads`, unless keys are left out."""
         if self._found is None:
             description = Describer(loading=True).describe(self.state)
             self._found = description, self._plan(description)
         return self._found
 
-    def _plan(self, description: Description) -> _C.LoadPlan:
+    def _plan(self, description: State) -> _C.LoadPlan:
         try:
             return self.checkpoint.load_index.index.plan_load(description.inventory, self._allow_cast)
         except _C.EngineError:

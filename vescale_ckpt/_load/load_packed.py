@@ -30,7 +30,7 @@ def load_packed(
 
     With `broadcast`, other ranks, which call this together, read some of it.
     """
-    names = reads.description.names
+    names = reads.state.names
     of_objects = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
 
     def begin() -> tuple[Reads, list[Record]]:
@@ -38,9 +38,9 @@ def load_packed(
             load.file(name, load.where)
         if load.options.allow_cast:
             for row in reads.tensors():
-                tensor, _ = reads.description.source(row.item)
+                tensor, _ = reads.state.source(row.item)
                 load.check_cast(names[row.item], row.dtype, tensor.dtype)
-        load.begin(reads.description, state)
+        load.begin(reads.state, state)
         return reads, of_objects
 
     def work() -> tuple[int, int]:
@@ -71,7 +71,7 @@ def begin_reading(
     def needs() -> tuple[Reads | None, str, int]:
         nonlocal apart
         reads, records[:] = begin()
-        if reads is not None and any_wrapper(reads.description.tensors):
+        if reads is not None and any_wrapper(reads.state.tensors):
             rows, apart = reads.split(is_wrapper)
             reads = replace(reads, rows=rows)
         return reads, load.checkpoint.save_id, load.checkpoint.stored_bytes()
@@ -98,7 +98,7 @@ def fill_packed(load: RankLoad, reads: Reads) -> None:
         load.fill((_target(load, reads, row) for row in reads.tensors()), through_cache=through_cache)
         return
     table, devices, rest = reads.read_table()
-    names = reads.description.names
+    names = reads.state.names
     rows: list[ReadRow] = []
 
     def row_at(number: int) -> ReadRow:
@@ -132,7 +132,7 @@ def _overlap(load: RankLoad, reads: Reads) -> float:
 
 
 def _target(load: RankLoad, reads: Reads, row: ReadRow) -> Target:
-    name = reads.description.names[row.item]
+    name = reads.state.names[row.item]
     record = Record(name, row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size)
     tensor_of = partial(reads.target, row.item, row.dest_offset, row.lengths)
     try:

@@ -24,7 +24,7 @@ from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
 from .._ranks.groups import resolve_group
 from .._routes.rounds import FailedElsewhereError
-from .._state.describe import Description
+from .._state.state import State
 from .._state.tensor_table import narrowed
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError
@@ -41,7 +41,7 @@ class RankLoad(RecordReader):
         self.checkpoint = checkpoint
         self._filled: list[torch.Tensor] = []
         #: tensors of values, under the keys of `checkpoint.quantized`, which `run` fills at its end
-        self.quantized: Description | None = None
+        self.quantized: State | None = None
         self.shared_bytes = 0  #: those of `bytes` that several ranks needed and one of them read
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
@@ -80,7 +80,7 @@ class RankLoad(RecordReader):
             **self.totals,
         )
 
-    def begin(self, description: Description | None, state: object) -> None:
+    def begin(self, description: State | None, state: object) -> None:
         """Prepares the description's tensors and the DTensors of `state`. Called before the first byte is loaded.
 
         Torch's version counters of the tensors are raised now and at the load's end, so that code that compares them

@@ -14,7 +14,7 @@ import torch
 
 from .._engine import _C
 from .._engine.rows import ITEM_BYTES, OBJECT, PLAN_ROW, words
-from .._state.describe import Description
+from .._state.state import State
 from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 
@@ -23,12 +23,11 @@ class LocalPlan:
     """Items of a rank's inventory, or pieces of them: one row each, and the rows of objects last.
 
     Args:
-        description: of the rank's state.
         table: `PLAN_ROW` integers for each row.
     """
 
-    def __init__(self, description: Description, table: bytes) -> None:
-        self.description = description
+    def __init__(self, state: State, table: bytes) -> None:
+        self.state = state
         self.table = table
         self._numbers = words(table)
 
@@ -43,52 +42,52 @@ class LocalPlan:
         return self._numbers[row * PLAN_ROW]
 
     def key(self, row: int) -> str:
-        return self.description.names[self._numbers[row * PLAN_ROW]]
+        return self.state.names[self._numbers[row * PLAN_ROW]]
 
     @cached_property
     def tensors(self) -> range:
         """The rows of tensors."""
-        kinds = _C.inventory_kinds(self.description.inventory)
+        kinds = _C.inventory_kinds(self.state.inventory)
         if OBJECT not in kinds:
             return range(len(self))
         return range(sum(kinds[item] != OBJECT for item in self._numbers[::PLAN_ROW]))
 
     def objects(self) -> dict[str, Any]:
         """The objects by their keys, in the order of their rows."""
-        names, values = self.description.names, self.description.objects
+        names, values = self.state.names, self.state.objects
         keys = (names[item] for item in self._numbers[len(self.tensors) * PLAN_ROW :: PLAN_ROW])
         return {key: values[key] for key in keys}
 
     def tensor(self, row: int) -> torch.Tensor:
         """The tensor that a row writes, or a view of a part of one."""
         item, dim, start, length = self._numbers[row * PLAN_ROW : (row + 1) * PLAN_ROW]
-        tensor, offset = self.description.source(item)
-        size = self.description.items[item][7]
+        tensor, offset = self.state.source(item)
+        size = self.state.items[item][7]
         if dim >= 0:
             offset, size = cut(offset, size, dim, start, length)
         return narrowed(tensor, offset, size)
 
     def check_unchanged(self) -> None:
         """Raises `CheckpointError` with the key of a tensor that changed after the state was described."""
-        if not (changed := self.description.changed()):
+        if not (changed := self.state.changed()):
             return
         for row in self.tensors:
-            if self.description.tensor_index(self.item(row)) in changed:
+            if self.state.tensor_index(self.item(row)) in changed:
                 raise changed_meanwhile(self.key(row))
 
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
         """Returns the engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all of
         them in place."""
-        return self.description.for_engine.write_table(self._part(rows))
+        return self.state.for_engine.write_table(self._part(rows))
 
     def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
         """Returns the same for a snapshot of tensors in host memory or on CUDA devices, and the device of each row (-1:
         the host)."""
-        return self.description.for_engine.copy_table(self._part(rows))
+        return self.state.for_engine.copy_table(self._part(rows))
 
     def ready_rows(self) -> bytes:
         """Returns the flag of `TensorReads.ready` for each row of a tensor."""
-        return self.description.for_engine.ready_rows(self._part(None))
+        return self.state.for_engine.ready_rows(self._part(None))
 
     def _part(self, rows: Sequence[int] | None) -> bytes:
         """The table of these rows; None: of all tensors."""
@@ -99,9 +98,9 @@ class LocalPlan:
 
     def body_bytes(self) -> bytes:
         """Returns the bytes of each tensor in the plan, as 64-bit integers."""
-        if NOT_READY not in self.description.ready:
+        if NOT_READY not in self.state.ready:
             return _C.body_bytes(self.copy_table()[0])
-        items, sizes = self.description.items, array("q")
+        items, sizes = self.state.items, array("q")
         for item, dim, _, length in islice(self.rows(), len(self.tensors)):
             _, _, dtype, _, _, _, _, size = items[item]
             elements = prod(size) if dim < 0 else prod(size[:dim]) * length * prod(size[dim + 1 :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +17,10 @@ from .._engine.torch_private import flatten_sharded_tensors
 from .._engine.wrapper_tensors import type_name
 from .._ranks.node import node_of_this_process
 from .._state import objects
-from .._state.describe import Describer, Description
+from .._state.describe import Describer
 from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrap_per_rank
+from .._state.state import State
 from ..errors import CheckpointError
 from ..settings import Placement
 from . import replicas
@@ -31,15 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # keys in a message
 INSTEAD = "save the tensors that it is made of, or leave it out"
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """What a rank saves, under DCP's keys."""
-
-    values: dict[str, Any]
-    paths: dict[str, Any] | None  #: the path of each key in the state, DCP's planner_data; None: it is the key
-    structure: str = ""  #: packed: kinds of keys and empty mappings
+#: Values under DCP's keys, and `State.paths` and `State.structure` of them.
+Flat = tuple[dict[str, Any], dict[str, Any] | None, str]
 
 
 class Planner:
@@ -63,34 +57,39 @@ class Planner:
 
     # --- On each rank
 
-    def flatten(self, state: dict[str, Any], nested: bool = True, sharded: bool = True) -> FlatState:
-        """The first step of a save. `nested`: containers become dotted keys. `sharded`: ShardedTensors inside
-        ShardedTensors become one."""
+    def flatten(self, state: dict[str, Any], nested: bool = True, sharded: bool = True) -> Flat:
+        """The first step of a save: the values under DCP's keys, and `paths` and `structure` of their `State`.
+
+        `nested`: containers become dotted keys. `sharded`: ShardedTensors inside ShardedTensors become one."""
         self.cache.begin()
+        paths, packed = None, ""
         if nested:
-            flat, paths, structure = self._flattener.flatten(state)
-            found = FlatState(*unwrap_per_rank(flat, paths), structure.pack())
+            flat, found, structure = self._flattener.flatten(state)
+            values, paths = unwrap_per_rank(flat, found)
+            packed = structure.pack()
             if structure.lost:
                 _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
         else:
-            found = FlatState(unwrap_per_rank(state, {})[0], None)
-        if sharded and holds_any(found.values, ShardedTensor):
-            return replace(found, values=flatten_sharded_tensors(found.values))
-        return found
+            values, _ = unwrap_per_rank(state, {})
+        if sharded and holds_any(values, ShardedTensor):
+            values = flatten_sharded_tensors(values)
+        return values, paths, packed
 
-    def describe(self, values: dict[str, Any]) -> Description:
-        return self._describer.describe(values, node_of_this_process())
+    def describe(self, values: dict[str, Any], paths: dict[str, Any] | None, structure: str) -> State:
+        state = self._describer.describe(values, node_of_this_process())
+        state.paths, state.structure = paths, structure
+        return state
 
-    def describe_all(self, values: dict[str, Any]) -> Description:
+    def describe_all(self, values: dict[str, Any], paths: dict[str, Any] | None, structure: str) -> State:
         """The same. Raises `CheckpointError` with the key of a value that needs DCP's own planning."""
-        description = self.describe(values)
-        for key, value in description.other.items():
+        state = self.describe(values, paths, structure)
+        for key, value in state.other.items():
             raise CheckpointError(
                 f"{key}: a {type_name(value)} is neither a tensor of one shape, nor chunks of one, nor an object: "
                 f"{INSTEAD}",
                 key=key,
             )
-        return description
+        return state
 
     # --- On the coordinator
 
@@ -138,22 +137,14 @@ class Planning:
     """The planning of one save on this rank: what it asks of the coordinator, and what it makes of the answer.
 
     Args:
-        description: of the state's values.
         coordinates: whether this rank coordinates.
         ranks: the group's, as the default group numbers them; None: not known.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        state: FlatState,
-        description: Description,
-        coordinates: bool,
-        ranks: tuple[int, ...] | None,
-    ) -> None:
-        self.description = description
+    def __init__(self, planner: Planner, state: State, coordinates: bool, ranks: tuple[int, ...] | None) -> None:
+        self.state = state
         self._cache, self._reuses = planner.cache, planner.reuse_plans
-        self._made_for = MadeFor(coordinates, ranks, description.inventory, state.structure, state.paths)
+        self._made_for = MadeFor(coordinates, ranks, state.inventory, state.structure, state.paths)
 
     def request(self, on_devices: bool = True) -> PlanRequest:
         """What this rank sends: its inventory, or the name of the plan that it has kept for it. `on_devices`: whether
@@ -161,14 +152,14 @@ class Planning:
         kept = self._cache.local_plan(self._made_for)
         if kept is None:
             return self.full_request(on_devices)
-        check, checked = replicas.replica_sum(self.description, kept.holders, on_devices)
+        check, checked = replicas.replica_sum(self.state, kept.holders, on_devices)
         return PlanRequest(kept.plan_id, kept.position, check=check, checked=checked)
 
     def full_request(self, on_devices: bool = True) -> PlanRequest:
         made_for = self._made_for
         if (last := self._cache.last_inventory) is not None:
             logger.info("planning again: %s", describe_changes(last, made_for.inventory))
-        contents = [objects.dump(value, key, tells=False) for key, value in self.description.objects.items()]
+        contents = [objects.dump(value, key, tells=False) for key, value in self.state.objects.items()]
         return PlanRequest(
             inventory=_C.with_object_bytes(made_for.inventory, array("q", map(len, contents))),
             paths=pack_paths(made_for.paths),
@@ -178,7 +169,7 @@ class Planning:
         )
 
     def offered_hashes(self, on_devices: bool = True) -> bytes:
-        return replicas.offered_hashes(self.description, on_devices) if this_rank()[1] > 1 else b""
+        return replicas.offered_hashes(self.state, on_devices) if this_rank()[1] > 1 else b""
 
     def accept(self, answer: PlanAnswer) -> LocalPlan:
         """This rank's local plan, given the coordinator's answer."""
@@ -189,7 +180,7 @@ class Planning:
             self._cache.local_plans.keep(plan.plan_id, (self._made_for, plan))
         self._cache.end()
         assert plan.local_plan is not None
-        return LocalPlan(self.description, plan.local_plan)
+        return LocalPlan(self.state, plan.local_plan)
 
 
 @lru_cache(maxsize=256)  # logged once for the same keys

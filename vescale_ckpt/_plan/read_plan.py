@@ -11,8 +11,8 @@ import torch
 from .._engine import _C
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.rows import ITEM_BYTES, OBJECT, OBJECT_ROW, words
-from .._state.describe import Description
 from .._state.shared_targets import replaced_targets
+from .._state.state import State
 from .._state.tensor_table import narrowed
 
 
@@ -36,29 +36,29 @@ class ReadRow:
 class Reads:
     """The reads of one rank in a load."""
 
-    description: Description  #: of the tensors to fill
+    state: State  #: of the tensors to fill
     rows: bytes  #: reads of tensors: rows of `LoadPlan.reads`
     object_rows: bytes  #: rows of `LoadPlan.objects`
     files: list[str]  #: the files that the rows name by number
 
     @classmethod
-    def of_plan(cls, description: Description, plan: _C.LoadPlan) -> Reads:
+    def of_plan(cls, state: State, plan: _C.LoadPlan) -> Reads:
         """The reads of a plan, without those into tensors whose memory a later key fills, too."""
-        reads = cls(description, plan.reads, plan.objects, plan.files)
-        left_out = replaced_targets(description, reads.stored_alike)
+        reads = cls(state, plan.reads, plan.objects, plan.files)
+        left_out = replaced_targets(state, reads.stored_alike)
         return reads.without(left_out) if left_out else reads
 
     def split(self, is_apart: Callable[[torch.Tensor], bool]) -> tuple[bytes, bytes]:
         """Splits the rows of tensors into two tables: first targets that are not `is_apart`, then targets that are."""
         tables = bytearray(), bytearray()
         for row in self._raw_rows():
-            tensor, _ = self.description.source(row[0])
+            tensor, _ = self.state.source(row[0])
             tables[is_apart(tensor)].extend(row.cast("B"))
         return bytes(tables[0]), bytes(tables[1])
 
     def without(self, names: Container[str]) -> Reads:
         """Returns the same reads without those into the tensors of `names`."""
-        rows = [row for row in self._raw_rows() if self.description.names[row[0]] not in names]
+        rows = [row for row in self._raw_rows() if self.state.names[row[0]] not in names]
         return replace(self, rows=b"".join(row.tobytes() for row in rows))
 
     def stored_alike(self, name: str, other: str) -> bool:
@@ -66,7 +66,7 @@ class Reads:
         with equal checksums."""
         stored: dict[str, list[tuple[int, ...]]] = {name: [], other: []}
         for row in self._raw_rows():
-            if (key := self.description.names[row[0]]) in stored:
+            if (key := self.state.names[row[0]]) in stored:
                 stored[key].append(tuple(row[1:]))
         (rows, others), at_crc = map(sorted, stored.values()), 3
         if rows == others:
@@ -92,13 +92,13 @@ class Reads:
             at = end
 
     def count_tensors(self) -> int:
-        kinds = _C.inventory_kinds(self.description.inventory)
+        kinds = _C.inventory_kinds(self.state.inventory)
         return len(kinds) - kinds.count(OBJECT)
 
     def read_table(self) -> tuple[bytes, bytes, list[int]]:
         """Returns the engine's table of the reads, the device of each row (-1: host memory), and the indices of the
         reads that are not in the table because the engine cannot fill their targets, or not fast."""
-        return self.description.for_engine.read_table(self.rows)
+        return self.state.for_engine.read_table(self.rows)
 
     def objects(self) -> Iterator[ReadRow]:
         table = words(self.object_rows)
@@ -108,11 +108,11 @@ class Reads:
 
     def stored_chunk(self, row: ReadRow) -> tuple[str, tuple[int, ...]]:
         """Name and offset of the stored chunk that a row reads; an object has no offset."""
-        places = zip(self.description.items[row.item][6], row.dest_offset, row.storage_offset, strict=True)
-        return self.description.names[row.item], tuple(begin + inside - skipped for begin, inside, skipped in places)
+        places = zip(self.state.items[row.item][6], row.dest_offset, row.storage_offset, strict=True)
+        return self.state.names[row.item], tuple(begin + inside - skipped for begin, inside, skipped in places)
 
     def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        tensor, local_offset = self.description.source(item)
+        tensor, local_offset = self.state.source(item)
         return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
 
 

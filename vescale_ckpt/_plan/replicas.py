@@ -21,7 +21,7 @@ import torch
 from .._engine import _C
 from .._engine.rows import LEAST_PIECE_BYTES, Inventory
 from .._engine.wrapper_tensors import is_wrapper
-from .._state.describe import Description
+from .._state.state import State
 from .._state.tensor_table import narrowed
 from ..errors import some
 from .global_plan import PlanRequest
@@ -37,29 +37,29 @@ _SIGN = 1 << 63
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def offered_hashes(description: Description, on_devices: bool) -> bytes:
+def offered_hashes(state: State, on_devices: bool) -> bytes:
     """Returns a hash of 64 bits for each item of the inventory; 0 for an item that is not compared. `on_devices`:
     whether chunks on devices are compared; this waits for copies from them."""
-    packed, rest = description.for_engine.offered_hashes(_SAMPLE, _packed_factors(), description.offered)
+    packed, rest = state.for_engine.offered_hashes(_SAMPLE, _packed_factors(), state.offered)
     if rest:
         hashes = array("Q", packed)
-        for item, value in _hashes(_tensors(description, rest, on_devices)):
+        for item, value in _hashes(_tensors(state, rest, on_devices)):
             hashes[item] = value
         packed = hashes.tobytes()
     return packed
 
 
-def replica_sum(description: Description, holders: bytes, on_devices: bool) -> tuple[int, bool]:
+def replica_sum(state: State, holders: bytes, on_devices: bool) -> tuple[int, bool]:
     """Returns this rank's term of the sum over all ranks that is 0 if no chunk differs, as a signed integer of 64 bits,
     and whether it covers all chunks that are compared. `holders`: from the plan that is reused."""
     if not holders:
         return 0, True
-    total, rest = description.for_engine.replica_sum(_SAMPLE, _packed_factors(), holders)
+    total, rest = state.for_engine.replica_sum(_SAMPLE, _packed_factors(), holders)
     if not rest:
         return _signed(total), True
     factors = dict(rest)
-    complete = on_devices or all(_is_small_or_here(description, item) for item in factors)
-    for item, value in _hashes(_tensors(description, factors, on_devices)):
+    complete = on_devices or all(_is_small_or_here(state, item) for item in factors)
+    for item, value in _hashes(_tensors(state, factors, on_devices)):
         total += factors[item] * value
     return _signed(total & _MASK), complete
 
@@ -101,18 +101,18 @@ def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
     return [f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]
 
 
-def _is_small_or_here(description: Description, item: int) -> bool:
-    return description.items[item][4] < LARGE_BYTES or description.source(item)[0].is_cpu
+def _is_small_or_here(state: State, item: int) -> bool:
+    return state.items[item][4] < LARGE_BYTES or state.source(item)[0].is_cpu
 
 
-def _tensors(description: Description, items: Iterable[int], on_devices: bool) -> list[tuple[int, torch.Tensor, int]]:
+def _tensors(state: State, items: Iterable[int], on_devices: bool) -> list[tuple[int, torch.Tensor, int]]:
     """Returns the items that are compared: the item's index, its tensor, and how many elements are compared."""
     found = []
     for item in items:
-        tensor, offset = description.source(item)
-        large = description.items[item][4] >= LARGE_BYTES
+        tensor, offset = state.source(item)
+        large = state.items[item][4] >= LARGE_BYTES
         if (tensor.is_cpu or (large and on_devices)) and not is_wrapper(tensor):
-            size = description.items[item][7]
+            size = state.items[item][7]
             found.append((item, narrowed(tensor, offset, size), _LARGE_SAMPLE if large else _SMALL_SAMPLE))
     return found
 

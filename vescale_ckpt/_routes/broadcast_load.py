@@ -43,7 +43,7 @@ class BroadcastLoad:
             needs = Needs.of(reads, save)
             if reads is not None:
                 wanted = reads.bytes_read_alone(verify)
-            device = nccl.device_for([] if reads is None else reads.description.tensors)
+            device = nccl.device_for([] if reads is None else reads.state.tensors)
             node = node_of_this_process()
         except Exception as raised:
             error = raised

@@ -129,7 +129,7 @@ class RoutedRead:
         table = int_table()
         for peer, memory in memories.items():
             table.extend((peer, memory.data_ptr(), len(memory)))
-        state, streams = self._reads.description, self._reader.streams
+        state, streams = self._reads.state, self._reader.streams
         copies, devices, rest = state.for_engine.place_table(round_.placements, table)
         names, left_out = state.names, set(rest)
 
@@ -144,7 +144,7 @@ class RoutedRead:
 
     def _read_pieces(self, round_: Round, memory: torch.Tensor) -> None:
         assert self._reads is not None
-        names = self._reads.description.names
+        names = self._reads.state.names
         rows: list[list[int]] = []
 
         def row_at(index: int) -> list[int]:
@@ -194,7 +194,7 @@ class RoutedRead:
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             piece = _tensor_at(buffers[peer], offset, CODE_DTYPES[dtype], size)
-            key = self._reads.description.names[item]
+            key = self._reads.state.names[item]
             yield _Placement(key, self._reads.target(item, target, lengths).detach(), piece, start, lengths)
 
 

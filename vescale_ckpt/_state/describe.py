@@ -1,142 +1,146 @@
-"""Describes a rank's state for planning: an inventory of its chunks and objects, and the memory that holds each chunk.
-
-The inventory (csrc/state/inventory.h) is plain bytes. Equal keys, dtypes, shapes and shards give equal bytes. The other
-fields of a `Description` stay on the rank.
-"""
+"""Describes what a rank holds, for planning: reads the keys, types, layouts and local tensors of a state."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from .._engine import _C, torch_private
+from .._engine import torch_private
 from .._engine.gc import gc_paused
-from .._engine.torch_private import storage_identity
-from .._engine.wrapper_tensors import is_wrapper
-from .inventory_rows import Items, make_items
-from .local_state import LocalState, look
-from .tensor_table import ON_HOST, tensor_table
-
-
-@dataclass(frozen=True)
-class Description:
-    """A rank's state that is saved or loaded."""
-
-    inventory: bytes  #: it has an item for each chunk of a tensor and each object, in the order of the keys
-    names: list[str]  #: the key of each item
-    offered: bytes  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
-    sources: bytes  #: 64-bit integers of each item: tensor, dimensions n, n offsets in it; of an object: -1, 0
-    tensors: list[torch.Tensor]  #: local tensors; `table` is valid as long as they live unchanged
-    table: bytes  #: `tensor_table` of `tensors`
-    ready: bytes  #: the flag of `TensorReads.ready` for each: whether the engine or a snapshot may use its memory
-    objects: dict[str, Any]  #: values of the items that are no tensors
-    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or show no shape
-    wrappers: dict[int, DTensor]  #: {index of the local tensor: DTensor}; each has its own version counter
-    storages: list[torch.UntypedStorage]  #: storages of `tensors`, kept alive if a tensor is given another one
-    storage_bytes: array[int]
-    versions: array[int]  #: the version counters of `tensors`, then of `wrappers`
-
-    @classmethod
-    def of_new(cls, inventory: bytes, names: list[str], sources: bytes, tensors: list[torch.Tensor]) -> Description:
-        """Describes new tensors in host memory for a load, all with one item each, which nothing else knows yet."""
-        table, ready = tensor_table(tensors), bytes([ON_HOST]) * len(tensors)
-        return cls(inventory, names, b"", sources, tensors, table, ready, {}, {}, {}, [], array("q"), array("q"))
-
-    @property
-    def for_engine(self) -> _C.State:
-        """The tables from which the engine makes those of a plan."""
-        return _C.State(self.inventory, self.sources, self.table, self.ready)
-
-    @property
-    def all_ready(self) -> bool:
-        """Whether the engine may use the memory of all tensors."""
-        return self.ready.count(ON_HOST) == len(self.ready)
-
-    @cached_property
-    def items(self) -> list[tuple[Any, ...]]:
-        """The unpacked inventory: name, kind, dtype code, requires_grad, bytes, shape, offset, size."""
-        return _C.inventory_items(self.inventory)
-
-    @cached_property
-    def _source_rows(self) -> list[tuple[int, ...]]:
-        numbers = memoryview(self.sources).cast("q").tolist()
-        rows, at = [], 0
-        while at < len(numbers):
-            end = at + 2 + numbers[at + 1]
-            rows.append((numbers[at], *numbers[at + 2 : end]))
-            at = end
-        return rows
-
-    def tensor_index(self, item: int) -> int:
-        """Returns the index in `tensors` of the tensor that holds an item. The item must not be an object."""
-        return self._source_rows[item][0]
-
-    def changed(self) -> set[int]:
-        """Returns the indices in `tensors` that changed since they were described, or whose memory was freed or cut."""
-        now = array("q", torch_private.versions([*self.tensors, *self.wrappers.values()]))
-        sizes = array("q", map(torch.UntypedStorage.nbytes, self.storages))
-        if now == self.versions and sizes == self.storage_bytes:
-            return set()
-        indices = [*range(len(self.tensors)), *self.wrappers]
-        changed = {indices[at] for at, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b}
-        sizes_of = zip(self.storages, self.storage_bytes, sizes, strict=True)
-        if cut := {storage_identity(storage) for storage, a, b in sizes_of if a != b}:
-            strided = [
-                index
-                for index, tensor in enumerate(self.tensors)
-                if tensor.layout is torch.strided and not is_wrapper(tensor)
-            ]
-            changed.update(index for index in strided if storage_identity(self.tensors[index]) in cut)
-        return changed
-
-    def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Returns the local tensor that holds an item, and the item's offset in it. The item must not be an object."""
-        tensor, *offset = self._source_rows[item]
-        return self.tensors[tensor], tuple(offset)
+from .._engine.rows import SHARD, TENSOR
+from .._engine.tensor_checks import dense, is_plain_tensor
+from .._engine.wrapper_tensors import is_wrapper, type_name
+from ..errors import CheckpointError
+from .chunks import Chunk, Chunks, chunks_to_read, chunks_to_write, locals_with_own_chunks, with_own_chunks
+from .inventory_rows import add_inventory
+from .state import Groups, State
+from .tensor_table import read_tensors
 
 
 class Describer:
     """Describes states, and reuses the inventory of the previous call if the form of the state has not changed.
 
-    Not thread-safe. Holds no tensor between calls. `loading`: asks tensors for the chunks that a
-    load reads, which may differ from those that a save writes.
+    Not thread-safe. Holds no tensor between calls. `loading`: asks tensors for the chunks that a load reads, which may
+    differ from those that a save writes.
     """
 
     def __init__(self, loading: bool = False) -> None:
         self._loading = loading
-        self._last: tuple[LocalState, Items] | None = None
+        self._last: State | None = None
 
     @gc_paused()
-    def describe(self, flat: Mapping[str, Any], node: int = 0) -> Description:
+    def describe(self, flat: Mapping[str, Any], node: int = 0) -> State:
         """Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
-        values = list(flat.values())
-        last_state, last_items = self._last or (None, None)
-        state, reads, versions = look(list(flat), values, node, last_state, self._loading)
-        if last_state is not None and last_items is not None and state.like(last_state):
-            items = last_items
+        last, state = self._last, self._read(list(flat), list(flat.values()), node)
+        if last is not None and state.has_form_of(last):
+            state.inventory, state.names, state.sources = last.inventory, last.names, last.sources
+            state.offered, state.other = last.offered, last.other
         else:
-            items = make_items(state)
-        description = Description(
-            items.inventory,
-            items.names,
-            items.offered,
-            items.sources,
-            state.tensors,
-            state.table,
+            add_inventory(state)
+        state.objects = {key: flat[key] for key in map(state.groups.keys.__getitem__, state.groups.objects)}
+        state.other = {key: flat[key] for key in state.other}
+        self._last = state.without_values()
+        return state
+
+    def _read(self, keys: list[str], values: list[Any], node: int) -> State:
+        """Reads all but the inventory. What equals the last state's is the same object."""
+        last, loading, types = self._last, self._loading, list(map(type, values))
+        if last is not None and (keys, types) == (last.groups.keys, last.groups.types):
+            groups = last.groups
+        else:
+            groups = Groups.of(keys, types, loading)
+        local = torch_private.local_tensors(_at(values, groups.dtensors))
+        if (own := self._own(values, groups, local)) != groups.own:
+            groups = Groups.of(keys, types, loading, own)
+            local = torch_private.local_tensors(_at(values, groups.dtensors))
+        plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
+        ask = chunks_to_read if loading else chunks_to_write
+        chunked = [
+            ask(keys[position], values[position])
+            if position in groups.own
+            else _whole_chunks(keys[position], values[position], loading)
+            for position in groups.chunked
+        ]
+        tensors = [*plain, *local]
+        wrappers = dict(enumerate(dtensors, len(plain)))
+        for position, chunks in zip(groups.chunked, chunked, strict=True):
+            if chunks is not None:
+                if isinstance(values[position], DTensor):
+                    added = range(len(tensors), len(tensors) + len(chunks.tensors))
+                    wrappers.update(dict.fromkeys(added, values[position]))
+                tensors += chunks.tensors
+        reads = read_tensors(tensors)
+        versions, requires_grad = torch_private.tensor_facts(list(wrappers.values()))
+        return State(
+            tensors,
+            reads.table,
             reads.ready,
-            {state.keys[position]: values[position] for position in items.objects},
-            {state.keys[position]: values[position] for position in items.other},
-            state.wrappers,
-            reads.storages,
-            reads.storage_bytes,
-            reads.versions + versions,
+            wrappers=wrappers,
+            storages=reads.storages,
+            storage_bytes=reads.storage_bytes,
+            versions=reads.versions + versions,
+            groups=groups,
+            node=node,
+            layouts=torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
+            local_types=list(map(type, local)),
+            chunks=[None if chunks is None else (chunks.shape, chunks.chunks) for chunks in chunked],
+            requires_grad=reads.requires_grad[: len(plain)] + requires_grad[: len(dtensors)],
         )
-        state.tensors, state.wrappers = [], {}  # otherwise the describer would keep a model in memory
-        self._last = state, items
-        return description
+
+    def _own(self, values: list[Any], groups: Groups, local: list[torch.Tensor]) -> set[int]:
+        """The indices of the tensors that list their chunks themselves. `local`: of `groups.dtensors`."""
+        loading = self._loading
+        own = {groups.tensors[index] for index in with_own_chunks(_at(values, groups.tensors), loading)}
+        own.update(groups.dtensors[index] for index in locals_with_own_chunks(local, loading))
+        if groups.own:  # these are not among `local`
+            known = [position for position in groups.own if isinstance(values[position], DTensor)]
+            local = torch_private.local_tensors([values[position] for position in known])
+            own.update(known[index] for index in locals_with_own_chunks(local, loading))
+        return own
+
+
+def _at(values: list[Any], positions: list[int]) -> list[Any]:
+    return values if len(positions) == len(values) else [values[position] for position in positions]
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor in whose memory the values of a subclass lie. A wrapper, which is stored as its inner
+    tensors, is returned as it is, and so is a tensor without such memory, which is refused when it is written."""
+    if is_wrapper(tensor):
+        return tensor
+    try:
+        with torch.no_grad():
+            plain = dense(tensor)
+            return plain if (plain.size(), plain.dtype) == (tensor.size(), tensor.dtype) else tensor
+    except Exception:  # code of a subclass may raise anything
+        return tensor
+
+
+def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor, loading: bool) -> Chunks | None:
+    """Returns the chunks of a ShardedTensor, or the one of a tensor of another class: its memory, which no plan may cut
+    if it is not that of a plain tensor. A load calls `copy_` of the class; None if the class shows no shape there."""
+    if isinstance(value, ShardedTensor):
+        shards, metadata = value.local_shards(), value.metadata()
+        requires_grad = bool(metadata.tensor_properties.requires_grad)
+        places = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+        return Chunks(
+            tuple(metadata.size),
+            [Chunk(SHARD, requires_grad, offset, size) for offset, size in places],
+            [shard.tensor for shard in shards],
+        )
+    memory = value if loading else _memory_of(value)
+    try:
+        shape = tuple(map(int, memory.shape))
+    except Exception as error:  # a jagged tensor has none, and code of a subclass may raise anything
+        if loading:
+            return None
+        raise CheckpointError(
+            f"{key}: a {type_name(memory)} has no shape of numbers: save the tensors that it is made of",
+            key=key,
+        ) from error
+    chunk = Chunk(TENSOR, value.requires_grad, (0,) * len(shape), shape, uncut=not is_plain_tensor(memory))
+    return Chunks(shape, [chunk], [memory])

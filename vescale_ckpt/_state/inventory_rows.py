@@ -1,9 +1,8 @@
-"""Makes the rows of a state's inventory (csrc/state/inventory.h) for `describe`, and the memory source of each row."""
+"""Makes the inventory of a `State` (csrc/state/inventory.h), and the memory source of each of its rows."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from operator import le
 from typing import Any
 
@@ -17,82 +16,67 @@ from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
 from .chunk_rows import ShardChunk, packed_row
-from .local_state import LocalState
 from .shard_chunks import are_known, chunks_at, local_shape
+from .state import State
 
 
-@dataclass(frozen=True)
-class Items:
-    """All items of a state, without its values."""
+def add_inventory(state: State) -> None:
+    """Adds the inventory to a state, with the names and sources of its items, and the keys of values without items.
 
-    inventory: bytes
-    names: list[str]  #: the key of each item
-    sources: bytes
-    objects: list[int]  #: indices in the state of values that are no tensors
-    other: list[int]  #: indices of values without items
-    offered: bytes  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
-
-
-def make_items(state: LocalState) -> Items:
-    """Makes the items. Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
-    groups, keys = state.groups, state.keys
-    if len(groups.plain) + len(groups.objects) == len(keys):  # without Python code for each
-        packed = _C.inventory_of_tensors(keys, state.table, state.requires_grad, groups.objects, state.node)
+    Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
+    groups = state.groups
+    if len(groups.plain) + len(groups.objects) == len(groups.keys):  # without Python code for each
+        packed = _C.inventory_of_tensors(groups.keys, state.table, state.requires_grad, groups.objects, state.node)
         if packed is not None:
-            inventory, sources = packed
-            return Items(inventory, keys, sources, groups.objects, [], b"")
-    return _Making(state).made()
+            state.inventory, state.sources = packed
+            state.names = groups.keys
+            return
+    _Making(state).finish()
 
 
 class _Making:
-    def __init__(self, state: LocalState) -> None:
-        self.state = state
-        self.other = list(state.groups.other)
+    def __init__(self, state: State) -> None:
+        self.state, self.groups = state, state.groups
+        self.other = list(self.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # {traits: rows}, because layers repeat
-        self.alone = bytearray(len(state.keys))  # 1 if no two ranks of the DTensor's mesh hold the same chunk, by index
+        self.alone = bytearray(len(self.groups.keys))  # 1 if no two ranks of the mesh hold the same chunk, by index
         # By index in the order of the keys: rows of the inventory, each with its row of the table of sources.
-        self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
+        self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in self.groups.keys]
         self._add_plain()
         self._add_dtensors()
         self._add_chunked()
         item = packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ()), _source(-1, _offsets(()))
-        for position in state.groups.objects:
+        for position in self.groups.objects:
             self.items[position] = [item]
 
-    def made(self) -> Items:
-        keys, items = self.state.keys, self.items
-        names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
+    def finish(self) -> None:
+        state, keys, items = self.state, self.groups.keys, self.items
+        state.names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
         rows = [row for of_key in items for row, _ in of_key]
-        sources = b"".join([source for of_key in items for _, source in of_key])
-        return Items(
-            _C.pack_inventory(names, rows, self.state.node),
-            names,
-            sources,
-            self.state.groups.objects,
-            sorted(self.other),
-            bytes([1 - alone for alone, of_key in zip(self.alone, items, strict=True) for _ in of_key])
-            if 1 in self.alone
-            else b"",
-        )
+        state.inventory = _C.pack_inventory(state.names, rows, state.node)
+        state.sources = b"".join([source for of_key in items for _, source in of_key])
+        if 1 in self.alone:
+            offered = zip(self.alone, items, strict=True)
+            state.offered = bytes([1 - alone for alone, of_key in offered for _ in of_key])
+        state.other = dict.fromkeys(keys[position] for position in sorted(self.other))
 
     def _add_plain(self) -> None:
-        state = self.state
-        plain = state.groups.plain
+        state, plain = self.state, self.groups.plain
         rows, sources = _C.rows_of_tensors(state.table, state.requires_grad[: len(plain)])
         for number, (position, row, source) in enumerate(zip(plain, rows, sources, strict=True)):
             if row is not None:
                 self.items[position] = [(row, source)]
                 continue
             if not state.tensors[number].is_nested:  # nested tensors have no shape
-                dtype_code(state.tensors[number].dtype, state.keys[position])  # raises
+                dtype_code(state.tensors[number].dtype, self.groups.keys[position])  # raises
             self.other.append(position)
 
     def _add_dtensors(self) -> None:
         state = self.state
-        first = len(state.groups.plain)
+        first = len(self.groups.plain)
         wrapper_types = set(filter(is_wrapper_type, set(state.local_types)))
-        for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
+        for index, (position, layout) in enumerate(zip(self.groups.dtensors, state.layouts, strict=True)):
             number = first + index
             tensor = state.tensors[number]
             requires_grad = bool(state.requires_grad[number])
@@ -105,7 +89,7 @@ class _Making:
             found = self.rows.get(traits)
             if found is None:
                 chunks = self._chunks(
-                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
+                    self.groups.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
                 )
                 placed = zip(layout.placements, mesh_shape, strict=True)
                 replicas = [size for of, size in placed if isinstance(of, Replicate)]
@@ -158,12 +142,12 @@ class _Making:
 
     def _add_chunked(self) -> None:
         state = self.state
-        number = len(state.groups.plain) + len(state.groups.dtensors)
-        for position, told in zip(state.groups.chunked, state.chunks, strict=True):
+        number = len(self.groups.plain) + len(self.groups.dtensors)
+        for position, told in zip(self.groups.chunked, state.chunks, strict=True):
             if told is None:
                 self.other.append(position)
                 continue
-            key, (shape, chunks) = state.keys[position], told
+            key, (shape, chunks) = self.groups.keys[position], told
             for kind, requires_grad, offset, size, uncut in chunks:
                 tensor = state.tensors[number]
                 if tuple(tensor.shape) != size:

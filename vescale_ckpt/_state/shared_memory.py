@@ -12,26 +12,26 @@ from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
 
 if TYPE_CHECKING:
-    from .describe import Description
+    from .state import State
 
 _Name = TypeVar("_Name", str, tuple[str, int])
 
 
-def shared_names(description: Description) -> dict[str, str]:
+def shared_names(state: State) -> dict[str, str]:
     """Returns {key: first key} of shared (tied) weights: keys whose tensor is the same memory as that of an earlier
     key. The first key is stored.
 
     Raises RuntimeError for tensors that share memory but differ in any trait.
     """
-    groups = description.for_engine.items_that_share_memory()
+    groups = state.for_engine.items_that_share_memory()
     if not groups:
         return {}
-    names = description.names
+    names = state.names
     involved = {names[item] for group in groups for item in group}
     traits: dict[str, list[Any]] = {name: [] for name in involved}
     for item, name in enumerate(names):
         if name in involved:
-            traits[name].append(_traits(description, item))
+            traits[name].append(_traits(state, item))
     shared: dict[str, str] = {}
     refused = []
     for group in groups:
@@ -46,26 +46,26 @@ def shared_names(description: Description) -> dict[str, str]:
     return shared
 
 
-def empty_duplicates(description: Description) -> set[str]:
+def empty_duplicates(state: State) -> set[str]:
     """Returns the keys of which this rank has only empty chunks, without the first key of each shape and dtype.
 
     An empty chunk has no memory that shows whether the tensor shares weights. If it does, other ranks do not store it
     under this key, so this rank must not store it, either. If it does not, other ranks hold all elements, and leaving
     out the empty chunk loses nothing.
     """
-    if all(tensor.numel() for tensor in description.tensors):
+    if all(tensor.numel() for tensor in state.tensors):
         return set()
     kinds: dict[str, tuple[Any, ...] | None] = {}
-    for name, (_, kind, dtype, _, _, shape, _, size) in zip(description.names, description.items, strict=True):
+    for name, (_, kind, dtype, _, _, shape, _, size) in zip(state.names, state.items, strict=True):
         is_empty = kind != OBJECT and 0 in size and 0 not in shape
         kinds[name] = (dtype, shape) if is_empty and kinds.get(name, ()) is not None else None
     first: dict[tuple[Any, ...], str] = {}
     return {name for name, kind in kinds.items() if kind is not None and first.setdefault(kind, name) != name}
 
 
-def _traits(description: Description, item: int) -> tuple[Any, ...]:
-    _, _, dtype, _, _, shape, offset, size = description.items[item]
-    tensor, local_offset = description.source(item)
+def _traits(state: State, item: int) -> tuple[Any, ...]:
+    _, _, dtype, _, _, shape, offset, size = state.items[item]
+    tensor, local_offset = state.source(item)
     memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return dtype, shape, offset, size, memory, local_offset
 

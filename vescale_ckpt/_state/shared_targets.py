@@ -18,27 +18,27 @@ from torch.distributed.tensor import DTensor
 from .._engine.tensor_checks import MOST_COMPARED, is_plain_tensor
 from .._engine.torch_private import local_tensors
 from ..errors import CheckpointError
-from .describe import Description
 from .shared_memory import sharing_memory
+from .state import State
 
 logger = logging.getLogger(__name__)
 
 
-def replaced_targets(description: Description, stored_alike: Callable[[str, str], bool]) -> set[str]:
+def replaced_targets(state: State, stored_alike: Callable[[str, str], bool]) -> set[str]:
     """Returns the keys that are not loaded, because the tensors of a later key are the same memory.
 
     Warns of each of them, unless it has the layout of the later key and `stored_alike` says that both are stored with
     equal bytes. Raises `CheckpointError` with both keys for targets that overlap in part.
     """
-    groups = description.for_engine.items_that_share_memory()
+    groups = state.for_engine.items_that_share_memory()
     if not groups:
         return set()
     left_out: set[str] = set()
     for group in groups:
         tensors: dict[str, dict[int, torch.Tensor]] = {}
         for item in group:
-            index = description.tensor_index(item)
-            tensors.setdefault(description.names[item], {})[index] = description.tensors[index]
+            index = state.tensor_index(item)
+            tensors.setdefault(state.names[item], {})[index] = state.tensors[index]
         left_out |= _replaced({name: list(found.values()) for name, found in tensors.items()}, stored_alike)
     return left_out
 
@@ -46,7 +46,7 @@ def replaced_targets(description: Description, stored_alike: Callable[[str, str]
 def replaced_in_state(
     state: Mapping[str, Any], loaded: Container[str], stored_alike: Callable[[str, str], bool]
 ) -> set[str]:
-    """Returns the same for a state without a description. `loaded`: the keys that are loaded."""
+    """Returns the same for a state that is not described. `loaded`: the keys that are loaded."""
     tensors: dict[tuple[str, int], torch.Tensor] = {}
     for key, value in state.items():
         if key in loaded:

@@ -81,7 +81,7 @@ def write_batches(layout: Layout, batches: Iterator[Batch], key_of: Callable[[in
 
 
 def _batches(options: SaveOptions, plan: LocalPlan, rows: Sequence[int]) -> Iterator[Batch]:
-    if plan.description.all_ready:
+    if plan.state.all_ready:
         on_host, on_devices, not_ready = rows, [], []
     else:
         ready = plan.ready_rows()
@@ -150,7 +150,7 @@ def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tens
         return {}
     found = {}
     for row in rows:
-        whole, _ = plan.description.source(plan.item(row))
+        whole, _ = plan.state.source(plan.item(row))
         if whole.device.type != accelerator.type or is_wrapper(whole):
             continue
         key, tensor = plan.key(row), plan.tensor(row)

@@ -13,7 +13,7 @@ from .._engine.options import direct_io_setting, engine_options
 from .._plan.global_plan import GlobalPlan
 from .._plan.local_plan import LocalPlan
 from .._ranks.steps import Steps
-from .._state.describe import Description
+from .._state.state import State
 from ..settings import DirectIO
 
 
@@ -75,7 +75,7 @@ class Layout(ABC):
     def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
         """What is saved of a state. `adds_files`: whether this rank is one that adds the layout's own files to it."""
 
-    def left_out(self, description: Description) -> Collection[str]:
+    def left_out(self, description: State) -> Collection[str]:
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
         return ()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
 from .._engine.options import threads_of, used_paths
-from .._engine.rows import LOCATION_ROW
 from .._observe.timeline import phase
 from .._plan.global_plan import GlobalPlan, Locations
 from .._ranks.shared_directory import separate_directories
@@ -55,7 +53,7 @@ class NativeLayout(Layout):
         self._needed = 0  # bytes, for the open file
         self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
-        self._placed: list[tuple[Sequence[int], array[int]]] = []  # rows; the places of each
+        self._locations = _C.LocationTable()
         self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
 
     def begin(self, is_coordinator: bool) -> None:
@@ -152,37 +150,18 @@ class NativeLayout(Layout):
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
         assert self._writer is not None
         with named_errors(key_of, self.options.path, self._needed):
-            self._note(rows, self._writer.write_tensors(table))
+            self._writer.write_tensors(table, self._locations, rows, self._first)
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
         assert self._writer is not None
         needed = self._needed + sum(map(len, records))
         with named_errors(keys.__getitem__, self.options.path, needed):
-            self._note(rows, self._writer.write_objects(records))
-
-    def _note(self, rows: Sequence[int], places: bytes) -> None:
-        placed = array("q", places)
-        if self._first:
-            placed[::LOCATION_ROW] = array("q", (self._first + file for file in placed[::LOCATION_ROW]))
-        self._placed.append((rows, placed))
+            self._writer.write_objects(records, self._locations, rows, self._first)
 
     def located(self) -> Locations:
-        """Where all rows that were written lie."""
-        table = array("q", bytes(8 * LOCATION_ROW * sum(len(rows) for rows, _ in self._placed)))
-        for rows, placed in self._placed:
-            if isinstance(rows, range) and rows.step == 1:
-                table[rows.start * LOCATION_ROW : rows.stop * LOCATION_ROW] = placed
-            else:
-                for index, row in enumerate(rows):
-                    place = placed[index * LOCATION_ROW : (index + 1) * LOCATION_ROW]
-                    table[row * LOCATION_ROW : (row + 1) * LOCATION_ROW] = place
-        if len(self._names) < 2:
-            return Locations(table.tobytes(), self._names)
-        used = sorted(set(table[::LOCATION_ROW]))
-        if len(used) < len(self._names):  # one large tensor leaves nothing for other files
-            numbers = {file: number for number, file in enumerate(used)}
-            table[::LOCATION_ROW] = array("q", map(numbers.__getitem__, table[::LOCATION_ROW]))
-        return Locations(table.tobytes(), [self._names[file] for file in used])
+        """Where all rows that were written lie. Of several files some may hold none: one tensor had it all."""
+        table, used = self._locations.in_used_files()
+        return Locations(table, [self._names[file] for file in used])
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""

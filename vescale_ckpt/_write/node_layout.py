@@ -40,7 +40,7 @@ class NodeLayout(NativeLayout):
         self._planned = b""  # what this rank writes; equal on ranks that write the same
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
-        _, *what_it_holds = _C.inventory_parts(plan.description.inventory)  # the head has the node's number
+        _, *what_it_holds = _C.inventory_parts(plan.state.inventory)  # the head has the node's number
         self._planned = pack(*what_it_holds, plan.table)
 
     def message(self) -> bytes:

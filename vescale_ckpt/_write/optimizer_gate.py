@@ -79,24 +79,24 @@ class GatedCopy:
         for place, tensor, address in own:
             if place in places:
                 by_address.setdefault(address, []).append(tensor)
-        description = plan.description
-        storages = _places(description.tensors)
-        counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
+        state = plan.state
+        storages = _places(state.tensors)
+        counted = map(operator.not_, map(torch.Tensor.is_inference, state.tensors))
         guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
         if own and guarded and not any(guarded):
             logger.warning("gate: no tensor of the state belongs to the optimizers: all is copied before save returns")
         rows, names, watched, key_of_storage = [], list[str](), dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
             item = plan.item(row)
-            index = description.tensor_index(item)
+            index = state.tensor_index(item)
             if not guarded[index]:
                 continue
             rows.append(row)
             if index not in watched:
-                tensor, key = description.tensors[index], description.names[item]
+                tensor, key = state.tensors[index], state.names[item]
                 watched[index] = [tensor, *by_address.pop(tensor.data_ptr(), [])]
-                if index in description.wrappers:
-                    watched[index].append(description.wrappers[index])
+                if index in state.wrappers:
+                    watched[index].append(state.wrappers[index])
                 names += [key] * len(watched[index])
                 key_of_storage.setdefault(storages[index], key)
         others = [

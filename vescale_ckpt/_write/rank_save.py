@@ -41,7 +41,7 @@ class RankSave:
         with self.writing(), phase("write"):
             if not plan:
                 return self.finish(0, 0)
-            if plan.description.all_ready:
+            if plan.state.all_ready:
                 table = plan.write_table()
                 layout.open(_C.body_bytes(table))
                 layout.write_table(table, plan.key, tensors)

@@ -30,8 +30,8 @@ from .._ranks.node import memory_domain
 from .._ranks.shared_directory import separate_directories
 from .._ranks.steps import Steps
 from .._routes.routed_write import RoutedWrite, plan_writes, routes_from
-from .._state.describe import Description
 from .._state.shared_memory import empty_duplicates, shared_names
+from .._state.state import State
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import checked_bytes
@@ -130,7 +130,7 @@ class SafetensorsLayout(Layout):
             raise ValueError(f"names that the state has twice, in itself and under '': {', '.join(both[:10])}")
         return {**others, **inner}
 
-    def left_out(self, description: Description) -> Collection[str]:
+    def left_out(self, description: State) -> Collection[str]:
         """Of tensors in the same memory the first is stored."""
         refuse_wrappers(description)
         self._tied = shared_names(description)
@@ -150,8 +150,7 @@ class SafetensorsLayout(Layout):
             steps.raise_together("make files")
         count, token, locations, self._routes = unpack(answer)
         boxes, self._own_boxes = (
-            _C.export_boxes(plan.description.inventory, plan.table, locations, with_brought)
-            for with_brought in (True, False)
+            _C.export_boxes(plan.state.inventory, plan.table, locations, with_brought) for with_brought in (True, False)
         )
         self.write_to(int(count), token.decode(), boxes)
 
@@ -301,7 +300,7 @@ def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
     return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
 
 
-def refuse_wrappers(description: Description) -> None:
+def refuse_wrappers(description: State) -> None:
     """Raises `CheckpointError` with the key of a wrapper subclass, of which no safetensors file can hold the inner
     tensors."""
     if not any_wrapper(description.tensors):

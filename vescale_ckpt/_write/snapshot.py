@@ -52,7 +52,7 @@ class StagedPlan:
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
-        self._rows, self._names = words(plan.table), plan.description.names  # a plan holds the state, which may go
+        self._rows, self._names = words(plan.table), plan.state.names  # a plan holds the state, which may go
         self._tensors, self._body_bytes = plan.tensors, plan.body_bytes()
         self._objects = {key: objects.dump(value, key) for key, value in plan.objects().items()}
         self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and what holds them
@@ -142,7 +142,7 @@ class StagedPlan:
 
     def _copy_all(self, plan: LocalPlan) -> None:
         where_they_are: Sequence[int] = self._tensors
-        if NOT_READY in plan.description.ready:
+        if NOT_READY in plan.state.ready:
             ready = plan.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
             not_ready = [row for row, flag in enumerate(ready) if flag == NOT_READY]
@@ -253,4 +253,4 @@ class StagedPlan:
 
 def _table_of(plan: LocalPlan, rows: Sequence[int]) -> tuple[bytes, bytes]:
     """The engine's table of rows where they are, and their devices; empty if all are in host memory."""
-    return (plan.write_table(rows), b"") if plan.description.all_ready else plan.copy_table(rows)
+    return (plan.write_table(rows), b"") if plan.state.all_ready else plan.copy_table(rows)
