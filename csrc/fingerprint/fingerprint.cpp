@@ -5,7 +5,9 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/error.h"
 #include "base/workers.h"
+#include "format/torch_record.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -156,6 +158,42 @@ std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
   std::vector<Value> values(chunks.size());
   for (size_t i = 0; i < parts.size(); ++i) values[parts[i].chunk] = sum(values[parts[i].chunk], of_parts[i]);
   return values;
+}
+
+ItemValues of_items(const state::StateTables& state, unsigned threads) {
+  ItemValues result{std::vector<Value>(state.inventory.size()), {}};
+  std::vector<Chunk> chunks;
+  std::vector<uint32_t> items;
+  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
+    const state::Item item = state.inventory[number];
+    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
+    const std::span<const int64_t> source = state.sources[number];
+    const auto index = static_cast<size_t>(source[0]);
+    const state::LocalTensor tensor = state.tensors[index];
+    if (static_cast<uint8_t>(state.ready[index]) != state::kOnHost) {
+      result.rest.push_back(number);
+      continue;
+    }
+    const uint32_t item_bytes = format::dtypes()[item.dtype].item_bytes;
+    const std::span<const int64_t> place = source.subspan(2);
+    if (place.size() != tensor.strides.size() || item.size.size() != place.size() || tensor.dtype != item.dtype) {
+      throw Error::invalid("an item does not fit its tensor");
+    }
+    int64_t first = 0;
+    for (size_t dim = 0; dim < place.size(); ++dim) {
+      if (place[dim] < 0 || item.size[dim] > tensor.shape[dim] - place[dim]) {
+        throw Error::invalid("an item leaves its tensor");
+      }
+      first += place[dim] * tensor.strides[dim];
+    }
+    const int64_t address = tensor.address + first * item_bytes;
+    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, tensor.strides),
+                      reinterpret_cast<const std::byte*>(address)});  // NOLINT(performance-no-int-to-ptr)
+    items.push_back(number);
+  }
+  const std::vector<Value> found = of_chunks(chunks, threads);
+  for (size_t i = 0; i < items.size(); ++i) result.values[items[i]] = found[i];
+  return result;
 }
 
 namespace detail {

@@ -18,6 +18,7 @@
 
 #include "fingerprint/field.h"
 #include "io/box.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::fingerprint {
 
@@ -34,6 +35,14 @@ struct Chunk {
 
 // Returns the fingerprint of each chunk.
 std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads);
+
+// Returns the fingerprint of each item of a state. `rest`: the items whose memory the engine may not read, which have
+// 0. Objects have 0, too.
+struct ItemValues {
+  std::vector<Value> values;
+  std::vector<uint32_t> rest;
+};
+ItemValues of_items(const state::StateTables& state, unsigned threads);
 
 namespace detail {  // each implementation alone, for tests
 // Returns the fingerprint of whole words, at most kBlockWords.
