@@ -1,7 +1,7 @@
 """The candidates: every way of saving and loading a state that can be compared, in one registry.
 
-Each saves to durability (the harness itself syncs the directory and its parent) and loads in place, into tensors that
-exist. Each is at its best settings, and is kept over all rounds as a training job would keep it.
+Each loads in place, into tensors that exist; the harness syncs what a candidate has not. Each is at its best settings,
+and is kept over all rounds as a training job would keep it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
-from benchmarks.harness import saves_and_loads
+from benchmarks.first_loads import load_fastsafetensors
+from benchmarks.harness import page_cache, saves_and_loads
 from benchmarks.harness.by_turns import CEILING
 from benchmarks.harness.random_states import State
-from benchmarks.harness.saves_and_loads import Candidate, bytes_of, sync
+from benchmarks.harness.saves_and_loads import Candidate, bytes_of
 
 
 def memcpy() -> Candidate:
@@ -68,7 +71,6 @@ def torch_save() -> Candidate:
 
     def save(state: State, directory: Path) -> None:
         torch.save(state, directory / "state.pt")
-        sync(directory / "state.pt")
 
     def load(into: State, directory: Path) -> None:
         _copy(torch.load(directory / "state.pt", weights_only=True), into)
@@ -77,38 +79,40 @@ def torch_save() -> Candidate:
 
 
 def plain_numpy() -> Candidate:
-    """`tofile` and `readinto`, tensor after tensor, in one file without any description of it."""
+    """`np.save` and `np.load` of the bytes of each tensor, one after another, in one file without names."""
 
     def save(state: State, directory: Path) -> None:
-        with open(directory / "state.bin", "wb", buffering=0) as file:
-            for tensor in state.values():
-                _memory_of(tensor).tofile(file)
-            os.fsync(file.fileno())
+        with open(directory / "state.npy", "wb") as file:
+            for tensor in state.values():  # numpy has no bfloat16
+                np.save(file, tensor.view(-1).view(torch.uint8).cpu().numpy())
 
     def load(into: State, directory: Path) -> None:
-        with open(directory / "state.bin", "rb", buffering=0) as file:
-            for name, tensor in into.items():
-                rest = _memory_of(tensor)
-                while rest.size:
-                    read = file.readinto(rest.data)
-                    if not read:
-                        raise EOFError(f"state.bin ends within {name}")
-                    rest = rest[read:]
+        with open(directory / "state.npy", "rb") as file:
+            for tensor in into.values():
+                tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(np.load(file)))
 
     return Candidate(save, load)
 
 
 def library_safetensors() -> Candidate:
-    """The safetensors library, with the sync that it leaves out."""
+    """The safetensors library."""
 
     def save(state: State, directory: Path) -> None:
         safetensors.torch.save_file(state, directory / "state.safetensors")
-        sync(directory / "state.safetensors")
 
     def load(into: State, directory: Path) -> None:
         _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
 
     return Candidate(save, load)
+
+
+def fastsafetensors() -> Candidate:
+    """The saver of fastsafetensors, which writes 16 files from 8 threads, and its reader without direct storage."""
+    saver = import_module("fastsafetensors").ParallelSaver()
+    return Candidate(
+        lambda state, folder: saver.save(state, str(folder / "state")),
+        lambda into, folder: _copy(load_fastsafetensors(*sorted(map(str, page_cache.files_under(folder)))), into),
+    )
 
 
 def our_safetensors() -> Candidate:
@@ -118,7 +122,8 @@ def our_safetensors() -> Candidate:
         vescale_ckpt.safetensors.save_file(state, directory / "state.safetensors")
 
     def load(into: State, directory: Path) -> None:
-        into.update(vescale_ckpt.safetensors.load_file(directory / "state.safetensors"))
+        device = next(iter(into.values())).device
+        into.update(vescale_ckpt.safetensors.load_file(directory / "state.safetensors", device))
 
     return Candidate(save, load, in_place=False)
 
@@ -139,19 +144,18 @@ REGISTRY: dict[str, Entry] = {
     "vescale-nochecksum": Entry("ours, saves without checksums", lambda _: plug_points(checksums=False)),
     "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: saves_and_loads.stock(1)),
     "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: saves_and_loads.stock(4)),
-    "torch": Entry("torch.save + fsync, torch.load", lambda _: torch_save()),
-    "numpy": Entry("plain writes and reads: tofile + fsync, readinto", lambda _: plain_numpy()),
-    "safetensors": Entry("save_file + fsync, load_file", lambda _: library_safetensors()),
+    "torch": Entry("torch.save, torch.load", lambda _: torch_save()),
+    "numpy": Entry("np.save, np.load", lambda _: plain_numpy()),
+    "safetensors": Entry("the library's save_file, load_file", lambda _: library_safetensors()),
+    "fastsafetensors": Entry("its ParallelSaver, fastsafe_open", lambda _: fastsafetensors()),
     "vescale-safetensors": Entry("our safetensors functions, into new tensors", lambda _: our_safetensors()),
+    "vescale-export": Entry('our save(format="safetensors"), load', lambda _: saves_and_loads.ours("safetensors")),
 }
+#: Ways to files that others read, of those that are installed.
+FILES = (CEILING, "torch", "numpy", "safetensors", "fastsafetensors", "vescale-safetensors", "vescale-export")
+FILES = tuple(name for name in FILES if name != "fastsafetensors" or find_spec(name) is not None)
 
 
 def _copy(loaded: State, into: State) -> None:
     for name, tensor in into.items():
         tensor.copy_(loaded[name])
-
-
-def _memory_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous tensor (numpy has no bfloat16)."""
-    array: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
-    return array

@@ -24,7 +24,8 @@ from benchmarks.command import Alternate
 from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
 from benchmarks.harness.raw_file import RawFile
-from benchmarks.harness.saves_and_loads import WrongContentsError, sync
+from benchmarks.harness.room import WrongContentsError
+from benchmarks.harness.saves_and_loads import sync
 from benchmarks.harness.usage import measure, settle
 
 

@@ -26,7 +26,7 @@ from benchmarks import command, states
 from benchmarks.command import Alternate
 from benchmarks.harness import random_states
 from benchmarks.harness.by_turns import STOCK, Sample, Steps
-from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.room import WrongContentsError
 from benchmarks.harness.usage import measure, settle
 from benchmarks.ranks import Rank, Ranks, Timed, distributed, ranks_on, timed, together
 

@@ -28,7 +28,7 @@ from benchmarks import command
 from benchmarks.command import Alternate
 from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import STOCK, Sample, Steps
-from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.room import WrongContentsError
 from benchmarks.harness.usage import Usage, settle
 from vescale_ckpt import safetensors
 
@@ -37,8 +37,8 @@ _BOUND = 300.0  # seconds for one process
 _TENSOR_BYTES = {"large": 16 << 20, "small": 64 << 10}
 
 
-def _fastsafetensors(path: str) -> Tensors:
-    with import_module("fastsafetensors").fastsafe_open(filenames=[path], nogds=True, device="cpu") as file:
+def load_fastsafetensors(*paths: str) -> Tensors:
+    with import_module("fastsafetensors").fastsafe_open(filenames=[*paths], nogds=True, device="cpu") as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
@@ -54,7 +54,7 @@ WAYS: dict[str, tuple[str, Callable[[str], Tensors]]] = {
     "vescale": ("vescale_ckpt", safetensors.load_file),
     "not verified": ("vescale_ckpt", partial(safetensors.load_file, verify=False)),
     STOCK: ("safetensors", library.load_file),
-    "fastsafetensors": ("fastsafetensors", _fastsafetensors),
+    "fastsafetensors": ("fastsafetensors", load_fastsafetensors),
     "runai": ("runai_model_streamer", _runai),
 }
 

@@ -13,7 +13,7 @@ import torch
 import vescale_ckpt
 from benchmarks.harness import page_cache, random_states
 from benchmarks.harness.by_turns import Row, Steps
-from benchmarks.harness.random_states import Shapes, State
+from benchmarks.harness.random_states import Shapes
 from benchmarks.harness.room import working_folder
 from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads, ours
 from benchmarks.harness.usage import synchronize
@@ -30,69 +30,29 @@ def shapes_of(size: int) -> Shapes:
     return {f"layer.{number}": (side, side) for number in range(max(1, size // (2 * side * side)))}
 
 
-def _begin(
-    folder: str, state: State, gate: torch.optim.Optimizer | None = None
-) -> tuple[float, vescale_ckpt.SaveHandle]:
-    """Seconds that an asynchronous save stops training for, and the save."""
-    synchronize()
-    started = time.perf_counter()
-    handle = vescale_ckpt.save(folder, state, async_checkpoint=True, gate=gate)
-    return time.perf_counter() - started, handle
-
-
-def first(device: str, directory: str, rounds: int, size: int, peak: float | None) -> None:
-    """The first save of this process and the steady ones, each begun when the one before is durable; `peak`: of the
-    bus, bytes a second."""
+def stalls(device: str, directory: str, rounds: int, size: int, peak: float | None, gated: bool = False) -> None:
+    """What the first asynchronous save of this process and the steady ones stop training for, each begun when the one
+    before is durable. `peak`: of the bus, bytes a second. `gated`: behind a gate, of the steady ones alone."""
     state = random_states.build(shapes_of(size), device)
     state_bytes = random_states.bytes_in(shapes_of(size))
+    gate = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()]) if gated else None
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for _ in range(rounds + 1):
-            stall, handle = _begin(folder, state)
+            synchronize()
+            started = time.perf_counter()
+            handle = vescale_ckpt.save(folder, state, async_checkpoint=True, gate=gate)
+            seconds.append(time.perf_counter() - started)
             handle.result()
-            seconds.append(stall)
             if len(seconds) == 1:
                 continue
             began, steady = seconds[0], statistics.median(seconds[1:])
+            if gated:
+                record(gate_stall_ms=steady * 1e3)
+                continue
             record(first_stall_ms=began * 1e3, steady_stall_ms=steady * 1e3, first_save_of_steady=began / steady)
             if peak is not None:
                 record(stall_of_peak_time=steady * peak / state_bytes, state_gib=state_bytes / GiB)
-
-
-def gated(device: str, directory: str, rounds: int, size: int) -> None:
-    """The stall behind a gate, and launches of a small kernel while the copy goes on, against launches without it."""
-    state = random_states.build(shapes_of(size), device)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
-    small = torch.zeros(64, device=device)
-    synchronize()
-    usual = percentile([launch(small) for _ in range(20_000)], 0.99)
-    seconds, beside = [], []
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        for number in range(rounds + 1):
-            stall, handle = _begin(folder, state, optimizer)
-            launches = [launch(small)]
-            while not handle.staged.done():
-                launches.append(launch(small))
-            handle.result()
-            if number == 0:  # it takes memory
-                worst = percentile(launches, 0.99)
-                record(gate_launch_p99_cold_ratio=worst / usual, gate_launches_cold=len(launches))
-                record(gate_launch_most_cold_ms=max(launches) * 1e3)
-                continue
-            seconds.append(stall)
-            beside += launches
-            record(gate_stall_ms=statistics.median(seconds) * 1e3, gate_launches=len(beside))
-            record(gate_launch_p99_ratio=percentile(beside, 0.99) / usual)
-
-
-def launch(small: torch.Tensor) -> float:
-    started = time.perf_counter()
-    small.add_(1)
-    return time.perf_counter() - started
-
-
-def percentile(values: list[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * part))]
 
 
 def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_device: float | None) -> None:

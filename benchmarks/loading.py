@@ -32,8 +32,7 @@ from benchmarks.harness import page_cache, random_states
 from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps
 from benchmarks.harness.random_states import Shapes, State, bytes_in
 from benchmarks.harness.raw_file import RawFile
-from benchmarks.harness.room import check_room
-from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.room import WrongContentsError, check_room
 from benchmarks.harness.usage import settle
 from benchmarks.ranks import Rank, Ranks, Timed, distributed, ranks_on, timed, together
 from benchmarks.storage import MB, StorageLimit, UnavailableError, storage_limit

@@ -108,12 +108,9 @@ def _middle_and_most(what: str, of_ranks: Sequence[int]) -> str:
 # --- The first saves and loads of a job
 
 
-_OfRank = tuple[dict[str, list[Timed]], int, int]  # by step; descriptors and threads at the end, beyond those at first
-
-
-def _job(rank: Rank, name: str, items: int, folder: str) -> _OfRank:
+def _job(rank: Rank, name: str, items: int, folder: str) -> dict[str, list[Timed]]:
+    """Returns what each save and load took, by step."""
     state = {f"w{rank.rank}.{number}": torch.full((16, 16), float(number)) for number in range(items)}
-    begun = _descriptors(), _threads()
 
     def save(number: int) -> object:
         path = f"{folder}/{number}"
@@ -129,26 +126,20 @@ def _job(rank: Rank, name: str, items: int, folder: str) -> _OfRank:
         for step, operation in (("save", save), ("load", load)):
             of_step = steps.setdefault(step if number else f"first {step}", [])
             of_step.append(timed(rank.barrier.wait, partial(operation, number)))
-    return steps, _descriptors() - begun[0], _threads() - begun[1]
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return steps
 
 
 def _turn(size: int, name: str, items: int, directory: Path) -> Steps:
     folder = directory / name
     folder.mkdir()
     with ranks_on(size) as ranks:
-        of_ranks: list[_OfRank] = ranks.call(_job, name, items, str(folder))
+        steps: list[dict[str, list[Timed]]] = ranks.call(_job, name, items, str(folder))
     shutil.rmtree(folder)
-    steps, descriptors, threads = zip(*of_ranks, strict=True)
     found: dict[str, Usage] = {}
     for step, of_step in steps[0].items():
         times = [together([of_rank[step][number] for of_rank in steps]) for number in range(len(of_step))]
         found[step] = Usage(statistics.median(usage.seconds for usage in times))
-    held = f"{_middle_and_most('descriptors', descriptors)}, {_middle_and_most('threads', threads)}"
-    return {**found, "load": replace(found["load"], path=f"more at the end: {held}")}
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import CEILING, Sample, Steps
 from benchmarks.harness.room import BenchmarkError, check_room
 from benchmarks.ranks import Timed, timed, together
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, Tier
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -58,9 +58,13 @@ class Worker:
             for number, part in enumerate(self._parts)
         }
         self._saved = [part.clone() for part in self._parts]
-        options: dict[str, Any] = {"max_to_keep": 1, "durable_interval_steps": _NEVER, "timeout": _PATIENCE}
+        options: dict[str, Any] = {"max_to_keep": 1, "timeout": _PATIENCE}
         self._managers = {
-            copies: CheckpointManager(f"{durable}/{copies}", local=f"{own}/{copies}", copies=copies, **options)
+            copies: CheckpointManager(
+                f"{durable}/{copies}",
+                tier=Tier(f"{own}/{copies}", copies=copies, durable_interval_steps=_NEVER),
+                **options,
+            )
             for copies in (0, 1)
         }
         self._raw = Path(own, f"raw{rank}")
@@ -126,9 +130,7 @@ class Worker:
 
     @property
     def _copies(self) -> Any:
-        work = self._managers[1]._node_work
-        assert work is not None
-        return work.copies
+        return self._managers[1]._folders.copies  # type: ignore[attr-defined]
 
     def _wait_for_copies(self) -> None:
         deadline = time.monotonic() + _PATIENCE

@@ -30,7 +30,7 @@ from benchmarks import command
 from benchmarks.command import Alternate
 from benchmarks.harness import page_cache
 from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, Turn
-from benchmarks.harness.saves_and_loads import WrongContentsError
+from benchmarks.harness.room import WrongContentsError
 from benchmarks.harness.usage import measure, settle
 
 State = dict[str, torch.Tensor]

@@ -3,7 +3,7 @@
     python examples/lose_a_machine.py [--dir DIR]
 
 Each "machine" is a `torchrun` in a mount namespace of its own (`unshare`, without privileges on most systems): all
-have a folder under one path, and see no other's. Checkpoints go there (`local=`), and each machine's files to one
+have a folder under one path, and see no other's. Checkpoints go there (`Tier(local=)`), and each machine's files to one
 other (`copies=1`). The durable place gets a step only every 1,000, so it is empty when the machine is lost. On real
 machines the training below is the same; there `local` is a disk of each, `/nvme/run` say.
 """
@@ -45,8 +45,9 @@ def train(local: str, durable: str, steps: int) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
-    options = {"copies": 1, "save_interval_steps": SAVE_EVERY, "durable_interval_steps": 1000, "max_to_keep": 2}
-    with vescale_ckpt.CheckpointManager(durable, local=local, timeout=30, **options) as manager:
+    tier = vescale_ckpt.Tier(local, copies=1, durable_interval_steps=1000)
+    options = {"save_interval_steps": SAVE_EVERY, "max_to_keep": 2, "timeout": 30}
+    with vescale_ckpt.CheckpointManager(durable, tier=tier, **options) as manager:
         if manager.latest() is not None:
             manager.restore(state)
             if dist.get_rank() == 0:

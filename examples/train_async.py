@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, Schedule
 
 
 def say(text: str) -> None:
@@ -40,7 +40,8 @@ def train(directory: str, steps: int, gated: bool) -> int:
     model = DistributedDataParallel(network) if dist.is_initialized() else network
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
-    with CheckpointManager(directory, max_to_keep=2, save_interval_steps=20, save_on_signal=signal.SIGTERM) as manager:
+    schedule = Schedule(steps=20, signal=signal.SIGTERM)
+    with CheckpointManager(directory, max_to_keep=2, schedule=schedule) as manager:
         if manager.latest() is not None:
             say(f"resumed from step {manager.restore(state)}")
         start = state["step"]

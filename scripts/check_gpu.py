@@ -65,7 +65,7 @@ STEPS = (
     Step("tests", "the tests marked gpu", 150, PYTEST, TWO_ON_ONE),
     table("copies", "copies to the host of many and of strided tensors, of the bus's peak", 120),
     table("first", "the first asynchronous save of a process and steady ones", 30),
-    table("gated", "saves behind a gate, launches beside them", 30),
+    table("gated", "asynchronous saves behind a gate", 30),
     table("both-ways", "synchronous saves and loads, of the speed in host memory", 40),
     table("stock", "beside stock DCP", 75, "--gib=1"),
     Step("train", "FSDP2: train, save, kill, resume, losses bit for bit", 60, ("-m", "benchmarks.gpu_train")),

@@ -15,16 +15,16 @@ HEAD = """# Commands
 
 <!-- Written by scripts/write_commands_page.py from vescale_ckpt/cli/commands.py. -->
 
-`vescale-ckpt` (or `python -m vescale_ckpt`) looks into checkpoints, checks, converts and tidies them. It needs no GPU
-and no ranks. The extra `cli` ([install](install.md)) adds completion for shells: `vescale-ckpt --install-completion`
-prints the line for your `~/.bashrc` or `~/.zshrc`.
+`vescale-ckpt` (or `python -m vescale_ckpt`) inspects, verifies, compares, converts, copies and cleans up checkpoints.
+It is part of the [installation](install.md), and needs no GPU and no ranks. The extra `cli` adds shell completion:
+`vescale-ckpt --install-completion` prints the line for your `~/.bashrc` or `~/.zshrc`.
 
-Exit status: **0** fine; **1** damage, or a difference; **2** wrong usage, or nothing that can be read; **3** nothing
-that can be verified, or values that were not compared. Every command takes `--json` and then prints one document. Its
+Exit status: **0** success; **1** damage, or a difference; **2** wrong usage, or nothing that can be read; **3** nothing
+that can be verified, or values that were not compared. Every command accepts `--json` and then prints one document. Its
 field `schema` names the command and a version, as in `"vescale_ckpt/inspect/1"`. The other fields are listed below. NaN
-and infinite numbers are texts there. A later version may add fields; if one changes its meaning, the number rises.
+and infinite numbers are strings. A later version may add fields; if the meaning of a field changes, the number rises.
 
-No command runs code of a checkpoint. Names that come from a checkpoint are printed with control characters escaped.
+No command runs code of a checkpoint. Names from a checkpoint are printed with control characters escaped.
 """
 
 
@@ -36,7 +36,7 @@ def page() -> str:
             lines += [command.description, ""]
         lines += ["```sh", *command.examples, "```", ""]
         lines += ["| | |", "|---|---|"]
-        for name, how in command.arguments:
+        for name, how in command.all_arguments:
             name = f"{name} {how.get('metavar', '')}".rstrip() if name.startswith("-") else how["metavar"]
             text = how["help"].replace("|", "\\|").replace("*", "\\*")
             lines.append(f"| `{name}` | {text} |")

@@ -15,43 +15,44 @@ HEAD = """# Settings
 
 <!-- Written by scripts/write_settings_page.py from vescale_ckpt/settings.py. -->
 
-Settings are environment variables. They are read when a save or load begins. An argument of the call takes precedence.
-All variables are checked then, on all ranks: if one is wrong on any rank, needed or not, every rank raises. For a
-variable with this prefix that is no setting, a warning names the most similar setting.
+Settings are environment variables that are read when a save or load begins. Arguments of the call take precedence. No
+setting is needed to start: see the [quick start](quickstart.md). All variables are checked at that time, on all ranks:
+if one is invalid on any rank, even if it is not used, every rank raises. For a variable with this prefix that is not a
+setting, a warning names the most similar setting.
 
 """
 
 TAIL = """## On one machine
 
-`VESCALE_CKPT_NODE`, a whole number, says which machine a process is on. Without it, processes under the same boot of a
-kernel count as one machine.
+`VESCALE_CKPT_NODE`, a whole number, identifies the machine of a process. By default, processes with the same kernel
+boot ID count as one machine.
 
 ## At build time
 
-`CXX` chooses the compiler, `VESCALE_CKPT_NO_NVCC=1` leaves out the CUDA kernels, `VESCALE_CKPT_WERROR=1`
-turns warnings into errors.
+`CXX` selects the compiler, `VESCALE_CKPT_NO_NVCC=1` omits the CUDA kernels, `VESCALE_CKPT_WERROR=1` turns warnings into
+errors.
 """
 
-MOST_BYTES = 1 << 40  # larger limits are none
+MOST_BYTES = 1 << 40  # larger limits count as unlimited
 
-#: What the page says of a setting beyond its line in the table of the code.
+#: Text of the page in addition to `Setting.help`.
 MORE = {
     "threads": "Argument: `thread_count=`.",
-    "memory_bytes": "In each process: slots of 8 MiB may take as much, and keep it between saves; tensors under way in "
-    "a conversion may take as much beside them; reading for other ranks (`broadcast_checkpoint=`) may take half of it, "
-    "and gives it back after the load. Snapshots have a limit of their own.",
-    "direct_io": "`on`: fail where files cannot bypass it; `off`: never try. Argument: `direct_io=`.",
-    "snapshot_bytes": "Free is what is free at the first one (the control group's limit counts), divided by "
-    "`LOCAL_WORLD_SIZE`. Tensors that exceed it are written before the save returns.",
-    "copy_batches": "Otherwise up to 512 travel in one call of `cudaMemcpyBatchAsync`, where the driver is that of "
-    "CUDA 12.8 or later and all host memory could be page-locked. Set it to 0 if saves or loads hang or crash in it.",
-    "exit_timeout": "These are asynchronous saves.",
-    "alone": "Without it that is an error where `WORLD_SIZE` is above 1. Each process then needs its own directory.",
-    "log": "The lines name the rank. At `info` each save and load prints one line at its beginning and one at its end.",
-    "progress": "A line that is updated on a terminal, else a line every 10 seconds.",
-    "trace": "[How to](howto/slow-save.md).",
-    "report_seconds": "The line says where the rank is; where ranks wait for others, the lowest that waits names them.",
-    "timeout": "In each step of a save or load; then all raise `CheckpointTimeoutError`.",
+    "memory_bytes": "In each process, the slots (transfer buffers of 8 MiB) may take this much, and keep it between "
+    "saves; tensors in transit in a conversion may take as much in addition; reading for other ranks "
+    "(`broadcast_checkpoint=`) may take half of it, and releases it after the load. Snapshots have their own limit.",
+    "direct_io": "`on`: raise if files cannot bypass it; `off`: never try. Argument: `direct_io=`.",
+    "snapshot_bytes": "A snapshot is the copy in host memory that an asynchronous save writes from. The free memory is "
+    "determined at the first snapshot, within the limits of the control group, and divided by `LOCAL_WORLD_SIZE`. "
+    "Tensors that exceed the limit are written before the save returns.",
+    "copy_batches": "1: up to 512 copies per call of `cudaMemcpyBatchAsync`, if the driver supports CUDA 12.8 or later "
+    "and all host memory could be page-locked. Set it to 0 if saves or loads hang or crash in that call.",
+    "alone": "By default, that is an error if `WORLD_SIZE` is above 1. Each process then needs its own directory.",
+    "log": "Each line names the rank. At `info`, each save and load prints a line when it begins and when it ends.",
+    "progress": "On a terminal, a line that is updated; otherwise a line every 10 seconds.",
+    "trace": "[How to use it](howto/slow-save.md).",
+    "report_seconds": "The line names the rank's step; if ranks wait for others, the lowest waiting rank names these.",
+    "timeout": "After that, all ranks raise `CheckpointTimeoutError`. Argument: `timeout=`.",
 }
 
 

@@ -31,6 +31,9 @@ _NAMES = {
     "_convert.transfer": ("CopyReport",),
     "errors": tuple(errors.__all__),
     "manager.manager": ("CheckpointManager",),
+    "manager.retention": ("Retention",),
+    "manager.schedule": ("Schedule",),
+    "manager.tier": ("Tier",),
     "reports": ("CheckpointInfo", "JobStats", "LoadReport", "LoadStats", "SaveStats", "VerifyReport"),
     "metrics": ("metrics",),  # the module itself
     "safetensors": ("safetensors",),  # the module itself

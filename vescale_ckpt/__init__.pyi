@@ -65,6 +65,9 @@ from .errors import (
     UntrustedCheckpointError as UntrustedCheckpointError,
 )
 from .manager.manager import CheckpointManager as CheckpointManager
+from .manager.retention import Retention as Retention
+from .manager.schedule import Schedule as Schedule
+from .manager.tier import Tier as Tier
 from .reports import CheckpointInfo as CheckpointInfo
 from .reports import JobStats as JobStats
 from .reports import LoadReport as LoadReport

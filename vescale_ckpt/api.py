@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints for all ranks of a group, by this package's own exchanges instead of DCP's."""
+"""Collective saves and loads of checkpoints, over this package's own exchanges instead of DCP's collectives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from . import settings
 from ._checkpoint.record_reader import ReadOptions
+from ._checkpoint.stacking import Stack, checked_rules
 from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
@@ -20,7 +21,6 @@ from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
-from ._state.stacking import Stack, checked_rules
 from ._storage.open_storage import checkpoint_path, storage_at
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
@@ -30,7 +30,7 @@ from ._write.store_layout import StoreLayout
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
 
-# One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
+# One planner per process group. A planner compares its cached plan with the state before it reuses the plan.
 _planners = PerGroup(Planner)
 
 
@@ -47,40 +47,46 @@ def save(
     on_busy: OnBusy = "wait",
     extra_files: Mapping[str, bytes] | None = None,
 ) -> SaveHandle:
-    """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
+    """Saves `state` as a checkpoint in the directory `path`. Collective: all ranks of the group call it.
 
-    The files are those that `dcp.save` writes. Ranks exchange less: while the state keeps its form, there is one small
-    reduction before data is written, and one gather of record locations afterwards.
+    The files have the format that `dcp.save` writes. Ranks exchange less: while the form of the state stays the same,
+    there is one small reduction before data is written, and one gather of record locations afterwards.
 
-    With `async_checkpoint`, `save` returns when this rank has copied what it will write, and the save continues in the
-    background. From then on the state may change. The handle's `result()` raises a later error. If it is not called,
-    the next save of the group raises the error on all ranks.
+    With `async_checkpoint`, `save` returns when this rank has copied what it writes, and the save continues in the
+    background; the state may change from then on. The handle's `result()` raises a later error. If nobody calls it, the
+    next save of the group raises the error on all ranks.
 
     Args:
         path: a path or `file://` URL. A relative path is resolved when `save` is called.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects. For a top-level
             value with `state_dict` and `load_state_dict`, its state dict is saved.
-        async_checkpoint: whether training continues while data is written.
-        format: "dcp", or "safetensors": the files of a model for Hugging Face's tools; a `Safetensors` has options. All
-            ranks write into the same files (one rank sends each file to an object store). The state may then hold only
-            tensors. Of several tensors in the same memory, the first is stored, and the header maps the other names to
-            it. The keys of a value under the name "" (a module, say) get no prefix.
-        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
+        async_checkpoint: True: training continues while data is written.
+        format: "dcp", or "safetensors" for a model's files as Hugging Face's tools read them; a `Safetensors` has
+            options. All ranks write into the same files (in an object store, one rank sends each file). The state may
+            then hold only tensors. Of several tensors in the same memory, the first is stored, and the header maps the
+            other names to it. The keys of a value under the name "" (for example a module) get no prefix.
+        process_group: the ranks that save. None: all ranks, or this process alone if torch.distributed is not
+            initialized.
         overwrite: False raises if the directory holds a checkpoint.
-        gate: optimizers. An asynchronous save copies their parameters and state after it has returned, while forward
-            and backward run; their next `step` waits for the copy. All other state is copied before the save returns.
-            An optimizer with `capturable=True` needs a `Gate` that allows it.
-        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
-        on_busy: what to do while the group's last asynchronous save is running on any rank: "wait" for it, "skip" this
-            save (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
-        extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). The files
-            of rank 0 count. The contents are committed with the checkpoint, and `load` returns them. After the commit a
-            copy of each is written into the directory, for other programs. For format "dcp".
+        gate: optimizers whose parameters and state an asynchronous save copies after it has returned, while forward and
+            backward run; their next `step` waits for the copy. All other state is copied before the save returns. An
+            optimizer with `capturable=True` needs a `Gate` that allows it.
+        timeout: seconds to wait for other ranks in each step; None: `VESCALE_CKPT_TIMEOUT`.
+        on_busy: what to do if the group's last asynchronous save is still running on any rank: "wait" for it, "skip"
+            this save (returns a finished handle with `.skipped`, and logs a warning), or "raise" `SaveInProgressError`.
+        extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). Those of
+            rank 0 are used. They are committed with the checkpoint, and `load` returns them. After the commit, a copy
+            of each is written into the directory, for other programs. Only for format "dcp".
 
-    Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
-    within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
-    `CheckpointTimeoutError` names the ranks that did not arrive; its `committed` says whether the new checkpoint may
-    nevertheless have been committed.
+    Returns:
+        A handle; without `async_checkpoint`, the save is complete.
+
+    Raises:
+        CheckpointError: on all ranks and within bounded time, if any rank fails; nothing is committed.
+            `SaveFailedError` names the failed rank and the cause.
+        CheckpointTimeoutError: names the ranks that did not arrive; its `committed` reports whether the new checkpoint
+            may have been committed nevertheless.
+        ValueError, TypeError: an argument is invalid.
     """
     checked_path("path", path)
     checked_flag("async_checkpoint", async_checkpoint)
@@ -101,7 +107,7 @@ def save(
     def layout(options: SaveOptions) -> Layout:
         if safetensors is None:
             return NativeLayout(options, extra_files)
-        return (SafetensorsLayout if storage_at(directory).shares_files else StoreLayout)(options, safetensors)
+        return (SafetensorsLayout if storage_at(directory).renames else StoreLayout)(options, safetensors)
 
     return start_save(
         path, directory, state, layout, _planners.of(process_group),
@@ -162,11 +168,11 @@ def load(
     extra_files: dict[str, bytes] | None = None,
     stack: Stack | None = None,
 ) -> LoadReport | dict[str, Any]:
-    """Loads the checkpoint in the directory `path`; all ranks of the group call it together.
+    """Loads the checkpoint in the directory `path`. Collective: all ranks of the group call it.
 
     The checkpoint may have been saved by any number of ranks. Tensors of `state` are filled in place, other values are
     replaced. Modules, optimizers and other `Stateful` objects get their state after all ranks have read theirs.
-    Without `state` the result is the whole checkpoint: CPU tensors and objects, nested as they were saved.
+    Without `state`, the result is the whole checkpoint: CPU tensors and objects, nested as they were saved.
 
     Args:
         path: a path or `file://` URL.
@@ -174,35 +180,46 @@ def load(
             objects. A tensor on the meta device is replaced by a new tensor: on the CPU, or for a DTensor on the device
             of its mesh. A parameter or buffer of a module or optimizer stays the same object.
         broadcast_checkpoint: True: each byte that several ranks need is read by one of them, which sends it to the
-            others. False: each rank reads for itself. "auto" decides by a rule, equally on all ranks: ranks on several
-            nodes, or with targets on devices, broadcast if without it they would read at least 1.3 times as many bytes
-            in total.
-        strict: True raises one error with all keys that are missing from the checkpoint or have another shape there,
-            and with the checkpoint's keys below a module or an optimizer's state that it does not have (unless keys
+            others. False: each rank reads for itself. "auto" applies a rule, with the same outcome on all ranks: ranks
+            on several nodes, or with targets on devices, broadcast if they would otherwise read at least 1.3 times as
+            many bytes in total.
+        strict: True raises one error that lists all keys that are missing from the checkpoint or have another shape
+            there, and the checkpoint's keys below a module or an optimizer's state that the state lacks (unless keys
             are renamed). False leaves missing and mismatched values unchanged and reports them. Other keys that no rank
-            asks for are reported, and are no error.
+            requests are reported, and are not an error.
         keys: which of the checkpoint's dotted keys to load: names, prefixes up to a dot, or `fnmatch` patterns; `!`
-            before one excludes, in any order. The rest of `state` stays unchanged.
+            before one excludes, in any order. Other values of `state` stay unchanged.
         rename: maps a key of `state` to the checkpoint's key: a function, or a mapping of keys or of prefixes up to a
-            dot, of which the longest match counts (`{"model": "old.net"}`).
+            dot, of which the longest match applies (`{"model": "old.net"}`).
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
         allow_cast: True converts tensors to the dtype of `state`; False raises `IncompatibleStateError`. Values of
             quantised models need no `allow_cast` (docs/loading.md).
-        weights_only: False unpickles any object of the checkpoint, which may run any code. Only for checkpoints that
-            you trust as you trust code.
-        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
-        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
-        extra_files: a dict that is cleared and filled with the contents of the files that were saved with
-            `extra_files=`, by name. The copies in the directory are not read.
-        stack: makes tensors of those in safetensors files while loading. `{"layers.*.w": "layers.w"}` stacks them along
-            a new first dimension, in the order of the numbers for which `*` stands; `{"layers.w": "layers.*.w"}` splits
-            them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension. A rank reads what it needs. `keys`
-            and `rename` have the names that the rules give. See docs/loading.md.
+        weights_only: False unpickles any object of the checkpoint, which may run arbitrary code. Use it only for
+            checkpoints that you trust as you trust code.
+        process_group: the ranks that load. None: all ranks, or this process alone if torch.distributed is not
+            initialized.
+        timeout: seconds to wait for other ranks in each step; None: `VESCALE_CKPT_TIMEOUT`.
+        extra_files: a dict that is cleared and filled with {name: content} of the files that were saved with
+            `extra_files=`. The copies in the directory are not read.
+        stack: builds tensors from those in safetensors files during the load. `{"layers.*.w": "layers.w"}` stacks them
+            along a new first dimension, in the order of the numbers that `*` matches; `{"layers.w": "layers.*.w"}`
+            splits them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension. A rank reads what it needs.
+            `keys` and `rename` use the names that the rules produce. See docs/loading.md.
 
-    Raises on all ranks if any fails, in bounded time: `MissingKeysError` (with `missing`, `unexpected`, `mismatched`),
-    `IncompatibleStateError`, `CorruptCheckpointError`, `UntrustedCheckpointError`, `LoadFailedError` with the rank for
-    any other error, `CheckpointTimeoutError` with the ranks that did not arrive. Modules, optimizers and other stateful
-    objects have got no state then, unless one of them raised the error. The contents of tensors are undefined.
+    Returns:
+        The differences between state and checkpoint, and the statistics; without `state`, the loaded values.
+
+    Raises:
+        MissingKeysError: keys are missing or unexpected (with `missing`, `unexpected`, `mismatched`).
+        IncompatibleStateError: shapes, dtypes or kinds differ.
+        CorruptCheckpointError: data is damaged, with the key, the file and the offset.
+        UntrustedCheckpointError: the checkpoint is unsafe to load.
+        LoadFailedError: any other error on any rank, with that rank.
+        CheckpointTimeoutError: ranks did not arrive, with their numbers.
+        ValueError, TypeError: an argument is invalid.
+
+    If any rank fails, all ranks raise within bounded time. Modules, optimizers and other stateful objects are then
+    unchanged, unless one of them raised the error; the contents of tensors are undefined.
     """
     checked_path("path", path)
     for name, value in (
@@ -228,12 +245,19 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Plans saves of `state` and allocates the memory of their snapshots, which makes the first save faster. On CUDA
-    devices it also makes the streams and the memory (26 MiB on each) that copies need.
+    """Plans saves of `state` and allocates the memory of their snapshots, so that the first save is faster. Collective:
+    all ranks of the group call it, before training or after a load. Nothing is written.
 
-    All ranks of the group call it together, before training or after a load. Nothing is written. With
-    `async_checkpoint=False` it only plans. `state`, `timeout` and errors are those of `save`. The next save raises an
-    error of the previous save.
+    On CUDA devices, it also creates the streams and the memory (26 MiB on each) that copies need. An error of the
+    previous save is not raised here, but by the next save.
+
+    Args:
+        state: as for `save`.
+        async_checkpoint: False only plans.
+        process_group: as for `save`.
+        timeout: as for `save`.
+
+    Raises the errors of `save`.
     """
     check_is_mapping(state, "prepare")
     checked_flag("async_checkpoint", async_checkpoint)

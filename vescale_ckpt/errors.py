@@ -1,5 +1,4 @@
-"""Defines the errors of the package for its users. Every error can be pickled, because ranks send them to each
-other."""
+"""Defines the public errors of the package. All can be pickled, because ranks send them to each other."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _NOTHING = "; nothing was committed"
 
 
 class CheckpointError(RuntimeError):
-    """The base of all errors of this package. Names and numbers in the text of an error are its attributes, too."""
+    """Base class of all errors of this package. Names and numbers in an error's message are also its attributes."""
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -53,7 +52,7 @@ def _rebuild(kind: type[CheckpointError], attributes: dict[str, Any]) -> Checkpo
 class CorruptCheckpointError(CheckpointError):
     """Bytes on disk differ from what was written: a flipped bit, a truncated or missing file."""
 
-    key: str | None  #: name of the tensor or object; None if the damage is outside of all
+    key: str | None  #: name of the tensor or object; None if the damage belongs to none
     file: str
     offset: int  #: bytes from the start of the file
 
@@ -62,7 +61,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class Mismatch(NamedTuple):
-    """A key that has another shape, dtype or kind in the state than in the checkpoint."""
+    """A key whose shape, dtype or kind differs between the state and the checkpoint."""
 
     key: str
     expected: str  #: the shape, dtype or kind in the state
@@ -73,9 +72,9 @@ class Mismatch(NamedTuple):
 
 
 class IncompatibleStateError(CheckpointError):
-    """The state to fill has another shape or dtype than the checkpoint."""
+    """A shape, dtype or kind in the state to fill differs from the checkpoint."""
 
-    key: str  #: this and the next two fields are those of the first of `mismatched`
+    key: str  #: this and the next two fields are those of `mismatched[0]`
     expected: str
     found: str
     mismatched: list[Mismatch]
@@ -86,7 +85,7 @@ class IncompatibleStateError(CheckpointError):
 
 
 class MissingKeysError(CheckpointError):
-    """The state has keys that the checkpoint lacks. With `strict`, also: the checkpoint has keys of a module or of an
+    """The state has keys that the checkpoint lacks. With `strict`, also: the checkpoint has keys of a module or
     optimizer that the state lacks."""
 
     missing: list[str]
@@ -113,14 +112,14 @@ class MissingKeysError(CheckpointError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """The checkpoint is unsafe: it asks to run code, names a path outside its directory, or claims more bytes than its
-    files hold."""
+    """The checkpoint is unsafe to load: it would run code, names a path outside its directory, or claims more bytes
+    than its files contain."""
 
 
 class StorageFullError(CheckpointError):
-    """There is no room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files. The text
-    says which. Nothing was committed, and the old checkpoint still exists; unless machines have folders of their own,
-    and one has no room for its metadata: then others may have committed, and the text says so."""
+    """The storage has no space for the checkpoint: bytes, quota or inodes are exhausted, or file sizes are limited; the
+    message names which. Nothing was committed, and the old checkpoint is intact. One exception, which the message
+    reports: with a folder on each machine, one may lack space for its metadata after others have committed."""
 
     path: str
     needed: int  #: bytes
@@ -137,17 +136,17 @@ class StorageFullError(CheckpointError):
         )
 
     def in_doubt(self) -> CheckpointError:
-        """The same error where others commit, too."""
+        """Returns this error for the case that other machines may have committed."""
         text = self.message.replace(_NOTHING, "; other machines may have committed")
         return _rebuild(type(self), {**self.__dict__, "message": text})
 
 
 class CheckpointTimeoutError(CheckpointError):
-    """Ranks did not come in time: they were late, have died, or have left with an error of their own."""
+    """Ranks did not arrive in time: they were late, died, or left with an error of their own."""
 
     phase: str  #: the step that the ranks were in
-    late_ranks: list[int]  #: numbers in the process group; empty if they are unknown
-    committed: bool | None  #: in a save: whether the new checkpoint was committed; None if that is unknown
+    late_ranks: list[int]  #: ranks in the process group; empty if unknown
+    committed: bool | None  #: for a save: whether the new checkpoint was committed; None if unknown
 
     def __init__(self, phase: str, late_ranks: list[int], message: str = "", *, committed: bool | None = False) -> None:
         super().__init__(
@@ -159,11 +158,11 @@ class CheckpointTimeoutError(CheckpointError):
 
 
 class RankFailedError(CheckpointError):
-    """All ranks raise it if one rank has failed with an error that is not of this package."""
+    """Raised on all ranks if a rank failed with an error that does not belong to this package."""
 
     rank: int  #: the lowest failed rank
-    cause: BaseException | str  #: exception of that rank, or the text of an exception that cannot be pickled
-    failures: dict[int, str]  #: {failed rank: text of its error}
+    cause: BaseException | str  #: that rank's exception, or its text if it cannot be pickled
+    failures: dict[int, str]  #: {failed rank: message of its error}
 
     def __init__(
         self, rank: int, cause: BaseException | str, message: str = "", failures: dict[int, str] | None = None
@@ -174,32 +173,32 @@ class RankFailedError(CheckpointError):
 
 
 class SaveFailedError(RankFailedError):
-    """A rank has failed in a save with an error that is not of this package. Nothing was committed."""
+    """A rank failed in a save with an error that does not belong to this package. Nothing was committed."""
 
 
 class SaveInProgressError(CheckpointError):
-    """The previous save is still running, and the caller chose not to wait for it."""
+    """The previous save is still running, and the caller passed `on_busy="raise"` or "skip"."""
 
 
 class SaveCancelledError(CheckpointError):
-    """A save was cancelled, on this rank or another. Nothing was committed, and the save's files are removed."""
+    """A save was cancelled, on this rank or another. Nothing was committed, and the save's files were removed."""
 
-    path: str  #: of the directory that it saved to
-    cancelled_by: int  #: the rank that was the first to cancel it
+    path: str  #: the directory of the save
+    cancelled_by: int  #: the first rank that cancelled it
 
 
 class LoadFailedError(RankFailedError):
-    """A rank has failed in a load with an error that is not of this package. The content of the tensors to fill is
+    """A rank failed in a load with an error that does not belong to this package. The content of the tensors to fill is
     undefined."""
 
 
 def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:
-    """Makes the error for other ranks, with the same class and attributes, and the number of the failed rank."""
+    """Returns the error that other ranks raise: the same class and attributes, plus the failed rank."""
     return _rebuild(type(error), {**error.__dict__, "message": message, "rank": rank, "failures": failures})
 
 
 def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
-    """Returns advice for optimizers whose parameters have numbers in the state and names in the checkpoint."""
+    """Returns advice for optimizers whose parameters are numbered in the state and named in the checkpoint."""
     numbered = {match[1] for match in map(re.compile(r"(.*?\bstate\.)\d+\.[^.]+").fullmatch, missing) if match}
     return [
         f"the checkpoint has {prefix}* by names of parameters, not by numbers: load the optimizer together with the "
@@ -210,7 +209,7 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
 
 
 def _other_optimizers(missing: list[str]) -> list[str]:
-    """Returns advice for optimizers of another kind than that of the checkpoint: they have other options and state."""
+    """Returns advice for optimizers of another class than the saved one, which has other options and state."""
     options: dict[str, dict[str, None]] = {}  # of each optimizer, in order
     for match in map(re.compile(r"(.*?)\bparam_groups\.0\.(\w+)").fullmatch, missing):
         if match and f"{match[1]}param_groups.0.params" not in missing:
@@ -223,6 +222,6 @@ def _other_optimizers(missing: list[str]) -> list[str]:
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
-    """Returns a text with the first `most` names and the number of the others."""
+    """Joins the first `most` names, and appends the number of the remaining ones."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

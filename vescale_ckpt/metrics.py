@@ -1,4 +1,4 @@
-"""Sends the figures of each save and load to TensorBoard, Weights & Biases, JSON lines or a function, for users."""
+"""Publishes per-save and per-load metrics to TensorBoard, Weights & Biases, JSON lines or your own listener."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def __dir__() -> list[str]:
 
 
 def figures(finished: Finished) -> dict[str, float]:
-    """Returns {name: figure} of a save or load: seconds, bytes, bytes a second, seconds of each phase, imbalance."""
+    """Returns {name: value} for a save or load: seconds, bytes, bytes per second, seconds per phase, imbalance."""
     result: dict[str, float] = {"seconds": finished.seconds, "failed": float(finished.error is not None)}
     if (stats := finished.stats) is not None:
         count = stats.bytes if stats.job is None else stats.job.bytes
@@ -30,7 +30,7 @@ def figures(finished: Finished) -> dict[str, float]:
 
 
 class JsonLines:
-    """Appends one line of JSON for each save and load to a file. `all_ranks=False`: only rank 0 does.
+    """Appends one line of JSON per save and load to a file, on rank 0; with `all_ranks=True`, on every rank.
 
     `on_finish(JsonLines("checkpoints.jsonl"))`
     """
@@ -47,8 +47,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Adds the figures to a `torch.utils.tensorboard.SummaryWriter`, on rank 0. The step is the one in the path's name;
-    without one, it is the number of the save or load.
+    """Adds the metrics to a `torch.utils.tensorboard.SummaryWriter`, on rank 0. The step is the number at the end of
+    the path; without one, saves and loads are counted.
 
     `on_finish(TensorBoard(writer))`
     """
@@ -65,7 +65,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs the figures to a run of Weights & Biases, on rank 0. The step is one of the figures, because an asynchronous
+    """Logs the metrics to a Weights & Biases run, on rank 0. The step is one of the metrics, because an asynchronous
     save ends while training logs later steps.
 
     `on_finish(WeightsAndBiases(wandb.run))`

@@ -1,8 +1,8 @@
-"""Saves and loads safetensors files for users of Hugging Face's library, with functions that replace the library's.
+"""Saves and loads safetensors files: drop-in replacements for functions of Hugging Face's library, with checksums.
 
-The library reads these files bit for bit, and this module reads files of the library. Files that are saved here hold
+The library reads the files of this module bit for bit, and this module reads the library's. Files saved here store
 checksums under one key of `__metadata__`, which the library ignores; see docs/format.md. These functions raise errors
-of this package where the library raises `SafetensorError`. For wrong arguments both raise ValueError, TypeError or
+of this package where the library raises `SafetensorError`. For invalid arguments, both raise ValueError, TypeError or
 RuntimeError.
 """
 
@@ -60,18 +60,19 @@ _MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - SAFETENSORS_DTYPES.keys()
 def save_file(
     tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
-    """Saves tensors to one file. When it returns the file is durable; if it raises, an existing file is untouched.
+    """Saves tensors to one file. When it returns, the file is durable; if it raises, an existing file is unchanged.
 
     Args:
-        tensors: dense and contiguous, no two of them in the same memory, on any device. They must not change while this
-            runs. Those on devices are copied to host memory in parts of half `VESCALE_CKPT_MEMORY_BYTES`, one of which
-            is written while the next one is copied.
+        tensors: dense and contiguous tensors on any device, no two of them in the same memory. They must not change
+            during the call. Those on devices are copied to host memory in parts of half `VESCALE_CKPT_MEMORY_BYTES`;
+            one part is written while the next one is copied.
         filename: replaced if it exists.
-        metadata: texts for the header. None: `{"format": "pt"}`, which loaders of models require in every header that
-            has metadata; with checksums the header has metadata.
+        metadata: entries for the header. None: `{"format": "pt"}`, which loaders of models require in every header that
+            has metadata; with checksums, the header has metadata.
 
-    Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for tensors or texts that cannot be saved,
-    `StorageFullError`, `CheckpointError`.
+    Raises:
+        ValueError, TypeError, RuntimeError: a tensor or an entry cannot be saved (UnicodeEncodeError is a ValueError).
+        StorageFullError, CheckpointError: the file could not be written.
     """
     path = checkpoint_path(filename)
     with gc_paused():  # all objects of `_save` are freed before garbage is collected again
@@ -104,7 +105,7 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
 
 
 def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
-    """Reads the traits of tensors that can be saved in place, as those of most models can, without Python code for each
+    """Describes tensors that can be saved directly from their memory, as in most models, without Python code per
     tensor. None: a tensor may have to be copied first, or refused by name."""
     if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
         return None
@@ -152,8 +153,8 @@ def _check_tensors(tensors: object) -> None:
 
 
 def _write_parts(writer: _C.FileWriter, layout: _C.SafetensorsLayout, parts: _Parts) -> None:
-    """Writes a part of the file at a time, of at most half `VESCALE_CKPT_MEMORY_BYTES`, while the tensors of the next
-    one that lie on devices are copied to host memory."""
+    """Writes the file in parts of at most half `VESCALE_CKPT_MEMORY_BYTES`, while device tensors of the next part are
+    copied to host memory."""
     blocks: list[int] = []
 
     def write(part: _Part) -> list[int]:
@@ -170,17 +171,17 @@ def _write_parts(writer: _C.FileWriter, layout: _C.SafetensorsLayout, parts: _Pa
 
 
 class _Part(NamedTuple):
-    """Bytes of a file that follow one another, in host memory."""
+    """Consecutive bytes of a file, in host memory."""
 
     offset: int
     table: array[int]  #: rows: address, bytes
-    memory: Sequence[torch.Tensor]  #: of rows of the table, beside the state's own
+    memory: Sequence[torch.Tensor]  #: copies that rows of the table refer to
     snapshot: _C.Snapshot | None  #: of the other rows
 
 
 class _Parts:
-    """The parts of a file. Tensors in plain memory are read where they were at first, even if another thread gives a
-    tensor other memory: `reads` keeps the storages."""
+    """The parts of a file. Host tensors are read from their initial storages, which `reads` keeps alive, even if
+    another thread replaces a tensor's memory."""
 
     def __init__(self, names: list[str], tensors: list[torch.Tensor], reads: TensorReads) -> None:
         self._names, self._tensors, self._reads = names, tensors, reads
@@ -250,25 +251,31 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Loads all tensors of a file into new memory, in the order of the file.
 
-    A tensor of 8 MiB or more has its own memory. Smaller tensors share memory with their neighbours in the file, at
-    most 16 MiB. The memory is freed when the last of them is freed; a `clone()` has its own memory. On the CPU each
-    tensor has its own storage of its own size. As in the library, these storages cannot grow (`resize_`).
+    A tensor of 8 MiB or more gets its own memory. Smaller tensors share blocks of at most 16 MiB with their neighbours
+    in the file. A block is freed with its last tensor; a `clone()` has its own memory. On the CPU, each tensor has its
+    own storage of its own size. As in the library, these storages cannot grow (`resize_`).
 
-    On a CUDA device the memory is torch's, and tensors that share it share a storage: `torch.save` of one of them
-    writes all of it, and a resize of the storage changes all of them. Each tensor begins at a multiple of 512 bytes.
+    On a CUDA device, torch allocates the memory, and tensors of one block share a storage: `torch.save` of one of them
+    writes all of it, and a resize of the storage changes all of them. Each tensor starts at a multiple of 512 bytes.
     Data is verified in host memory and copied while more is read, after the queued work of the current stream. All
-    copies are done when this returns. For other devices torch copies each tensor from host memory.
+    copies are complete when the call returns. For other devices, torch copies each tensor from host memory.
 
-    `verify` compares the bytes with the checksums of files that were saved here. Other files have no checksums.
+    Args:
+        filename: the file.
+        device: the device of the tensors.
+        verify: True compares the bytes with the checksums of files saved by this package. Other files have none.
 
-    Raises FileNotFoundError, `CorruptCheckpointError`, `UntrustedCheckpointError` (the header contradicts the file), or
-    `CheckpointError`, also for a dtype that torch does not have.
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptCheckpointError: the data is damaged.
+        UntrustedCheckpointError: the header contradicts the file.
+        CheckpointError: other errors, including a dtype that this torch lacks.
     """
     return _Opened(filename, device, verify).read_all()
 
 
 class _Opened:
-    """An open file whose header has been read and checked."""
+    """An open file with a validated header."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
         self.path = checkpoint_path(filename)
@@ -286,7 +293,7 @@ class _Opened:
 
     @cached_property
     def tensors(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
-        """(name, the format's dtype, torch's name of that dtype, the format's shape) in the order of the file."""
+        """(name, dtype in the format, torch's name of it, shape in the format) per tensor, in the order of the file."""
         return self.file.tensors()
 
     @cached_property
@@ -317,7 +324,7 @@ class _Opened:
 
     @cached_property
     def cuda(self) -> int | None:
-        """The CUDA device that the engine copies to; None: it reads into host memory."""
+        """The CUDA device that the engine copies to; None: host memory."""
         if self.device.type != "cuda" or not copies_from_cuda():
             return None
         return torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -389,12 +396,12 @@ class safe_open:  # the name that callers know
     """A context manager for a file whose tensors, or parts of them, are read on demand.
 
     Args:
-        filename: the file must exist. It stays open, so a later replacement has no effect here.
+        filename: an existing file. It stays open, so a later replacement has no effect.
         framework: "pt" (or "torch", "pytorch"): torch tensors.
-        device: the device of the tensors. On a CUDA device `get_tensor` and slices return tensors with their own
-        memory.
+        device: the device of the tensors. On a CUDA device, `get_tensor` and slices return tensors with their own
+            memory.
 
-    All data is verified as it is read, if the file has checksums. Raises the errors of `load_file`.
+    If the file has checksums, all data is verified as it is read. Raises the errors of `load_file`.
     """
 
     def __init__(
@@ -425,21 +432,21 @@ class safe_open:  # the name that callers know
         return list(self._opened().indices)
 
     def metadata(self) -> dict[str, str] | None:
-        """The metadata of the header, without the texts that this package adds; None if the header has no metadata."""
+        """The metadata of the header, without this package's entries; None if the header has no metadata."""
         metadata = self._opened().file.metadata()
         return metadata and {key: text for key, text in metadata.items() if key not in OUR_TEXTS}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Raises `MissingKeysError` if there is no such tensor."""
+        """Returns a tensor. Raises `MissingKeysError` if there is none of this name."""
         file = self._opened()
         return file.read([file.index_of(name)])[0]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, as `load_file` returns them."""
+        """Returns all tensors, like `load_file`."""
         return self._opened().read_all()
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns the tensor without reading it. Raises `MissingKeysError` if there is no such tensor."""
+        """Returns a tensor without reading it. Raises `MissingKeysError` if there is none of this name."""
         file = self._opened()
         return TensorSlice(file, file.index_of(name))
 
@@ -450,15 +457,15 @@ class safe_open:  # the name that callers know
 
 
 class TensorSlice:
-    """A tensor in a file. `slice[index]` equals `get_tensor(name)[index]`. An index of numbers, slices and `...` reads
-    only the chunk that it needs; any other index reads the whole tensor."""
+    """A tensor in a file. `slice[index]` equals `get_tensor(name)[index]`. An index of integers, slices and `...` reads
+    only the part that it selects; any other index reads the whole tensor."""
 
     def __init__(self, file: _Opened, index: int) -> None:
         self._file = file
         self._index = index
 
     def get_shape(self) -> list[int]:
-        """The shape in the header. It counts each value of a 4-bit dtype, while torch counts pairs of values."""
+        """The shape in the header, which counts values; torch counts pairs of values of a 4-bit dtype."""
         return list(self._file.tensors[self._index][3])
 
     def get_dtype(self) -> str:

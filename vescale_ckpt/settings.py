@@ -1,6 +1,6 @@
-"""Reads the package's settings from environment variables, and checks arguments for all public functions.
+"""Reads the package's settings from environment variables, and validates arguments of public functions.
 
-All environment variables are read and checked when a save or load begins. An argument of the call takes precedence.
+All environment variables are read and checked when a save or load begins. Arguments of the call take precedence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table. `least` and `most` bound a number. `choices` lists the allowed texts (none: any text)."""
+    """One row of the table. `least` and `most` bound a number. `choices` lists the allowed strings (empty: any)."""
 
     name: str
     default: int | str
@@ -62,32 +62,30 @@ SETTINGS = {
         Setting(
             "threads",
             0,
-            "worker threads of each save or load; a load of many small pieces takes twice as many. 0: the cores of the "
+            "worker threads of each save or load; a load of many small pieces uses twice as many. 0: the cores of the "
             "machine divided by its ranks, at least 4, at most 16",
             most=256,
         ),
-        Setting("memory_bytes", 256 * MiB, "memory for reading and writing; three limits follow it", least=4 * MiB),
+        Setting("memory_bytes", 256 * MiB, "memory for reading and writing; determines three limits", least=4 * MiB),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
-        Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
-        Setting("copy_batches", 1, "0: each copy from and to a CUDA device is a call of its own", most=1),
-        Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),
-        Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
-        Setting("object_store_requests", 16, "most requests of a save or load to an object store at a time", 1, 256),
-        Setting(
-            "object_store_timeout", 300, "seconds for a request to an object store, with all its repetitions", 1, 3600
-        ),
-        Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
-        Setting("log", "off", "prints the package's log from this level on to standard error", choices=_LEVELS),
-        Setting("progress", 0, "1: rank 0 shows how far saves and loads have come, on standard error", most=1),
-        Setting("trace", "", "directory for traces of all ranks, in Chrome's format; empty: none"),
-        Setting("report_seconds", 30, "a step that takes longer is reported so often", least=1, most=_LONGEST),
+        Setting("snapshot_bytes", 0, "memory limit for snapshots per process; 0: half of the free memory, per rank"),
+        Setting("copy_batches", 1, "0: one call per copy from or to a CUDA device", most=1),
+        Setting("exit_timeout", 600, "seconds that an ending process waits for its asynchronous saves", most=_LONGEST),
+        Setting("alone", 0, "1: allows one of several processes to save without torch.distributed", most=1),
+        Setting("object_store_requests", 16, "concurrent requests of a save or load to an object store", 1, 256),
+        Setting("object_store_timeout", 300, "seconds for a request to an object store, with all retries", 1, 3600),
+        Setting("timeout", 1800, "seconds that a rank waits for other ranks, in each step", least=1, most=_LONGEST),
+        Setting("log", "off", "prints the package's log from this level up to standard error", choices=_LEVELS),
+        Setting("progress", 0, "1: rank 0 shows the progress of saves and loads on standard error", most=1),
+        Setting("trace", "", "directory for traces of all ranks, in Chrome's trace format; empty: none"),
+        Setting("report_seconds", 30, "seconds between reports of a step that takes longer", least=1, most=_LONGEST),
     )
 }
 
 MOST_THREADS = SETTINGS["threads"].most
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS.values()}
 _NODE = PREFIX + "NODE"  # its default is not a constant: see _ranks/node.py
-# Builds and tests use variables that begin so.
+# Prefixes of variables that builds and tests use.
 _NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
 _warned: set[str] = set()
 
@@ -98,7 +96,7 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 def value(name: str) -> int | str:
-    """Returns a setting from the environment, or its default. Raises ValueError for a bad environment variable."""
+    """Returns a setting from the environment, or its default. Raises ValueError if the variable is invalid."""
     setting = SETTINGS[name]
     text = os.environ.get(setting.variable)
     if text is not None:
@@ -107,7 +105,7 @@ def value(name: str) -> int | str:
 
 
 def lenient(name: str) -> int | str:
-    """Returns a setting, or its default if the environment variable is wrong. It is for values that a rank needs before
+    """Returns a setting, or its default if the environment variable is invalid. For values that a rank needs before
     `check` raises on all ranks."""
     try:
         return value(name)
@@ -116,7 +114,7 @@ def lenient(name: str) -> int | str:
 
 
 def ranks_of_this_node(otherwise: int) -> int:
-    """Returns `LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; otherwise `otherwise`."""
+    """Returns `LOCAL_WORLD_SIZE`, which the launcher sets, if it is a positive number; otherwise `otherwise`."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else otherwise
 
@@ -128,12 +126,12 @@ def number(name: str) -> int:
 
 
 def broadcast_bytes() -> int:
-    """Most memory of a rank for reading for other ranks."""
+    """Returns the memory limit, in bytes, for what a rank reads for other ranks."""
     return max(SETTINGS["memory_bytes"].least, number("memory_bytes") // 2)
 
 
 def node() -> int | None:
-    """Returns the number of this machine from the environment; None if it is not set. Raises ValueError if it is no
+    """Returns the number of this machine from the environment; None if not set. Raises ValueError if it is not a
     number."""
     text = os.environ.get(_NODE)
     if text is None:
@@ -144,8 +142,8 @@ def node() -> int | None:
 
 
 def check() -> None:
-    """Raises ValueError if the environment variable of any setting is wrong, even of an unused one. Warns once in a
-    process of each variable with the prefix that is no setting."""
+    """Raises ValueError if the environment variable of any setting is invalid, even if it is not used. Warns once per
+    process of each variable with the prefix that is not a setting."""
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         if (setting := _BY_VARIABLE.get(name)) is not None:
             setting.parse(os.environ[name])
@@ -159,30 +157,31 @@ def check() -> None:
 
 
 def timeout(argument: float | None) -> float:
-    """Returns the seconds to wait for other ranks: the argument of a call; for None the setting."""
+    """Returns the seconds to wait for other ranks: `argument`, or the setting if it is None."""
     seconds = checked_seconds("timeout", argument, zero=False)
     return float(lenient("timeout")) if seconds is None else min(seconds, _LONGEST)
 
 
 def broadcast(argument: Broadcast) -> Broadcast:
-    """Returns an argument `broadcast_checkpoint`. Raises ValueError for a wrong one."""
+    """Returns `argument`. Raises ValueError if it is not a valid `broadcast_checkpoint`."""
     if argument != "auto" and not isinstance(argument, bool):
         raise ValueError(f"broadcast_checkpoint: expected 'auto', True or False, got {argument!r}")
     return argument
 
 
-# --- Arguments of public functions: each check raises ValueError that names the argument and what is allowed
+# --- Arguments of public functions: each check raises a ValueError with the argument and its allowed values
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Raises ValueError for other values than True and False. A text such as "no" would count as true."""
+    """Returns `value` if it is a bool; otherwise raises ValueError, because a string such as "no" would count as
+    true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}: expected True or False, got {value!r}")
     return value
 
 
 def checked_count(name: str, value: object, most: int | None = None) -> int | None:
-    """An argument that is a count of at least 1, or None. Raises ValueError for other values."""
+    """Returns `value` if it is a count of at least 1, or None; otherwise raises ValueError."""
     if value is None:
         return None
     try:
@@ -196,7 +195,7 @@ def checked_count(name: str, value: object, most: int | None = None) -> int | No
 
 
 def checked_bytes(name: str, value: object) -> int:
-    """Returns bytes from a number, or from a text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB"
+    """Returns bytes from a number, or from a string with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB"
     (powers of 1024). Raises ValueError for anything else, and for less than 1."""
     count = value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)):
@@ -208,7 +207,7 @@ def checked_bytes(name: str, value: object) -> int:
 
 
 def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
-    """An argument that is a number of seconds, or None. `zero`: whether 0 is allowed. Raises ValueError for others."""
+    """Returns `value` as seconds, or None. `zero`: whether 0 is allowed. Raises ValueError for other values."""
     if value is None:
         return None
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -218,7 +217,7 @@ def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
 
 
 def checked_path(name: str, value: object) -> str | os.PathLike[str]:
-    """Raises ValueError if it is not a path, or if it is empty."""
+    """Returns `value`. Raises ValueError if it is not a path, or is empty."""
     if not isinstance(value, (str, os.PathLike)):
         hint = f"; as bytes it is os.fsdecode({name})" if isinstance(value, bytes) else ""
         raise ValueError(f"{name}: expected a path or a file:// URL, got {type(value).__name__}{hint}")

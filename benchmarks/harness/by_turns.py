@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,22 @@ def _steps(turn: Turn) -> dict[str, Usage]:
         step: taken if isinstance(taken, Usage) else Usage(taken, peak_extra_bytes=whole.peak_extra_bytes)
         for step, taken in found.items()
     }
+
+
+class Stopwatch:
+    """Seconds by step: each from the one before, or from the start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.restart()
+
+    def lap(self, step: str) -> None:
+        self.seconds[step] = time.perf_counter() - self._last
+        self.restart()
+
+    def restart(self) -> None:
+        """Leaves out what was done since the last lap."""
+        self._last = time.perf_counter()
 
 
 # --- Rows

@@ -18,6 +18,10 @@ class BenchmarkError(CheckpointError):
     """Nothing more can be measured; what was measured before counts."""
 
 
+class WrongContentsError(BenchmarkError):
+    """A candidate loaded something else than was saved."""
+
+
 def check_room(directory: Path, on_disk: int, in_memory: int) -> None:
     """Raises `StorageFullError` or `BenchmarkError` unless so many bytes fit the disk of `directory` and the memory."""
     if file_system_of(directory) in MEMORY_FILE_SYSTEMS:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -17,33 +17,32 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.harness import random_states
+from benchmarks.harness.page_cache import files_under
 from benchmarks.harness.random_states import Shapes, State
 from benchmarks.harness.raw_file import RawFile
-from benchmarks.harness.room import BenchmarkError
+from benchmarks.harness.room import WrongContentsError
 from benchmarks.harness.usage import Usage, measure, opened, settle
 from vescale_ckpt import api
-
-
-class WrongContentsError(BenchmarkError):
-    """A candidate loaded something else than was saved."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way of saving and loading. Both return their statistics, or the path that bytes took, or None."""
 
-    save: Callable[[State, Any], object]  #: writes to an empty folder, or below a URL; its files are durable then
+    save: Callable[[State, Any], object]  #: writes to an empty folder, or below a URL
     load: Callable[[State, Any], object]  #: fills tensors in place with what `save` left
     keeps_state: bool = True  #: False where nothing of the state is written, so that a load has nothing to compare
     in_place: bool = True  #: False where loads make tensors, and put these into the dict that they are given
 
 
 class Disk:
-    """A directory in which each save gets a folder of its own. `prepare` makes a folder's files cold, or warm."""
+    """A directory in which each save gets a folder of its own. `prepare` makes a folder's files cold, or warm.
+    `durable`: whether saves end when all that they have written is synced, or as each candidate leaves it."""
 
-    def __init__(self, directory: Path, prepare: Callable[[Path], float]) -> None:
+    def __init__(self, directory: Path, prepare: Callable[[Path], float], durable: bool = True) -> None:
         self._directory = directory
         self.prepare = prepare
+        self._durable = durable
 
     def settle(self) -> None:
         settle(self._directory)
@@ -54,8 +53,8 @@ class Disk:
         return path
 
     def sync(self, path: Path) -> None:
-        sync(path)
-        sync(self._directory)
+        for each in (*files_under(path), path, self._directory) if self._durable else ():
+            sync(each)
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -69,7 +68,7 @@ class SavesAndLoads:
     ) -> None:
         self.state = random_states.build(shapes, device)
         self.bytes = random_states.bytes_in(shapes)
-        self._targets = random_states.targets_for(self.state)
+        self._targets = random_states.targets_for(self.state) if "load" in operations else {}
         self._disk = disk
         self._operations = operations
         self._turns = 0
@@ -138,10 +137,10 @@ def raw(*, buffered_reads: bool = False) -> Candidate:
     return Candidate(save, load, keeps_state=False)
 
 
-def ours() -> Candidate:
+def ours(form: Literal["dcp", "safetensors"] = "dcp") -> Candidate:
     """`vescale_ckpt.save` and `vescale_ckpt.load`."""
     return Candidate(
-        lambda state, folder: api.save(folder, {"model": state}).stats,
+        lambda state, folder: api.save(folder, {"model": state}, format=form).stats,
         lambda into, folder: api.load(folder, {"model": into}).stats,
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -15,20 +16,10 @@ from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gathe
 _TABLE = (128256, 8192)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     name: str
     entries: Sequence[Entry]
     parallelism: Parallelism
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Bytes of the busiest rank over the mean; 1 is perfect."""
-
-    case: str
-    ours: float
-    stock: float
 
 
 def _model(name: str) -> list[Entry]:
@@ -84,18 +75,18 @@ def cases() -> list[Case]:
     return found
 
 
-def balance(case: Case) -> Balance:
-    state = SimulatedState(case.entries, case.parallelism)
-    inventories, _ = gather(state)
+def balance(case: Case) -> tuple[float, float]:
+    """Bytes of the busiest rank over the mean, ours and stock's; 1 is perfect."""
+    inventories, _ = gather(SimulatedState(case.entries, case.parallelism))
     plan, _ = planned(inventories, "balanced")
-    return Balance(case.name, _imbalance(plan.bytes_by_rank()), _imbalance(stock.bytes_by_rank(inventories)))
+    return _imbalance(plan.bytes_by_rank()), _imbalance(stock.bytes_by_rank(inventories))
 
 
 def _imbalance(by_rank: Sequence[int]) -> float:
     return max(by_rank) * len(by_rank) / sum(by_rank)
 
 
-def table(balances: Sequence[Balance]) -> str:
+def table() -> str:
     lines = [("max / mean of bytes", "vescale", "stock")]
-    lines += ((found.case, f"{found.ours:.3f}", f"{found.stock:.2f}") for found in balances)
+    lines += ((case.name, *map("{:.3f}".format, balance(case))) for case in cases())
     return aligned(lines, left=(0,))

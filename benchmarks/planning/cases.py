@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import command
 from benchmarks.command import Alternate, listed, one_of, positive
 from benchmarks.harness.by_turns import Sample
-from benchmarks.planning import balance, coordinator, local, reading, steady
+from benchmarks.planning import balance, coordinator, local
 from benchmarks.planning.simulated_job import Parallelism
 from benchmarks.ranks import in_new_process
 
@@ -53,19 +53,19 @@ def _samples(options: argparse.Namespace, directory: Path, alternate: Alternate)
     ranks, items, with_stock = options.ranks, options.items, not options.no_stock
     for case in options.cases:
         if case == "balance":
-            print(f"{balance.table([balance.balance(of_model) for of_model in balance.cases()])}\n", flush=True)
+            print(f"{balance.table()}\n", flush=True)
         if case == "coordinator":
             yield from in_new_process(coordinator.run, alternate, ranks, items, with_stock, directory)
         if case == "local":
             for kind in local.STATES:
                 yield from in_new_process(local.before_first_byte, alternate, kind, options.tensors, directory)
         if case == "steady":
-            yield from steady.run(alternate, options.world, options.tensors, directory)
+            yield from local.steady(alternate, options.world, options.tensors, directory)
         if case == "metadata":
-            yield from in_new_process(reading.metadata_of_model, alternate, *BIG_JOB, directory / "big")
+            yield from in_new_process(coordinator.metadata_of_model, alternate, *BIG_JOB, directory / "big")
         if case == "shared":
             for fsdp in (8, ranks):
-                yield from in_new_process(reading.shared_load, alternate, Parallelism(ranks, fsdp=fsdp))
+                yield from in_new_process(coordinator.shared_load, alternate, Parallelism(ranks, fsdp=fsdp))
         if case == "load":
             path = directory / "many"
-            yield from in_new_process(reading.one_rank_of_many, alternate, ranks, items, with_stock, path)
+            yield from in_new_process(coordinator.one_rank_of_many, alternate, ranks, items, with_stock, path)

@@ -1,10 +1,11 @@
-"""What a rank does before the first byte of a save is written."""
+"""Saves and loads of many small tensors: one rank until its first byte is written, and a few ranks that talk a lot."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
+from benchmarks.candidates import plug_points
 from benchmarks.command import Alternate
 from benchmarks.harness.by_turns import STOCK, Sample, Steps, Turn
-from benchmarks.harness.saves_and_loads import stock_save_planner
-from benchmarks.ranks import alone
+from benchmarks.harness.room import WrongContentsError
+from benchmarks.harness.saves_and_loads import ours, stock, stock_save_planner
+from benchmarks.ranks import Rank, Ranks, Timed, alone, ranks_on, timed, together
 from vescale_ckpt import api
 from vescale_ckpt._engine import _C
 from vescale_ckpt._plan.planner import Planner
@@ -54,17 +57,17 @@ def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Pa
         def ours_in_dcp(planner: SavePlanner) -> None:
             dcp_save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)
 
-        def ours(planner: Planner) -> None:
+        def by_save(planner: Planner) -> None:
             with mock.patch.object(api, "_planners", PerGroup(lambda: planner)):
                 vescale_ckpt.save(path, state)
 
-        def stock(planner: SavePlanner) -> None:
+        def by_stock(planner: SavePlanner) -> None:
             dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner)
 
         candidates: dict[str, Turn] = {
             "dcp.save, ours": lambda: _steps(ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write),
-            "vescale_ckpt.save": lambda: _steps(ours, Planner(), path, our_write),
-            STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
+            "vescale_ckpt.save": lambda: _steps(by_save, Planner(), path, our_write),
+            STOCK: lambda: _steps(by_stock, stock_save_planner(), path, stock_write),
         }
         case = f"before the first byte, {count:,} {kind} on one rank"
         return list(alternate(case, candidates))
@@ -96,3 +99,42 @@ def first_call(owner: Any, name: str) -> Iterator[list[float]]:
         yield called
     if not called:
         raise RuntimeError(f"{name} was never called")
+
+
+# --- Steady saves and loads of a few ranks
+
+
+CANDIDATES = {"dcp.save / dcp.load, ours": plug_points, "vescale_ckpt": ours, STOCK: partial(stock, 1)}
+
+
+def steady(alternate: Alternate, size: int, tensors: int, directory: Path) -> Iterator[Sample]:
+    """Seconds of the slowest rank. Two more rounds come before the counted ones, and fill the caches."""
+    case = f"steady, {tensors:,} DTensors of 1 KiB a rank on {size} ranks"
+    with ranks_on(size) as ranks:
+        ranks.call(_hold, tensors)
+        turns = {name: partial(_turn, ranks, name, directory / "checkpoint") for name in CANDIDATES}
+        yield from alternate(case, turns, warmup=2)
+
+
+def _turn(ranks: Ranks, name: str, path: Path) -> Steps:
+    steps = {step: together(ranks.call(_timed, name, step, path)) for step in ("save", "load")}
+    shutil.rmtree(path)
+    return steps
+
+
+def _hold(rank: Rank, tensors: int) -> None:
+    """A state, and all candidates with what they keep from save to save."""
+    candidates = {name: make() for name, make in CANDIDATES.items()}
+    rank.kept.update(state=dtensors(tensors), candidates=candidates, value=10.0 * rank.rank)
+
+
+def _timed(rank: Rank, name: str, step: str, path: Path) -> Timed:
+    state, loads = rank.kept["state"], step == "load"
+    rank.kept["value"] += not loads
+    value = rank.kept["value"]
+    for tensor in state.values():
+        tensor.to_local().fill_(-1.0 if loads else value)
+    taken = timed(rank.barrier.wait, lambda: getattr(rank.kept["candidates"][name], step)(state, path))
+    if wrong := [key for key, tensor in state.items() if not torch.all(tensor.to_local() == value)]:
+        raise WrongContentsError(f"{len(wrong)} tensors came back with other values: {wrong[:3]}")
+    return taken

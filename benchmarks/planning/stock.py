@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.harness.by_turns import Steps
-from benchmarks.planning.stopwatch import Stopwatch
+from benchmarks.harness.by_turns import Steps, Stopwatch
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory

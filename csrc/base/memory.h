@@ -24,8 +24,8 @@ constexpr uint64_t align_down(uint64_t value, uint64_t alignment) {
 constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
-// The first offset from `from` on that lies as far behind a block as `place` does.
-constexpr uint64_t first_congruent(uint64_t from, uint64_t place) {
+// The smallest offset >= `from` that is congruent to `place` modulo the block size.
+constexpr uint64_t next_congruent(uint64_t from, uint64_t place) {
   return from + (place - from) % kBlock;  // where it wraps, it does so by whole blocks
 }
 

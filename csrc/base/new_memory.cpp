@@ -38,10 +38,22 @@ NewMemory::NewMemory(std::vector<std::span<std::byte>> ranges, PageChoice& choic
     }
     if (end - begin < kHugePage) continue;
     const uintptr_t first = align_down(begin, page), last = align_up(end, page);
-    system::advise(reinterpret_cast<std::byte*>(first), last - first, MADV_HUGEPAGE);
     const uint64_t steps = (last - 1) / kHugePage - first / kHugePage + 1;
-    ranges_.push_back({first, last, std::make_unique<std::atomic<bool>[]>(steps)});
+    ranges_.push_back(
+        {first, last, std::make_unique<std::atomic<bool>[]>(steps), std::make_unique<std::atomic<bool>>()});
+    ranges_.back().advise(true);
   }
+}
+
+NewMemory::~NewMemory() {
+  for (const Range& range : ranges_) range.advise(true);
+}
+
+// The whole range at once, and only if the last advice was another one: the kernel stops all threads that take pages of
+// this process meanwhile.
+void NewMemory::Range::advise(bool wants_huge) const {
+  if (huge->exchange(wants_huge) == wants_huge) return;
+  system::advise(reinterpret_cast<std::byte*>(begin), end - begin, wants_huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 }
 
 void NewMemory::take_pages(const std::byte* begin, uint64_t bytes) {
@@ -57,11 +69,10 @@ void NewMemory::take_pages(const std::byte* begin, uint64_t bytes) {
     const uint64_t size = std::min(step + kHugePage, range.end) - first;
     const bool whole = size == kHugePage;
     const bool huge = !whole || choice_.next_is_huge();
-    if (!huge) system::advise(data, size, MADV_NOHUGEPAGE);
+    if (whole) range.advise(huge);
     const uint64_t start = system::thread_nanoseconds();
     const int result = system::populate(data, size);
     if (whole && result == 0) choice_.took(huge, system::thread_nanoseconds() - start);
-    if (!huge) system::advise(data, size, MADV_HUGEPAGE);  // one mapping again; the kernel may join its pages later
   }
 }
 

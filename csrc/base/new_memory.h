@@ -38,6 +38,10 @@ class NewMemory {
   // Asks for huge pages behind all ranges. Ranges that nearly touch, as those of many small allocations do, count as
   // one.
   explicit NewMemory(std::vector<std::span<std::byte>> ranges, PageChoice& choice = shared_choice());
+  // Asks for huge pages again where single ones were taken: the kernel may join them later.
+  ~NewMemory();
+  NewMemory(const NewMemory&) = delete;
+  NewMemory& operator=(const NewMemory&) = delete;
 
   // Takes the pages of a part, and of the rest of its huge pages, if none of both has been asked for before. What is
   // there is kept. Where the system cannot, the pages come when they are filled.
@@ -50,6 +54,8 @@ class NewMemory {
   struct Range {
     uintptr_t begin, end;                        // whole pages
     std::unique_ptr<std::atomic<bool>[]> taken;  // each step, as addresses are divided by steps
+    std::unique_ptr<std::atomic<bool>> huge;     // what was asked for last
+    void advise(bool wants_huge) const;
   };
   std::vector<Range> ranges_;  // by address
   PageChoice& choice_;

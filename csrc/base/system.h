@@ -103,6 +103,9 @@ void wake_waiters(const uint32_t* word);
 // of its own: the kernel derives it.
 int lower_priority(int niceness);
 
+// The status with which this process ends where it would end with 0; 0 takes it back. Forked processes keep their own.
+void set_exit_status(int status);
+
 // --- Faults, for tests. A fault waits for the `skip`-th call of its kind from now on, then lets `times` calls fail
 // with -`error`; error 0 makes a transfer short (half of its bytes, at least one block). ENOENT for a rename and EEXIST
 // for a link are told after they were done, as by a server whose first answer was lost.

@@ -1,7 +1,4 @@
 // Ranges of bytes of files, read and checksummed.
-#include <algorithm>
-#include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -14,19 +11,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-read::ReadItem byte_item(uint32_t file, uint64_t offset, uint64_t length, std::byte* memory) {
-  const int64_t start = 0, stride = 1;
-  const auto size = static_cast<int64_t>(length);
-  return {.file = file,
-          .record_offset = offset,
-          .record_length = length,
-          .dtype = 0,
-          .chunk_sizes = {},
-          .box = io::Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
-          .memory = memory,
-          .bare = true};
-}
-
 // Rows: file, offset, length, address.
 py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const io::EngineOptions& options) {
   const Table table(buffer);
@@ -34,7 +18,7 @@ py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buf
   for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size(), length = cursor.size();
-    items.push_back(byte_item(file, offset, length, cursor.address()));
+    items.push_back(read::range_item(file, offset, length, cursor.address()));
   }
   const auto report = without_gil([&] { return read::read_tensors(paths, items, false, options); });
   return stats_dict(report->stats);
@@ -52,7 +36,7 @@ std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const
     auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
     if (raw == nullptr) throw py::error_already_set();
     objects.push_back(py::reinterpret_steal<py::bytes>(raw));
-    items.push_back(byte_item(file, offset, length, reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw))));
+    items.push_back(read::range_item(file, offset, length, reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw))));
   }
   without_gil([&] { return read::read_tensors(paths, items, false, options); });
   return objects;

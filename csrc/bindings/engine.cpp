@@ -1,10 +1,6 @@
 // The engine: files, records, commits.
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,7 +14,6 @@
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/commit.h"
-#include "io/table_cursor.h"
 #include "io/transfer.h"
 #include "read/archive_file.h"
 #include "read/read_plan.h"
@@ -39,23 +34,6 @@ io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t a
   if (access == "uncached") options.widest = io::Access::uncached;
   if (access == "buffered") options.widest = io::Access::buffered;
   return options;
-}
-
-std::atomic<int> status_at_exit = 0;
-std::atomic<pid_t> process_that_ends = 0;
-
-// What the process ends with where it would end with 0; 0 takes it back. Whom it forks is not meant.
-void set_exit_status(int status) {
-  process_that_ends = getpid();
-  if (status_at_exit.exchange(status) != 0) return;
-#ifdef __GLIBC__
-  // `exit` within a handler is allowed in glibc: it goes on with the other handlers, and ends with the new status.
-  on_exit(
-      [](int status, void*) {
-        if (status == 0 && status_at_exit != 0 && process_that_ends == getpid()) std::exit(status_at_exit);
-      },
-      nullptr);
-#endif
 }
 
 }  // namespace
@@ -198,13 +176,7 @@ void bind_engine(py::module_& module) {
           "write_bytes",
           [](write::FileWriter& writer, const py::buffer& buffer, uint64_t offset) {
             const Table table(buffer);
-            std::vector<write::RecordSource> sources;
-            for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
-              write::RecordSource& source = sources.emplace_back();
-              source.data = cursor.address();
-              source.bytes = cursor.size();
-            }
-            return without_gil([&] { return writer.write_dense(sources, offset); });
+            return without_gil([&] { return writer.write_dense(write::parse_dense_table(table.values()), offset); });
           },
           py::arg("table"), py::arg("offset"),
           "rows: address, bytes. Writes them one behind another from `offset` on, where the call before ended; returns "
@@ -276,7 +248,7 @@ void bind_engine(py::module_& module) {
       .def("commit", &io::PendingFile::commit, py::arg("replace") = true, py::call_guard<py::gil_scoped_release>())
       .def("discard", &io::PendingFile::discard, py::call_guard<py::gil_scoped_release>());
   module.def("process_space", &io::process_space);
-  module.def("set_exit_status", &set_exit_status);
+  module.def("set_exit_status", &system::set_exit_status);
   module.def(
       "move_into_place",
       [](const std::string& temporary, const std::string& directory, const std::string& path) {

@@ -11,7 +11,6 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "format/torch_record.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
 #include "metadata/index.h"
@@ -136,44 +135,18 @@ py::tuple row(const metadata::Index& index, uint64_t number) {
   return py::make_tuple(named(key.name), named(key.dtype), numbers(key.shape), chunks(index, key));
 }
 
-// What a tensor or an object of the index is as a whole, for loads into new tensors: (names, dtype codes or -1, shapes,
-// inventory, sources) of the keys with these numbers. Throws Error (invalid, with the row) for a tensor that is larger
-// than its records, or of an unknown dtype.
+// (names, dtype codes, 255: an object, shapes, inventory, sources)
 py::tuple whole_items(const metadata::Index& index, const std::vector<uint64_t>& selected) {
-  index.check_counts();
-  state::InventoryBuilder inventory;
-  std::vector<int64_t> sources, zeros;
+  const metadata::WholeItems items = metadata::whole_items(index, selected);
   std::string codes;
-  py::list names(selected.size()), shapes(selected.size());
-  int64_t tensors = 0;
-  for (size_t row = 0; row < selected.size(); ++row) {
-    if (selected[row] >= index.size()) throw py::index_error("the index has no such key");
-    const metadata::Index::Key key = index.key(selected[row]);
+  py::list names(items.keys.size()), shapes(items.keys.size());
+  for (size_t row = 0; row < items.keys.size(); ++row) {
+    const metadata::Index::Key& key = items.keys[row];
     names[row] = named(key.name);
     shapes[row] = numbers(key.shape);
-    if (key.kind == state::ItemKind::object) {
-      state::Item object;
-      object.name = key.name;
-      inventory.add(object);
-      codes.push_back(-1);
-      sources.insert(sources.end(), {-1, 0});
-      continue;
-    }
-    const auto refuse = [&](const char* why) { throw Error::invalid(why, static_cast<int64_t>(row)); };
-    if (!key.dtype_code) refuse("a tensor of an unknown dtype");
-    uint64_t bytes = format::dtypes()[*key.dtype_code].item_bytes, stored = 0;
-    for (const int64_t size : key.shape) {
-      if (size < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes)) refuse("an impossible shape");
-    }
-    for (uint64_t chunk = 0; chunk < key.chunks && stored < bytes; ++chunk) stored += index.location(key, chunk).length;
-    if (stored < bytes) refuse("a tensor that is larger than its records");
-    zeros.assign(key.shape.size(), 0);
-    inventory.add({key.name, state::ItemKind::tensor, *key.dtype_code, 0, bytes, key.shape, zeros, key.shape});
-    codes.push_back(static_cast<char>(*key.dtype_code));
-    sources.insert(sources.end(), {tensors++, static_cast<int64_t>(zeros.size())});
-    sources.insert(sources.end(), zeros.begin(), zeros.end());
+    codes.push_back(static_cast<char>(key.dtype_code.value_or(UINT8_MAX)));
   }
-  return py::make_tuple(names, py::bytes(codes), shapes, bytes_of(inventory.pack()), bytes_of(sources));
+  return py::make_tuple(names, py::bytes(codes), shapes, bytes_of(items.inventory), bytes_of(items.sources));
 }
 
 metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& targets, bool allow_cast) {

@@ -92,16 +92,7 @@ void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& de
                 const Producers& producers) {
   const Table table(buffer), devices(device_buffer);
   const py::gil_scoped_release release;
-  const std::vector<io::BoxCopy> copies = io::parse_copy_table(table.values());
-  const auto to_devices = device_load(devices.values(), producers);
-  if (!to_devices) return io::copy_boxes(copies, threads);
-  to_devices->copy(copies, devices.values(), threads);
-  std::vector<io::BoxCopy> on_host;
-  for (size_t row = 0; row < copies.size(); ++row) {
-    if (devices.values()[row] < 0) on_host.push_back(copies[row]);
-  }
-  io::copy_boxes(on_host, threads);
-  to_devices->finish();
+  stage::copy_boxes(io::parse_copy_table(table.values()), devices.values(), stage_producers(producers), threads);
 }
 
 }  // namespace
@@ -117,13 +108,7 @@ void bind_routes(py::module_& module) {
         return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
       });
   py::class_<io::SharedCounter>(module, "SharedCounter")
-      .def(py::init([](const io::SharedMap& map, uint64_t offset) {
-             if (offset % sizeof(uint32_t) != 0 || offset + sizeof(uint32_t) > map.bytes().size()) {
-               throw Error::invalid("a counter is not within its memory");
-             }
-             return io::SharedCounter(map.bytes().data() + offset);
-           }),
-           py::arg("map"), py::arg("offset"), py::keep_alive<1, 2>())
+      .def(py::init<const io::SharedMap&, uint64_t>(), py::arg("map"), py::arg("offset"), py::keep_alive<1, 2>())
       .def("set", &io::SharedCounter::set, py::arg("value"))
       .def("wait", &io::SharedCounter::wait, py::arg("least"), py::arg("seconds"),
            py::call_guard<py::gil_scoped_release>());

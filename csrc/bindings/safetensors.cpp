@@ -6,12 +6,10 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "base/numbered_strings.h"
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
 #include "bindings/tensor_reader.h"
@@ -20,8 +18,6 @@
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
 #include "hf/safetensors_load.h"
-#include "metadata/record_locations.h"
-#include "state/inventory.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -71,56 +67,12 @@ const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, 
   return file.header.tensors()[index];
 }
 
-// (names, dtype codes, inventory, record locations) of whole tensors, each in one file. `keys`: which names count in
-// each file, in this order. None if that is not all: a name is there twice or not at all, metadata maps another name to
-// it, or torch cannot hold it. The caller then goes through the headers name by name, for the reason.
+// (names, dtype codes, inventory, record locations), or None: the caller then goes through the headers name by name.
 py::object header_rows(const std::vector<std::shared_ptr<hf::SafetensorsFile>>& files,
                        const std::optional<std::vector<std::vector<std::string>>>& keys) {
-  state::InventoryBuilder inventory;
-  NumberedStrings seen;
-  std::vector<int64_t> locations, zeros;
-  std::string codes;
-  py::list names;
-  for (size_t number = 0; number < files.size(); ++number) {
-    const hf::SafetensorsHeader& header = files[number]->header;
-    std::vector<const hf::SafetensorsHeader::Tensor*> wanted;
-    if (keys) {
-      std::unordered_map<std::string_view, const hf::SafetensorsHeader::Tensor*> known;
-      for (const auto& tensor : header.tensors()) known.emplace(tensor.name, &tensor);
-      for (const std::string& key : keys->at(number)) wanted.push_back(known[key]);
-    } else {
-      for (const auto& tensor : header.tensors()) wanted.push_back(&tensor);
-    }
-    for (const hf::SafetensorsHeader::Tensor* const tensor : wanted) {
-      if (tensor == nullptr || !seen.add(tensor->name).second) return py::none();
-      const auto code = format::dtype_named(header.dtype(*tensor).torch);
-      if (!code) return py::none();
-      std::vector<int64_t> shape;
-      try {
-        shape = header.torch_shape(*tensor);
-      } catch (const Error&) {
-        return py::none();
-      }
-      uint64_t least = format::dtypes()[*code].item_bytes;  // as if no dimension were empty
-      for (const int64_t size : shape) {
-        const auto length = static_cast<uint64_t>(std::max<int64_t>(size, 1));
-        if (__builtin_mul_overflow(least, length, &least) || least >= metadata::kFarthest) return py::none();
-      }
-      const uint64_t bytes = tensor->end - tensor->begin;
-      zeros.assign(shape.size(), 0);
-      inventory.add({tensor->name, state::ItemKind::tensor, *code, 0, bytes, shape, zeros, shape});
-      locations.insert(locations.end(), {static_cast<int64_t>(number), static_cast<int64_t>(tensor->begin),
-                                         static_cast<int64_t>(bytes), int64_t{files[number]->head_crc}});
-      names.append(py::str(tensor->name));
-      codes.push_back(static_cast<char>(*code));
-    }
-  }
-  for (const auto& file : files) {
-    for (const auto& [alias, name] : file->header.metadata().value_or(hf::SafetensorsHeader::Metadata())) {
-      if (seen.find(name)) return py::none();
-    }
-  }
-  return py::make_tuple(names, py::bytes(codes), bytes_of(inventory.pack()), bytes_of(locations));
+  const auto rows = hf::header_rows(files, keys);
+  if (!rows) return py::none();
+  return py::make_tuple(rows->names, py::bytes(rows->dtypes), bytes_of(rows->inventory), bytes_of(rows->locations));
 }
 
 dlpack::DataType data_type(std::string_view torch_name) {
@@ -182,7 +134,9 @@ class Load {
     };
     const auto sink = [&]() -> read::DeviceSink* {
       const py::gil_scoped_release release;
-      to_device_ = device_load(std::vector{int64_t{device}}, {{device, stream}});
+      const int64_t devices = device;
+      const stage::Producer producer{device, stream};
+      to_device_ = stage::device_load({&devices, 1}, {&producer, 1});
       return to_device_.get();
     };
     const hf::SafetensorsLoad::OnDevice target{device, take, sink};

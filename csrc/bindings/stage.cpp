@@ -22,12 +22,9 @@ class HeldSnapshot {
       : threads_(threads) {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
-    stage::SnapshotDevices of_devices{devices.values(), {}, nullptr};
+    stage::SnapshotDevices of_devices{devices.values(), stage_producers(producers), nullptr};
     std::vector<int> used;
-    for (const auto& [device, stream] : producers) {
-      of_devices.producers.push_back({device, stream});
-      used.push_back(device);
-    }
+    for (const stage::Producer& producer : of_devices.producers) used.push_back(producer.device);
     if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used);
     snapshot_ =
         std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);

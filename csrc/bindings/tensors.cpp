@@ -1,16 +1,13 @@
 // Torch's tensors, without torch's headers, and the tables that say where a state is.
-#include <array>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "base/numbered_strings.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_reader.h"
 #include "fingerprint/fingerprint.h"
-#include "format/torch_record.h"
 #include "plan/replicas.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
@@ -40,50 +37,21 @@ py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& ro
   return bytes_of(bytes);
 }
 
-// The item of a whole tensor. `origin`: as many zeros as it has dimensions, and more.
-state::Item item_of(const state::LocalTensor& tensor, bool requires_grad, std::span<const int64_t> origin) {
-  state::Item item;
-  item.kind = state::ItemKind::tensor;
-  item.dtype = static_cast<uint8_t>(tensor.dtype);
-  item.flags = requires_grad ? state::kRequiresGrad : uint16_t{0};
-  item.bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
-  item.shape = item.size = tensor.shape;
-  item.offset = origin.first(tensor.shape.size());
-  return item;
-}
-
-constexpr std::array<int64_t, state::kMostDims> kOrigin{};
-
-void add_source(int64_t tensor, size_t dims, std::vector<int64_t>& sources) {
-  sources.push_back(tensor);
-  sources.push_back(static_cast<int64_t>(dims));
-  sources.resize(sources.size() + dims);
-}
-
 // (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
 // rows are one object; None for a tensor of a dtype that no checkpoint can hold.
 py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
   const Table words(table);
-  const state::TensorTable tensors(words.values());
-  const std::span<const std::byte> flags = view(requires_grad);
-  if (flags.size() > tensors.size()) throw Error::invalid("more flags than tensors");
-  NumberedStrings known;
+  const state::TensorRows found = state::rows_of_tensors(state::TensorTable(words.values()), view(requires_grad));
   std::vector<py::bytes> distinct;
-  py::list rows(flags.size()), sources(flags.size());
-  std::vector<int64_t> row, source;
-  for (size_t i = 0; i < flags.size(); ++i) {
-    const state::LocalTensor tensor = tensors[i];
-    source.clear();
-    add_source(static_cast<int64_t>(i), tensor.shape.size(), source);
-    sources[i] = bytes_of(source);
-    if (tensor.dtype < 0) {
-      rows[i] = py::none();
-      continue;
-    }
-    state::pack_row(item_of(tensor, flags[i] != std::byte{0}, kOrigin), row);
-    const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
-    if (is_new) distinct.push_back(bytes_of(row));
-    rows[i] = distinct[number];
+  for (const std::vector<int64_t>& row : found.distinct) distinct.push_back(bytes_of(row));
+  py::list rows(found.numbers.size()), sources(found.numbers.size());
+  const auto* source = reinterpret_cast<const char*>(found.sources.data());
+  for (size_t i = 0, at = 0; i < rows.size(); ++i) {
+    const uint32_t number = found.numbers[i];
+    const size_t words = 2 + static_cast<size_t>(found.sources[at + 1]);
+    rows[i] = number == state::TensorRows::kNoRow ? py::object(py::none()) : distinct[number];
+    sources[i] = py::bytes(source + at * sizeof(int64_t), words * sizeof(int64_t));
+    at += words;
   }
   return py::make_tuple(rows, sources);
 }
@@ -92,34 +60,14 @@ py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad
 // are given. None if a tensor is of a dtype that no checkpoint can hold.
 py::object inventory_of_tensors(const py::list& names, const py::bytes& table, const py::bytes& requires_grad,
                                 const std::vector<size_t>& objects, int64_t node) {
+  std::vector<std::string> texts;
+  texts.reserve(names.size());
+  for (const py::handle name : names) texts.push_back(utf8(name));
   const Table words(table);
-  const state::TensorTable tensors(words.values());
-  const std::span<const std::byte> flags = view(requires_grad);
-  if (flags.size() != tensors.size() || names.size() != tensors.size() + objects.size()) {
-    throw Error::invalid("expected as many names as tensors and objects");
-  }
-  state::InventoryBuilder builder;
-  std::vector<int64_t> sources;
-  sources.reserve(4 * names.size());
-  size_t object = 0;
-  for (size_t position = 0; position < names.size(); ++position) {
-    state::Item item;
-    const std::string name = utf8(names[position]);
-    if (object < objects.size() && objects[object] == position) {
-      ++object;
-      add_source(-1, 0, sources);
-    } else {
-      const size_t number = position - object;
-      if (number >= tensors.size()) throw Error::invalid("objects are not in the order of the names");
-      const state::LocalTensor tensor = tensors[number];
-      if (tensor.dtype < 0) return py::none();
-      item = item_of(tensor, flags[number] != std::byte{0}, kOrigin);
-      add_source(static_cast<int64_t>(number), tensor.shape.size(), sources);
-    }
-    item.name = name;
-    builder.add(item);
-  }
-  return py::make_tuple(bytes_of(builder.pack(node)), bytes_of(sources));
+  const auto described =
+      state::describe_state(texts, state::TensorTable(words.values()), view(requires_grad), objects, node);
+  if (!described) return py::none();
+  return py::make_tuple(bytes_of(described->inventory), bytes_of(described->sources));
 }
 
 // --- A state in tables
@@ -161,48 +109,28 @@ py::tuple fill_tuple(const state::FillTable& table) {
 
 using SampleArgument = std::tuple<uint32_t, uint32_t, uint64_t>;
 
-std::vector<uint64_t> hashes_of(const HeldState& state, std::span<const uint32_t> items, const SampleArgument& sample,
-                                const py::bytes& factors) {
-  const Table words(factors);
-  const std::vector<uint64_t> of_elements(words.values().begin(), words.values().end());
+state::Sample sample_of(const SampleArgument& sample) {
   const auto& [of_small, of_large, large_bytes] = sample;
-  return state::replica_hashes(state.tables(), items, {of_small, of_large, large_bytes}, of_elements);
+  return {of_small, of_large, large_bytes};
+}
+
+std::span<const uint64_t> factors_of(const py::bytes& factors) {  // aligned as all that Python allocates
+  const std::span<const std::byte> bytes = view(factors);
+  return {reinterpret_cast<const uint64_t*>(bytes.data()), bytes.size() / sizeof(uint64_t)};
 }
 
 py::tuple offered_hashes(const HeldState& state, const SampleArgument& sample, const py::bytes& factors,
                          const py::bytes& offered) {
-  const state::Inventory& all = state.tables().inventory;
-  const std::span<const std::byte> flags = view(offered);
-  if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("expected a flag for each item");
-  std::vector<uint32_t> items;
-  for (uint32_t i = 0; i < all.size(); ++i) {
-    const state::Item item = all[i];
-    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
-    if (flags.empty() || flags[i] != std::byte{0} || item.bytes >= std::get<2>(sample)) items.push_back(i);
-  }
-  const std::vector<uint64_t> found = hashes_of(state, items, sample, factors);
-  std::vector<uint64_t> hashes(all.size());
-  std::vector<uint32_t> rest;
-  for (size_t i = 0; i < items.size(); ++i) {
-    hashes[items[i]] = found[i];
-    if (found[i] == state::kNotHashed) rest.push_back(items[i]);
-  }
-  return py::make_tuple(bytes_of(hashes), rest);
+  const auto found = state::offered_hashes(state.tables(), view(offered), sample_of(sample), factors_of(factors));
+  return py::make_tuple(bytes_of(found.hashes), found.rest);
 }
 
 py::tuple replica_sum(const HeldState& state, const SampleArgument& sample, const py::bytes& factors,
                       const py::bytes& holders) {
-  const std::vector<plan::Summand> summands = plan::replica_summands(state.tables().inventory, view(holders));
-  std::vector<uint32_t> items;
-  for (const plan::Summand& summand : summands) items.push_back(summand.item);
-  const std::vector<uint64_t> found = hashes_of(state, items, sample, factors);
-  uint64_t sum = 0;
+  const auto found = plan::replica_sum(state.tables(), view(holders), sample_of(sample), factors_of(factors));
   std::vector<std::pair<uint32_t, uint64_t>> rest;
-  for (size_t i = 0; i < items.size(); ++i) {
-    sum += summands[i].factor * found[i];
-    if (found[i] == state::kNotHashed) rest.emplace_back(items[i], summands[i].factor);
-  }
-  return py::make_tuple(sum, rest);
+  for (const plan::Summand& summand : found.rest) rest.emplace_back(summand.item, summand.factor);
+  return py::make_tuple(found.sum, rest);
 }
 
 py::tuple fingerprints(const HeldState& state, unsigned threads) {

@@ -31,7 +31,7 @@ struct Group {
     if (on_device) return align_up(end, SafetensorsLoad::kDeviceAlignment);
     const uint64_t behind = align_up(end, SafetensorsLoad::kAlignment);
     if (!members.empty() && tensor.end - tensor.begin < kLarge) return behind;
-    return first_congruent(behind, align_up(tensor.begin, SafetensorsLoad::kAlignment));
+    return next_congruent(behind, align_up(tensor.begin, SafetensorsLoad::kAlignment));
   }
 
   // From the heap, as torch's: what was given back to it before is still there.

@@ -1,4 +1,4 @@
-// Makes files appear whole or not at all, under their names. All of these throw Error (io, full).
+// Atomic creation and replacement of files. All functions throw Error (io, full).
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,13 @@
 
 namespace vescale_ckpt::io {
 
-// Eight hexadecimal digits, equal for processes that find each other by number in /proc: of one boot of a machine and
-// one namespace of processes. They end temporary names, so that nobody judges by /proc whether another machine's
-// process lives.
+// Identifies one boot and PID namespace (8 hex digits). Part of temporary names, so that a cleaner never mistakes
+// another machine's PID for a dead local one.
 const std::string& process_space();
 
-// A file that is written under the temporary name `{name}.tmp.{process}.{n}.{process_space}` in `directory`. A reader
-// of `name` sees the old file or the new one. Errors of the constructor and of `write` are kept for `check` and
-// `commit`: of several the one that lies first in the file.
+// A file that is written under the temporary name `{name}.tmp.{pid}.{n}.{process_space}` in `directory`. A reader of
+// `name` sees the old file or the new one. Errors of the constructor and of `write` are sticky: `check` and `commit`
+// rethrow the one at the lowest file offset.
 class PendingFile {
  public:
   PendingFile(const std::string& directory, const std::string& name);
@@ -27,15 +26,15 @@ class PendingFile {
   PendingFile(const PendingFile&) = delete;
   PendingFile& operator=(const PendingFile&) = delete;
 
-  // Several threads may call it. The disk begins to write large pieces at once.
+  // Thread-safe. Starts writeback of large pieces immediately.
   void write(uint64_t offset, std::span<const std::byte> bytes);
 
-  // These come after all calls of `write`.
-  uint64_t size() const { return size_; }  // where the last byte given to `write` ends, also after an error
-  // Throws the error that was kept, and removes the file.
+  // The following must not run concurrently with `write`.
+  uint64_t size() const { return size_; }  // end of the last byte passed to `write`, also after an error
+  // Throws the sticky error, if any, and removes the file.
   void check();
-  // Syncs, renames to `name`, syncs the directory. On any error before the rename the temporary file is removed and the
-  // old one stays. Without `replace` there may be no old one, as for `rename_if_free`.
+  // Syncs, renames to `name`, syncs the directory. An error before the rename removes the temporary file and leaves the
+  // old one untouched. Without `replace` it fails if `name` exists, as `rename_if_free`.
   void commit(bool replace = true);
   // Removes the file, unless it is committed.
   void discard() noexcept;
@@ -43,37 +42,38 @@ class PendingFile {
  private:
   void keep(Error error);
 
-  std::string directory_, path_, temporary_;  // no temporary name: committed, or removed
+  std::string directory_, path_, temporary_;  // temporary_ is empty once committed or removed
   int fd_ = -1;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards all below
   uint64_t size_ = 0;
   std::optional<Error> error_;
 };
 
-// Writes, syncs and commits a `PendingFile` of such content.
+// Writes and commits a `PendingFile` with the given content.
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes,
                  bool replace = true);
 
-// The same for a file that is complete and synced: `temporary` becomes `path`, both in `directory`.
+// Commits a complete and synced file: renames `temporary` to `path`, both in `directory`, and syncs the directory.
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path,
                      bool replace = true);
 
-// Makes a file of so many bytes, with space for them on disk where the file system can reserve it; what is not written
-// reads as zeros. Removes it again if that fails.
+// Creates a file of `bytes` bytes that read as zeros, preallocated if the file system supports it. Removes it on
+// failure.
 void reserve_file(const std::string& path, uint64_t bytes);
 
-// Writes what stands at the start of a file whose rest is written, and syncs if asked to.
+// Writes the head of a file whose remainder is already written; syncs if `sync`.
 void write_head(const std::string& path, std::span<const std::byte> head, bool sync);
 
-// Names, none of them durable before `sync_directory`. `rename` replaces what is there, `link` does not.
+// Directory operations, durable only after `sync_directory`. `rename_file` replaces an existing file, `link_file`
+// fails.
 void rename_file(const std::string& from, const std::string& to);
 void link_file(const std::string& from, const std::string& to);
-// Renames unless there is something of that name: then throws Error with the code EEXIST. Of several that give the same
-// name at once one succeeds. Where files cannot have a second name, it looks before it renames, and two may succeed.
+// Renames unless `to` exists; then throws Error with the code EEXIST. Of concurrent callers with the same `to`, exactly
+// one succeeds, except on file systems without hard links, where the check and the rename are separate steps.
 void rename_if_free(const std::string& from, const std::string& to);
-// False if it is not there.
+// Returns false if the file does not exist.
 bool remove_file(const std::string& path);
-// Two files or folders change names in one step. False where the file system cannot do that.
+// Swaps two names atomically. Returns false if the file system does not support that.
 bool exchange_names(const std::string& first, const std::string& second);
 
 // Throws Error if the directory cannot be synced.

@@ -35,8 +35,13 @@ class SharedMap {
 // A number in memory that processes share: one process counts up, and others sleep until it has come far enough.
 class SharedCounter {
  public:
-  // `word`: four bytes of a SharedMap, at a multiple of four.
-  explicit SharedCounter(std::byte* word) : word_(reinterpret_cast<uint32_t*>(word)) {}
+  // In four bytes of the map, at a multiple of four. The map must outlive it. Throws Error (invalid).
+  SharedCounter(const SharedMap& map, uint64_t offset)
+      : word_(reinterpret_cast<uint32_t*>(map.bytes().data() + offset)) {
+    if (offset % sizeof *word_ != 0 || offset > map.bytes().size() - sizeof *word_) {
+      throw Error::invalid("a counter is not within its memory");
+    }
+  }
 
   // What this process has written to the memory before, others see who have seen the value.
   void set(uint32_t value) {

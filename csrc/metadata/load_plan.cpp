@@ -175,4 +175,35 @@ LoadPlan plan_load(const Index& index, const state::Inventory& targets, bool all
   return Planner(index, targets, allow_cast).run();
 }
 
+WholeItems whole_items(const Index& index, std::span<const uint64_t> selected) {
+  index.check_counts();
+  WholeItems items;
+  state::InventoryBuilder inventory;
+  int64_t tensors = 0;
+  for (size_t row = 0; row < selected.size(); ++row) {
+    const auto refuse = [row](const char* why) { throw Error::invalid(why, static_cast<int64_t>(row)); };
+    if (selected[row] >= index.size()) refuse("the index has no such key");
+    const Index::Key& key = items.keys.emplace_back(index.key(selected[row]));
+    if (key.kind == state::ItemKind::object) {
+      state::Item object;
+      object.name = key.name;
+      inventory.add(object);
+      items.sources.insert(items.sources.end(), {-1, 0});
+      continue;
+    }
+    if (!key.dtype_code) refuse("a tensor of an unknown dtype");
+    uint64_t bytes = format::dtypes()[*key.dtype_code].item_bytes, stored = 0;
+    for (const int64_t size : key.shape) {
+      if (size < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes)) refuse("an impossible shape");
+    }
+    for (uint64_t chunk = 0; chunk < key.chunks && stored < bytes; ++chunk) stored += index.location(key, chunk).length;
+    if (stored < bytes) refuse("a tensor that is larger than its records");
+    inventory.add(state::whole_tensor(key.name, *key.dtype_code, 0, bytes, key.shape));
+    items.sources.insert(items.sources.end(), {tensors++, static_cast<int64_t>(key.shape.size())});
+    items.sources.resize(items.sources.size() + key.shape.size());
+  }
+  items.inventory = inventory.pack();
+  return items;
+}
+
 }  // namespace vescale_ckpt::metadata

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,5 +33,16 @@ struct LoadPlan {
 // `targets` are the items to fill. With `allow_cast` the stored dtype may differ from the target's.
 // Throws Error: invalid (a target's box leaves its tensor), corrupt, io.
 LoadPlan plan_load(const Index& index, const state::Inventory& targets, bool allow_cast);
+
+// Tensors and objects of an index, each as a whole, for loads into new tensors.
+struct WholeItems {
+  std::vector<Index::Key> keys;
+  std::vector<std::byte> inventory;
+  std::vector<int64_t> sources;  // state/tables.h
+};
+
+// `selected`: numbers of keys. Throws Error: corrupt; invalid, with the position in `selected`, for a tensor that is
+// larger than its records, or of an unknown dtype.
+WholeItems whole_items(const Index& index, std::span<const uint64_t> selected);
 
 }  // namespace vescale_ckpt::metadata

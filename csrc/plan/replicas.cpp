@@ -164,4 +164,18 @@ std::vector<Summand> replica_summands(const state::Inventory& inventory, std::sp
   return summands;
 }
 
+ReplicaSum replica_sum(const state::StateTables& state, std::span<const std::byte> holders, const state::Sample& sample,
+                       std::span<const uint64_t> factors) {
+  const std::vector<Summand> summands = replica_summands(state.inventory, holders);
+  std::vector<uint32_t> items;
+  for (const Summand& summand : summands) items.push_back(summand.item);
+  const std::vector<uint64_t> hashes = state::replica_hashes(state, items, sample, factors);
+  ReplicaSum result;
+  for (size_t i = 0; i < summands.size(); ++i) {
+    result.sum += summands[i].factor * hashes[i];
+    if (hashes[i] == state::kNotHashed) result.rest.push_back(summands[i]);
+  }
+  return result;
+}
+
 }  // namespace vescale_ckpt::plan

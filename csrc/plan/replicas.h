@@ -11,6 +11,8 @@
 
 #include "plan/layout.h"
 #include "state/inventory.h"
+#include "state/replica_hash.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::plan {
 
@@ -60,5 +62,14 @@ struct Summand {
 // Returns the items of an inventory that several ranks hold. Throws Error (invalid) if `holders` is for another
 // inventory.
 std::vector<Summand> replica_summands(const state::Inventory& inventory, std::span<const std::byte> holders);
+
+struct ReplicaSum {
+  uint64_t sum = 0;           // of the summands that the engine hashes
+  std::vector<Summand> rest;  // the others
+};
+
+// Adds up a rank's summands. Throws Error (invalid) as `replica_summands` and `state::replica_hashes`.
+ReplicaSum replica_sum(const state::StateTables& state, std::span<const std::byte> holders, const state::Sample& sample,
+                       std::span<const uint64_t> factors);
 
 }  // namespace vescale_ckpt::plan

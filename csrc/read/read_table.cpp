@@ -39,6 +39,19 @@ std::vector<ReadItem> parse(std::span<const int64_t> table, const TakeTarget& ta
 
 }  // namespace
 
+ReadItem range_item(uint32_t file, uint64_t offset, uint64_t length, std::byte* memory) {
+  const int64_t start = 0, stride = 1;
+  const auto size = static_cast<int64_t>(length);
+  return {.file = file,
+          .record_offset = offset,
+          .record_length = length,
+          .dtype = 0,
+          .chunk_sizes = {},
+          .box = io::Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
+          .memory = memory,
+          .bare = true};
+}
+
 std::vector<ReadItem> parse_read_table(std::span<const int64_t> table, std::span<const int64_t> devices) {
   std::vector<ReadItem> items = parse(table, [](io::TableCursor& cursor, std::span<const int64_t> chunk) -> Target {
     const auto offsets = cursor.take(chunk.size()), sizes = cursor.take(chunk.size());

@@ -92,6 +92,9 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const io::EngineOptions& options, const OpenFile& open = nullptr);
 
+// A range of a file, taken as it is.
+ReadItem range_item(uint32_t file, uint64_t offset, uint64_t length, std::byte* memory);
+
 // --- The tables of reads that Python gives once a load: rows of 64-bit integers, one after another (read_table.cpp).
 
 // Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box

@@ -1,4 +1,4 @@
-#include "share/route_needs.h"
+#include "share/route_pieces.h"
 
 #include <algorithm>
 #include <functional>
@@ -38,7 +38,7 @@ bool equal_tables(const RankReads& left, const RankReads& right) {
   return same(left.files, right.files) && same(left.reads, right.reads);
 }
 
-// The row that begins at a word of a rank's table, not further checked.
+// Returns the row at a word of a rank's table; checks its length only.
 std::span<const int64_t> read_row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
   const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
   if (reads.size() - at < Need::kHead) throw malformed();
@@ -68,7 +68,7 @@ uint64_t item_bytes(const Need& need) {
 
 std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::vector<Replicas> groups;
-  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of its tables: equal ones often are one
+  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of its tables: equal tables often are one object
   std::unordered_multimap<size_t, size_t> by_hash;
   for (const uint32_t rank : members) {
     const RankReads& reads = ranks[rank];
@@ -126,7 +126,7 @@ int64_t last_record(std::span<const int64_t> reads) {
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
                                               uint32_t parts, uint64_t range_bytes) {
   if (parts == 0 || range_bytes == 0) throw Error::invalid("reads are split into one part or more");
-  std::vector<uint64_t> first;  // part of each file: by its name, as ranks number files differently
+  std::vector<uint64_t> first;  // part of each file's first range, by its name: ranks number files differently
   for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
   std::vector<std::vector<int64_t>> result(parts);
   for_each_row(reads, [&](const Need& need) {

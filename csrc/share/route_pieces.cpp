@@ -30,7 +30,7 @@ class Cutter {
  public:
   Cutter(size_t senders, const RouteOptions& options, std::span<const uint32_t> writers, std::span<RankRoutes> routes,
          std::span<uint64_t> own_bytes)
-      : limit_(most_bytes_at_once(senders, options)),
+      : limit_(max_piece_bytes(senders, options)),
         options_(options),
         cuts_(options.writes ? Piece::Cuts::always : Piece::Cuts::if_all_receive_both),
         writers_(writers),
@@ -77,12 +77,12 @@ class Cutter {
  private:
   static bool is_one_rank(const Need& need) { return need.replicas->ranks.size() == 1; }
 
-  // Whether what only one rank needs is its own affair. What is written in order has to be one range of its file.
-  bool is_own(const Piece& piece) const {
+  // Whether a piece that one rank needs bypasses the rounds. For sequential writes it must be one range of the file.
+  bool is_local(const Piece& piece) const {
     return writers_.empty() || (writers_[piece.like->file] == piece.like->rank && piece.receivers.size() == 1);
   }
 
-  // Along the first dimension whose slices are no larger than a piece; those before it are taken one index at a time.
+  // Cuts along the first dimension whose slices fit in a piece, at each index of the dimensions before it.
   void cut_slabs(std::span<const Need> needs, const Box& needed) {
     size_t cut_dim = 0;
     uint64_t slice = needed.elements() * item_bytes(needs.front());
@@ -92,7 +92,7 @@ class Cutter {
       if (slice <= limit_) break;
     }
     const auto most = static_cast<int64_t>(limit_ / slice);
-    const int64_t length = needed.size[cut_dim], count = (length + most - 1) / most;  // even: the last is no sliver
+    const int64_t length = needed.size[cut_dim], count = (length + most - 1) / most;  // evenly long slabs
     Box box = needed;
     for (size_t dim = 0; dim < cut_dim; ++dim) box.size[dim] = 1;
     do {
@@ -105,7 +105,7 @@ class Cutter {
     } while (next_index(box, needed, cut_dim));
   }
 
-  // The next combination of indices of the dimensions before `dims`.
+  // Advances the index of the dimensions before `dims`; false after the last.
   static bool next_index(Box& box, const Box& of, size_t dims) {
     for (size_t dim = dims; dim-- > 0;) {
       if (++box.offset[dim] < of.offset[dim] + of.size[dim]) return true;
@@ -130,7 +130,7 @@ class Cutter {
     }
     Piece piece{};
     piece.receive(std::move(receivers));
-    if (ranks.size() == 1 && is_one_rank(*piece.like) && is_own(piece)) {
+    if (ranks.size() == 1 && is_one_rank(*piece.like) && is_local(piece)) {
       for (Piece::Receiver& receiver : piece.receivers) {
         std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs)];
         own.push_back(std::move(receiver.box));
@@ -145,7 +145,7 @@ class Cutter {
     pieces_.push_back(std::move(piece));
   }
 
-  // Slabs come in rising order: what they were cut from comes together again.
+  // Merges the slabs, which come in ascending order, into the box that they were cut from.
   static void join_last(std::vector<Box>& boxes) {
     while (boxes.size() > 1 && boxes[boxes.size() - 2].join(boxes.back())) boxes.pop_back();
   }
@@ -168,7 +168,7 @@ class Cutter {
   const std::span<uint64_t> own_bytes_;
   std::vector<Piece> pieces_;
   std::map<std::vector<uint32_t>, uint32_t> sets_;
-  std::vector<std::vector<Box>> own_;  // one for each need of the record at hand: what its rank alone needs
+  std::vector<std::vector<Box>> own_;  // for each need of the current record, the boxes that only its rank needs
 };
 
 }  // namespace
@@ -234,7 +234,7 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   const uint64_t slice = bytes / static_cast<uint64_t>(box.size[dim]);
   const auto head = static_cast<int64_t>(head_bytes / slice);
   if (head == 0 || head >= box.size[dim]) return std::nullopt;
-  // In a load a reader needs what it reads: receivers of a part along the dimension might be left on one side alone.
+  // In a load the reader must be a receiver: a cut might leave a receiver of a part on one side only.
   const bool all_along = std::ranges::all_of(receivers, [&](const Receiver& to) {
     return to.box.offset[dim] == box.offset[dim] && to.box.size[dim] == box.size[dim];
   });
@@ -269,8 +269,6 @@ void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
   receivers = std::move(left);
 }
 
-// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
-// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
 void join(Parcels& parcels, Parcel next) {
   for (size_t i = 0; i < parcels.size(); ++i) {
     Box both = parcels[i].box;
@@ -286,15 +284,15 @@ void join(Parcels& parcels, Parcel next) {
 
 uint64_t staging_offset(const Need& need, const Box& box, bool in_file, uint64_t cursor) {
   constexpr uint64_t kAlignment = 64;
-  constexpr uint64_t kLargeBytes = 64 << 10;  // worth a place in memory from which it can be read directly
-  constexpr uint64_t kBodyInPage = 64;        // where in a page of its file a large tensor's data starts
+  constexpr uint64_t kLargeBytes = 64 << 10;  // worth an offset that direct reads can use
+  constexpr uint64_t kBodyInPage = 64;        // page offset of a large tensor's data in its file
   if (!in_file && box.elements() * item_bytes(need) < kLargeBytes) return align_up(cursor, kAlignment);
-  uint64_t element = 0;  // the chunk's first that is read
+  uint64_t element = 0;  // index in the chunk of the box's first element
   for (size_t dim = 0; dim < box.offset.size(); ++dim) {
     element = element * static_cast<uint64_t>(need.chunk()[dim]) + static_cast<uint64_t>(box.offset[dim]);
   }
   const uint64_t body = in_file ? static_cast<uint64_t>(need.record_offset()) : kBodyInPage;
-  return first_congruent(cursor, element * item_bytes(need) + body);
+  return next_congruent(cursor, element * item_bytes(need) + body);
 }
 
 void append_staged(std::vector<int64_t>& staged, const Need& need, const Box& box, uint64_t offset) {
@@ -336,9 +334,9 @@ uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
   return slice;
 }
 
-uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
-  constexpr uint64_t kLeast = 4 << 20;  // where the budget has no room for all ranks', they read in turns
-  constexpr uint64_t kElement = 64;     // bytes, as the largest dtype has, and more
+uint64_t max_piece_bytes(size_t senders, const RouteOptions& options) {
+  constexpr uint64_t kLeast = 4 << 20;  // below this, readers take turns instead
+  constexpr uint64_t kElement = 64;     // bytes; an upper bound for all dtypes
   const uint64_t most = std::max(options.piece_bytes, kElement);
   const uint64_t least = std::min({kLeast, most, std::max(options.budget_bytes / 2, kElement)});
   return std::clamp(options.budget_bytes / (senders + 2), least, most);
@@ -356,7 +354,7 @@ Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOption
   return cutter.take();
 }
 
-std::deque<Need> each_for_itself(Pieces& pieces) {
+std::deque<Need> expand_replicas(Pieces& pieces) {
   std::deque<Need> needs;
   std::map<uint32_t, const Replicas*> by_rank;
   for (Piece& piece : pieces.pieces) {
@@ -389,7 +387,7 @@ std::deque<Need> each_for_itself(Pieces& pieces) {
 }
 
 void split_among_nodes(Pieces& all, std::span<const RankReads> ranks, size_t most_nodes) {
-  std::vector<std::map<uint32_t, uint32_t>> parts_of(all.sets.size());  // of sets that are split: {node: its new set}
+  std::vector<std::map<uint32_t, uint32_t>> parts_of(all.sets.size());  // {node: new set} of each set that is split
   for (size_t set = 0; set < parts_of.size(); ++set) {
     std::map<uint32_t, uint32_t>& part_of = parts_of[set];
     for (const uint32_t rank : all.sets[set]) part_of[ranks[rank].node] = 0;

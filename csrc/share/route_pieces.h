@@ -1,32 +1,80 @@
-// Cuts what ranks need of stored records into pieces that are read once, for a load with shared reads, and schedules
-// them in rounds (route_rounds.cpp).
+// Cuts the needs of ranks into pieces, each of which is read once, and schedules the pieces in rounds
+// (route_rounds.cpp).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "share/route_needs.h"
 #include "share/routes.h"
 
 namespace vescale_ckpt::share {
+
+// --- Needs (route_needs.cpp)
+
+// Ranks whose tables of reads are equal: replicas. They are planned once.
+struct Replicas {
+  std::vector<uint32_t> ranks;  // ascending
+};
+
+// A view of one row of a rank's reads (metadata/load_plan.h).
+struct Need {
+  static constexpr size_t kHead = 7;
+
+  uint32_t rank = 0;  // the lowest of its replicas; after expand_replicas each of them
+  uint32_t file = 0;  // number of the file, equal on all ranks
+  std::span<const int64_t> row;
+  const Replicas* replicas = nullptr;
+
+  int64_t item() const { return row[0]; }
+  int64_t record_offset() const { return row[2]; }
+  int64_t record_length() const { return row[3]; }
+  int64_t crc() const { return row[4]; }
+  int64_t dtype() const { return row[5]; }
+  size_t dims() const { return static_cast<size_t>(row[6]); }
+  std::span<const int64_t> chunk() const { return list(0); }
+  std::span<const int64_t> box_offset() const { return list(1); }
+  std::span<const int64_t> box_size() const { return list(2); }
+  std::span<const int64_t> target() const { return list(3); }
+
+ private:
+  std::span<const int64_t> list(size_t number) const { return row.subspan(kHead + number * dims(), dims()); }
+};
+
+// Needs of several ranks, ordered by file and offset, those of replicas once.
+struct Needs {
+  std::vector<Replicas> replicas;
+  std::vector<Need> rows;
+};
+
+uint64_t item_bytes(const Need& need);
+
+// Groups the ranks `members` by equal tables, ordered by the lowest rank of each group.
+std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members);
+
+// Returns the validated rows of `members`. `numbered`: files have no names, and equal numbers on all ranks. Throws
+// Error (invalid, with the rank as item).
+Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members, bool numbered = false);
+
+// --- Pieces (route_pieces.cpp)
 
 // A box of a chunk.
 struct Box {
   std::vector<int64_t> offset, size;
 
   static Box of(const Need& need);
-  std::optional<Box> common(const Need& need) const;  // nullopt if nothing
-  void cover(const Box& other);                       // becomes the smallest box that holds both
-  // Takes in a neighbour if both together are a box.
+  std::optional<Box> common(const Need& need) const;  // the intersection; nullopt if empty
+  void cover(const Box& other);                       // becomes the bounding box of both
+  // Merges an adjacent box if the union is a box.
   bool join(const Box& next);
   uint64_t elements() const;
   bool operator==(const Box&) const = default;
 };
 
-// A row of LoadPlan::reads for a part of what is needed.
+// Appends a row of LoadPlan::reads for a box of the need.
 void append_read(std::vector<int64_t>& reads, const Need& need, const Box& box);
 
 struct Piece {
@@ -35,75 +83,76 @@ struct Piece {
     Box box;
   };
 
-  const Need* like;  // one of those that need it: tells of the record
-  Box box;           // what is read
+  const Need* like;  // any of its needs, for the traits of the record
+  Box box;           // to read
   uint64_t bytes;
-  std::vector<Receiver> receivers;  // by rank; several of a rank that wants it for several items
-  uint32_t set;                     // ranks that need it: index in Pieces::sets
+  std::vector<Receiver> receivers;  // by rank, which may occur several times, for several items
+  uint32_t set;                     // index in Pieces::sets of the ranks that need it
   enum class Cuts { never, if_all_receive_both, always } cuts;
-  uint64_t order = 0;  // position in the files; pieces cut from one piece have the same
+  uint64_t order = 0;  // by file position; equal for pieces that were cut from one
   uint32_t reader = 0;
 
-  // Becomes what these receivers, by rank, need of a record.
+  // Sets the receivers, ordered by rank, and the box that covers their boxes.
   void receive(std::vector<Receiver> by_rank);
-  // Keeps at most `head_bytes` and returns the rest. Returns nullopt, and keeps all, if it cannot be cut so.
+  // Keeps at most `head_bytes` and returns the remainder; nullopt, without a change, if there is no such cut.
   std::optional<Piece> cut(uint64_t head_bytes);
 
  private:
-  void narrow(size_t dim, int64_t begin, int64_t end);  // to these indices of the chunk
+  void narrow(size_t dim, int64_t begin, int64_t end);  // in indices of the chunk
 };
 
-// A box of a piece that goes to a node once, and who there wants it or a part of it.
+// A box of a piece that is sent to a node once, and its receivers there.
 struct Parcel {
   Box box;
   std::vector<const Piece::Receiver*> receivers;
 };
 
-// What the ranks of one node want of a piece.
+// The boxes of a piece for one node.
 using Parcels = std::vector<Parcel>;
 
-// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
-// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
+// Adds `next`. Merges it repeatedly with parcels whose bounding box with it is no larger than the two together: one
+// contains the other, they overlap along one dimension, or they are adjacent.
 void join(Parcels& parcels, Parcel next);
 
 struct Pieces {
   std::vector<Piece> pieces;
-  std::vector<std::vector<uint32_t>> sets;  // rising ranks, of replicas the lowest
+  std::vector<std::vector<uint32_t>> sets;  // ascending ranks; the lowest of replicas
 };
 
-// Cuts what two or more ranks need into pieces. What only one rank needs is added to its `own` reads in `routes`, and
-// its bytes to `own_bytes`, which has one entry a rank. `needs` holds all their needs, and must outlive the pieces.
-// `senders` as for most_bytes_at_once. `writers`: of each file the rank that gets all of it, if that is known: then its
-// own are the pieces that only it has, and it is the reader of all others.
+// Cuts the needs of two or more ranks into pieces. Needs of one rank alone are appended to its `own` reads in `routes`,
+// and their bytes added to its entry of `own_bytes`. `needs` must be complete, and outlive the pieces. `senders` as for
+// max_piece_bytes. `writers`: if not empty, the rank that gets all of each file: pieces that only it holds are its own,
+// and it is the reader of all others.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
                   std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
-// Makes each replica a receiver of its own, and sets of all their ranks. The needs it made must outlive the pieces.
-std::deque<Need> each_for_itself(Pieces& pieces);
+// Makes each replica a receiver, and extends the sets to all ranks. The returned needs must outlive the pieces.
+std::deque<Need> expand_replicas(Pieces& pieces);
 
-// Makes several of each piece that ranks of more than `most_nodes` nodes need, for at most so many nodes each, which
-// are evenly many.
+// Replaces each piece that more than `most_nodes` nodes need by several equal ones, for evenly many nodes each.
 void split_among_nodes(Pieces& pieces, std::span<const RankReads> ranks, size_t most_nodes);
 
-// Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
+// Estimates the bytes that a rank reads to obtain this box; ranges with small gaps are read as one.
 uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);
 
-// Where in a rank's memory of a round, from `cursor` on, a box of a record is read to: bytes at the same place within a
-// page as in the file go there, or come from there, without a copy. `in_file`: the record's offset is that of its first
-// element, and what is one behind another in the file is so in memory.
+// Returns the buffer offset >= `cursor` of a box. For large boxes it is congruent to the file offset modulo the page
+// size, so that direct I/O needs no copy. `in_file`: the record's offset is that of its first element, and bytes that
+// are contiguous in the file are so in the buffer.
 uint64_t staging_offset(const Need& need, const Box& box, bool in_file, uint64_t cursor);
 
-// Adds a row to RouteRound::staged, and to RouteRound::places. `lies`: the box that lies contiguously at the offset.
+// Append a row to RouteRound::staged and RouteRound::places. `lies`: the box that is contiguous at the offset.
 void append_staged(std::vector<int64_t>& staged, const Need& need, const Box& box, uint64_t offset);
 void append_place(std::vector<int64_t>& places, int64_t peer, uint64_t offset, const Piece::Receiver& to,
                   const Box& lies);
 
-// The most bytes of one piece, and of all pieces that one rank reads in one round. `senders`: how many ranks may send
-// to one rank in a round.
-uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
+// The most bytes of one piece, and of all pieces that a rank reads in a round. `senders`: the most ranks that send to
+// one rank in a round.
+uint64_t max_piece_bytes(size_t senders, const RouteOptions& options);
 
-// Adds rounds to the routes of the ranks `members`, in which all pieces are read and delivered. `senders` as for
-// most_bytes_at_once.
+// --- Rounds (route_rounds.cpp)
+
+// Appends rounds that read and deliver all pieces to the routes of the ranks `members`. `senders` as for
+// max_piece_bytes.
 void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
                  size_t senders, const RouteOptions& options, std::span<RankRoutes> routes);
 

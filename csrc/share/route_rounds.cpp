@@ -24,7 +24,7 @@ uint64_t parcel_bytes(const Box& box, const Piece& piece) {
   return box.elements() * item_bytes(*piece.like);
 }
 
-// What a rank reads in one round.
+// The pieces that a rank reads in one round.
 struct Bucket {
   struct Entry {
     const Piece* piece;
@@ -33,8 +33,8 @@ struct Bucket {
   };
   std::vector<Entry> entries;
   uint64_t staging_bytes = 0;
-  uint64_t packed_bytes = 0;  // sum of all messages that differ, if all have to be packed
-  bool uniform = true;        // all nodes that get anything get all of it
+  uint64_t packed_bytes = 0;  // of all distinct messages, if all have to be packed
+  bool uniform = true;        // each receiving node gets all of it
 };
 
 class Rounds {
@@ -46,15 +46,15 @@ class Rounds {
         options_(options),
         routes_(routes),
         buckets_(routes.size()),
-        passed_on_(routes.size()) {
-    const uint64_t most = most_bytes_at_once(senders, options);
+        received_bytes_(routes.size()) {
+    const uint64_t most = max_piece_bytes(senders, options);
     for (const Piece& piece : pieces.pieces) fill(piece, most);
   }
 
-  // Readers take turns where messages of all at once would be more than somebody has memory for.
+  // Readers take turns if the messages of all of them would exceed a rank's memory.
   void run() {
     std::vector<size_t> done(routes_.size());
-    std::vector<Messages> next(routes_.size());  // what each would send: asked for in many rounds
+    std::vector<Messages> next(routes_.size());  // of the next bucket of each reader, which may wait for many rounds
     size_t left = 0, turn = 0;
     for (const uint32_t rank : members_) {
       left += buckets_[rank].size();
@@ -62,7 +62,7 @@ class Rounds {
     }
     for (size_t round = 0; left > 0; ++round) {
       for (const uint32_t rank : members_) routes_[rank].rounds.resize(round + 1);
-      told_.clear();
+      announced_.clear();
       bool any = false;
       size_t next_turn = turn;
       for (size_t step = 0; step < members_.size(); ++step) {
@@ -71,7 +71,7 @@ class Rounds {
         if (done[reader] == buckets_[reader].size()) continue;
         Bucket& bucket = buckets_[reader][done[reader]];
         if (any && !has_room(bucket, next[reader], reader, round)) {
-          if (next_turn == turn) next_turn = member;  // who was left out first begins the next round
+          if (next_turn == turn) next_turn = member;  // the first that was skipped begins the next round
           continue;
         }
         any = true;
@@ -88,19 +88,19 @@ class Rounds {
   }
 
  private:
-  // What a reader sends to one node in one round. A rank there gets it, and the others look at it in its memory.
+  // The message of a reader to a node. One rank there receives it, and the others read it in that rank's buffer.
   struct Message {
     struct Part {
       const Bucket::Entry* entry;
       const Parcel* parcel;
     };
     std::vector<Part> parts;
-    std::vector<uint32_t> ranks;      // those of the node that want any of it; rising
-    bool packed = false;              // else it is the staging memory itself
-    std::optional<uint32_t> same_as;  // an earlier node, for which the very same is packed
+    std::vector<uint32_t> ranks;      // its receivers on the node, ascending
+    bool packed = false;              // else the staging memory is sent as it is
+    std::optional<uint32_t> same_as;  // an earlier node, whose packed message is the same
     uint64_t bytes = 0;
 
-    bool takes_memory() const { return packed && !same_as; }  // of the reader, beside the staging memory
+    bool takes_memory() const { return packed && !same_as; }  // besides the staging memory
   };
   using Messages = std::map<uint32_t, Message>;  // {node: message}
 
@@ -110,7 +110,7 @@ class Rounds {
     std::map<uint32_t, Parcels> by_node;
     for (const Piece::Receiver& to : piece.receivers) {
       Parcels& parcels = by_node[node(to.need->rank)];
-      if (node(to.need->rank) == node(piece.reader)) {  // they look at all of it
+      if (node(to.need->rank) == node(piece.reader)) {  // they read the piece in place
         if (parcels.empty()) parcels.push_back({piece.box, {}});
         parcels.front().receivers.push_back(&to);
       } else {
@@ -168,10 +168,10 @@ class Rounds {
     bucket.entries.push_back(std::move(entry));
   }
 
-  // The bucket must outlive them.
+  // The messages point into the bucket.
   Messages messages_of(const Bucket& bucket, uint32_t reader) const {
     Messages messages;
-    std::map<std::vector<int64_t>, uint32_t> packed_for;  // {what is in a message: the node that it was packed for}
+    std::map<std::vector<int64_t>, uint32_t> packed_for;  // {contents of a message: the node that it is packed for}
     for (const Bucket::Entry& entry : bucket.entries) {
       for (const auto& [to_node, parcels] : entry.by_node) {
         Message& message = messages[to_node];
@@ -209,10 +209,10 @@ class Rounds {
     return words;
   }
 
-  // The rank of its node that gets a message: who has least to hold in the round, then who got least so far.
+  // The receiving rank of a message: the one with the smallest buffer in the round, then the fewest bytes received.
   uint32_t receiver_of(const Message& message, size_t round) const {
     return *std::ranges::min_element(message.ranks, {}, [&](uint32_t rank) {
-      return std::pair(routes_[rank].rounds[round].memory_bytes, passed_on_[rank]);
+      return std::pair(routes_[rank].rounds[round].memory_bytes, received_bytes_[rank]);
     });
   }
 
@@ -235,10 +235,10 @@ class Rounds {
     return offset;
   }
 
-  // `rank` looks at the memory of `holder`, of the same node, in this round. Returns where it finds it.
-  int64_t look(uint32_t rank, uint32_t holder, size_t round) {
+  // Lets `rank` read the buffer of `holder`, on the same node, in this round. Returns the peer for its places.
+  int64_t read_memory(uint32_t rank, uint32_t holder, size_t round) {
     if (rank == holder) return kOwnMemory;
-    if (told_.emplace(holder, rank).second) {
+    if (announced_.emplace(holder, rank).second) {
       append(routes_[holder].rounds[round].sends, std::array{int64_t{rank}, int64_t{0}, int64_t{0}});
       append(routes_[rank].rounds[round].receives, std::array{int64_t{holder}, int64_t{0}, int64_t{0}});
     }
@@ -271,7 +271,7 @@ class Rounds {
       const uint32_t receiver = receiver_of(message, round);
       RouteRound& theirs = routes_[receiver].rounds[round];
       const uint64_t to = take_memory(theirs, message.bytes, kAlignment);
-      passed_on_[receiver] += message.bytes;
+      received_bytes_[receiver] += message.bytes;
       append(mine.sends, std::array{int64_t{receiver}, static_cast<int64_t>(from), bytes});
       append(theirs.receives, std::array{int64_t{reader}, static_cast<int64_t>(to), bytes});
       uint64_t at = 0;  // in the message
@@ -285,20 +285,20 @@ class Rounds {
     }
   }
 
-  // What the ranks of a node take out of a box that lies at an offset in the memory of `holder`, one of them.
+  // Adds the copies of a parcel's receivers from an offset in the buffer of `holder`, a rank of their node.
   void place_all(const Parcel& parcel, uint32_t holder, uint64_t offset, size_t round) {
     for (const Piece::Receiver* to : parcel.receivers) {
       const uint32_t rank = to->need->rank;
-      const int64_t peer = look(rank, holder, round);
+      const int64_t peer = read_memory(rank, holder, round);
       append_place(routes_[rank].rounds[round].places, peer, offset, *to, parcel.box);
     }
   }
 
-  // A piece that is read.
+  // Adds a read of a piece.
   static void stage(RouteRound& round, const Piece& piece, uint32_t reader, uint64_t offset) {
     const auto found =
         std::ranges::find_if(piece.receivers, [&](const Piece::Receiver& to) { return to.need->rank == reader; });
-    // Its own numbers files as the reader does. A writer may have none: then all number them alike.
+    // File numbers must be the reader's. A writer may hold no part of the piece: then file numbers are global.
     append_staged(round.staged, found == piece.receivers.end() ? *piece.like : *found->need, piece.box, offset);
   }
 
@@ -316,9 +316,9 @@ class Rounds {
   const std::span<const uint32_t> members_;
   const RouteOptions options_;
   const std::span<RankRoutes> routes_;
-  std::vector<std::vector<Bucket>> buckets_;      // one for each reader
-  std::vector<uint64_t> passed_on_;               // one for each rank: bytes that it got from other nodes
-  std::set<std::pair<uint32_t, uint32_t>> told_;  // this round's: who says to whom that its memory can be read
+  std::vector<std::vector<Bucket>> buckets_;           // one for each reader
+  std::vector<uint64_t> received_bytes_;               // for each rank, from other nodes
+  std::set<std::pair<uint32_t, uint32_t>> announced_;  // (holder, reader) pairs of this round that are signalled
 };
 
 }  // namespace

@@ -18,13 +18,13 @@ using state::append;
 constexpr size_t kStagedHead = 8, kPackHead = 4, kOwnHead = 7, kPlaceHead = 5, kMemoryRow = 3;
 constexpr size_t kNotHeld = SIZE_MAX;
 
-// One row: a head whose last word is the number of dimensions, and three lists of so many.
+// A row: a head, whose last word is the number of dimensions n, and lists of n words.
 struct Row {
   std::span<const int64_t> head, first, second, third, fourth;
   size_t size() const { return head.size() + first.size() + second.size() + third.size() + fourth.size(); }
 };
 
-// A row of `head` words, of which the last is the number of dimensions n, and three or four lists of n words.
+// Parses the row at `at`, with a head of `head` words and three or four lists.
 Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row, size_t lists = 3) {
   const auto rest = table.subspan(at);
   const auto malformed = [row] { return Error::invalid("a table of a round is malformed", row); };
@@ -36,8 +36,8 @@ Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row, 
   return {rest.first(head), list(0), list(1), list(2), lists > 3 ? list(3) : std::span<const int64_t>()};
 }
 
-// Makes a row of the engine of each row of `table`. `append_head(row, number, made)` appends its first words, and
-// returns the offset in the memory and the dtype of the piece of row.third's sizes at which the row ends.
+// Translates each row of `table`. `append_head(row, number, made)` appends the first words of the engine's row, and
+// returns buffer offset and dtype of the contiguous piece, with the sizes of row.third, that the row ends with.
 template <typename AppendHead>
 std::vector<int64_t> translated(std::span<const int64_t> table, size_t head, std::span<const std::byte> memory,
                                 const AppendHead& append_head) {

@@ -17,7 +17,7 @@ namespace vescale_ckpt::share {
 
 namespace {
 
-// How many ranks of other nodes may send to one rank in a round: the ranks of a node share what comes to it.
+// Upper bound of the senders to one rank in a round: the ranks of a node share the messages from other nodes.
 size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::map<uint32_t, size_t> on_node;
   for (const uint32_t rank : members) ++on_node[ranks[rank].node];
@@ -26,9 +26,9 @@ size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> 
   return most;
 }
 
-constexpr uint64_t kMostParts = 4'000'000;  // pieces of a plan; one takes some hundred bytes
+constexpr uint64_t kMostParts = 4'000'000;  // of a plan; each takes some hundred bytes
 
-using Groups = std::map<uint32_t, std::vector<uint32_t>>;  // their ranks
+using Groups = std::map<uint32_t, std::vector<uint32_t>>;  // {group: ranks}
 
 Groups groups_of(std::span<const RankReads> ranks) {
   Groups groups;
@@ -36,15 +36,15 @@ Groups groups_of(std::span<const RankReads> ranks) {
   return groups;
 }
 
-// Ranks of one group that are planned together. Nodes whose ranks need the same, one by one, are dealt out evenly to as
-// many crews as needed to have at most `most_nodes` of them in each. {what their ranks need: such crews, whose ranks
-// correspond to each other}
+// Divides the ranks of a group into crews, which are planned together. Nodes with pairwise equal needs are distributed
+// evenly over as few crews as hold at most `most_nodes` of them each. Returns {needs of the ranks: crews with these
+// needs}; the ranks of such crews correspond by position.
 std::map<std::vector<uint32_t>, std::vector<std::vector<uint32_t>>> crews_of(std::span<const RankReads> ranks,
                                                                              std::span<const uint32_t> members,
                                                                              size_t most_nodes) {
   constexpr uint32_t kEndOfNode = UINT32_MAX;
   struct Node {
-    std::vector<uint32_t> ranks, needs;  // of each rank: the lowest that needs the same
+    std::vector<uint32_t> ranks, needs;  // needs: for each rank, the lowest rank with equal needs
   };
   std::map<uint32_t, Node> nodes;
   for (const Replicas& replicas : replicas_among(ranks, members)) {
@@ -74,19 +74,20 @@ std::map<std::vector<uint32_t>, std::vector<std::vector<uint32_t>>> crews_of(std
   return result;
 }
 
-// All ranks take as many rounds as the one that has most.
-void make_equally_many_rounds(std::span<RankRoutes> routes) {
+// Appends empty rounds, so that all ranks run equally many.
+void pad_rounds(std::span<RankRoutes> routes) {
   size_t rounds = 0;
   for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());
   for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
 }
 
-// Smaller differences are not worth a cut, at which both sides read a block of checksums.
+// Smaller imbalances do not justify a cut, where both readers read a whole checksum block.
 constexpr uint64_t kTolerance = 2 << 20;
 
-// Gives pieces of one set to its ranks; each goes on with the next until it has its share. Cuts are added to `pieces`.
-void share(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<const uint32_t> set,
-           std::span<uint64_t> bytes) {
+// Assigns the pieces of one set to its ranks: each rank takes consecutive pieces up to the fill level. Parts of pieces
+// that are cut are appended to `pieces`.
+void assign_readers(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<const uint32_t> set,
+                    std::span<uint64_t> bytes) {
   uint64_t total = 0;
   for (const size_t number : group) total += pieces[number].bytes;
   const uint64_t level = fill_level<uint64_t>(set, bytes, total);
@@ -121,18 +122,18 @@ void share(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<
   }
 }
 
-// Sets the reader of each piece. All ranks read about the same number of bytes, each in long stretches of a file.
-// `bytes` has one entry a rank: bytes that it reads in any case; those of its pieces are added. May cut pieces. Sorts
-// them by set and by their position in the files.
+// Sets the reader of each piece, so that ranks read about the same number of bytes, in long runs of a file. `bytes`:
+// for each rank, the bytes that it reads in any case; adds those of its pieces. May cut pieces. Sorts them by set and
+// file position.
 void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   std::vector<std::vector<size_t>> groups(all.sets.size());
   for (size_t i = 0; i < all.pieces.size(); ++i) groups[all.pieces[i].set].push_back(i);
-  // What few need comes first, as it leaves little choice.
+  // The smallest sets first, as they leave the least choice.
   std::vector<size_t> order(all.sets.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::ranges::stable_sort(order, {}, [&](size_t set) { return all.sets[set].size(); });
   for (const size_t set : order) {
-    if (!groups[set].empty()) share(all.pieces, groups[set], all.sets[set], bytes);
+    if (!groups[set].empty()) assign_readers(all.pieces, groups[set], all.sets[set], bytes);
   }
   std::ranges::sort(all.pieces, [](const Piece& left, const Piece& right) {
     return std::tie(left.set, left.order, left.box.offset) < std::tie(right.set, right.order, right.box.offset);
@@ -181,7 +182,7 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
       const size_t senders = most_senders(in_messages, crew);
       Pieces pieces = cut_pieces(needs.rows, senders, options, {}, routes, bytes);
       alone += alone_bytes(pieces, options.verify) * crews.size();
-      const std::deque<Need> of_replicas = each_for_itself(pieces);
+      const std::deque<Need> of_replicas = expand_replicas(pieces);
       split_among_nodes(pieces, ranks, options.most_nodes);
       once += once_bytes(pieces) * crews.size();
       choose_readers(pieces, bytes);
@@ -199,7 +200,7 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
     of_rank.once_bytes = once;
     of_rank.alone_bytes = alone;
   }
-  make_equally_many_rounds(routes);
+  pad_rounds(routes);
   return routes;
 }
 
@@ -218,7 +219,7 @@ std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<c
     if (!writers.empty() && !known) throw Error::invalid("expected a writer of each file among the ranks");
     const size_t senders = most_senders(held, members);
     Pieces pieces = cut_pieces(needs.rows, senders, for_writes, writers, routes, bytes);
-    const std::deque<Need> of_replicas = each_for_itself(pieces);
+    const std::deque<Need> of_replicas = expand_replicas(pieces);
     for (const Piece& piece : pieces.pieces) parts += piece.receivers.size();
     if (parts > kMostParts) {
       throw Error::invalid("ranks hold parts of the same rows: more than " + std::to_string(kMostParts) +
@@ -230,7 +231,7 @@ std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<c
   for (RankRoutes& of_rank : routes) {
     for (RouteRound& round : of_rank.rounds) std::swap(round.sends, round.receives);
   }
-  make_equally_many_rounds(routes);
+  pad_rounds(routes);
   return routes;
 }
 

@@ -1,19 +1,19 @@
-// Plans which rank reads for which others, or writes for them: bytes that several ranks need are read by one of them
-// and sent to the others, and bytes that several ranks hold of one file are sent to one of them and written by it.
+// Plans shared reads and writes. In a load, bytes that several ranks need are read by one of them and sent to the
+// others. In an export, bytes of one file that several ranks hold are sent to one of them, which writes them.
 //
-// A load with shared reads:
-// Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
-// ranks take together. In a round a rank has one contiguous memory: pieces are read into it, boxes of them are packed
-// into messages there, and messages of other ranks arrive there. A node gets each byte once: a message goes to one of
-// its ranks, which take turns, and the ranks of a node read in each other's memories what was read or has arrived
-// there. From there all is copied to the targets. What only one rank needs, it reads itself, straight to its targets.
+// A load with shared reads: each piece of a record is read by one of the ranks that need it and delivered to the
+// others, in rounds that all ranks run together. In a round each rank has one contiguous buffer: it reads pieces into
+// it, packs boxes of them into messages there, and receives messages there. Each byte is sent to a node at most once:
+// the message goes to one of its ranks, in turn, and the other ranks of the node read it in that rank's shared buffer.
+// From the buffers, boxes are copied to the targets. Bytes that only one rank needs are read by it directly into its
+// targets.
 //
-// All ranks that need a piece may be its readers and read equally much, so a node sends about as much as it gets. A
-// reader sends to every node that needs its piece. So that these are few, what more than 16 nodes need is read once for
-// each 16 of them, and nodes whose ranks need the same are planned once for each 16 of them.
+// All ranks that need a piece are candidate readers, and read about the same number of bytes, so a node sends about as
+// much as it receives. A reader sends to every node that needs its piece. To bound the fan-out, a piece that more than
+// 16 nodes need is read once for each group of 16, and nodes with equal needs are planned once for each group of 16.
 //
-// An export is the same with all arrows turned: what is read in a load is written from the same memory, the ranks of a
-// node copy their boxes into each other's memory, and a node sends what its ranks hold of a piece in one message.
+// An export runs the same plan in reverse: pieces are written from the buffer, the ranks of a node copy their boxes
+// into each other's buffers, and a node sends its share of a piece in one message.
 #pragma once
 
 #include <cstdint>
@@ -24,41 +24,40 @@
 namespace vescale_ckpt::share {
 
 struct RouteOptions {
-  uint64_t piece_bytes = 16 << 20;    // the most bytes of one piece
-  uint64_t budget_bytes = 128 << 20;  // memory of a rank in a round, unless one piece takes more
-  // Records without checksums of their parts (CRC-32 -1) can only be checked as a whole. With `verify`, such a
-  // record is one piece if the box that holds all that is needed of it has at most `whole_bytes`; else each rank reads
-  // it for itself.
+  uint64_t piece_bytes = 16 << 20;    // upper bound of a piece
+  uint64_t budget_bytes = 128 << 20;  // upper bound of a rank's buffer, unless one piece is larger
+  // Records without block checksums (CRC-32 -1) can only be verified as a whole. With `verify`, such a record is one
+  // piece if the bounding box of all needs has at most `whole_bytes`; otherwise each rank reads it for itself.
   bool verify = true;
   uint64_t whole_bytes = 64 << 20;
-  uint32_t most_nodes = 16;     // what more need is read once for each so many of them
-  bool sees_neighbours = true;  // whether ranks of one node see each other's memory
-  bool writes = false;          // pieces lie in memory as in their file, one behind another; plan_writes sets it
+  uint32_t most_nodes = 16;     // the most nodes that share one read
+  bool sees_neighbours = true;  // whether ranks of a node share memory
+  bool writes = false;          // pieces are contiguous in the buffer as in their file; set by plan_writes
 };
 
-// What a rank reads without sharing: LoadPlan::reads and LoadPlan::files. For an export, what it holds: rows of the
-// same form, of its item, the file's number, which is the same on all ranks, and offset and length of the tensor in the
-// file.
+// The reads of a rank without sharing: LoadPlan::reads and LoadPlan::files. For an export, the boxes that it holds, in
+// rows of the same form: item, file number (equal on all ranks), offset and length of the tensor in the file.
 struct RankReads {
   std::span<const int64_t> reads;
   std::span<const std::string> files;
-  uint32_t group = 0;  // ranks of different groups deliver each other nothing
+  uint32_t group = 0;  // nothing is sent between groups
   uint32_t node = 0;
 };
 
-// What a rank does in one round, in tables of rows of 64-bit integers. Offsets are bytes in a rank's memory of the
-// round, which has to start at a page; pieces and parts of messages lie in it contiguously.
+// One rank's part of a round, as tables of rows of 64-bit integers. Offsets are bytes in the rank's buffer, which must
+// be page-aligned; pieces and parts of messages are contiguous in it.
 struct RouteRound {
-  // To read. Rows: offset, item that wants it, file, record offset, record length, crc, dtype, dimensions n, n sizes of
-  // the chunk, n offsets in it, n sizes of the piece.
+  // Pieces to read. Rows: offset, item that needs it, file, record offset, record length, crc, dtype, dimensions n, n
+  // sizes of the chunk, n offsets in it, n sizes of the piece.
   std::vector<int64_t> staged;
-  // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
+  // Copies into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n
+  // sizes.
   std::vector<int64_t> packs;
-  // Rows: peer, offset, bytes; at most one of a peer. Those with bytes come first in time. A row with 0 bytes, of a
-  // peer of the same node, then says that the peer's memory can be read: pieces, and messages that it got.
+  // Messages. Rows: peer, offset, bytes; at most one per peer. Rows with bytes are exchanged first. A row with 0 bytes,
+  // from a peer on the same node, then signals that the pieces and messages in the peer's buffer are complete.
   std::vector<int64_t> sends, receives;
-  // Copies to the targets. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions
-  // n, n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
+  // Copies to the targets. Rows: peer whose buffer is read (-1: this rank), from offset, item, dtype, dimensions n,
+  // n sizes of the piece or message part there, n offsets in it, n sizes, n offsets in the item's box.
   std::vector<int64_t> places;
   uint64_t memory_bytes = 0;
 };
@@ -66,40 +65,37 @@ struct RouteRound {
 struct RankRoutes {
   std::vector<int64_t> own;        // rows of LoadPlan::reads
   std::vector<RouteRound> rounds;  // equally many on all ranks
-  uint64_t shared_bytes = 0;       // bytes that the rank gets in the rounds
-  // The same for all ranks: bytes that are read in the rounds, and an estimate of what all ranks would read
-  // without sharing.
+  uint64_t shared_bytes = 0;       // bytes that the rank obtains in the rounds
+  // Totals over all ranks: bytes read in the rounds, and an estimate of the bytes read without sharing.
   uint64_t once_bytes = 0, alone_bytes = 0;
 };
 
-// Ranks whose routes are those of as many others, in the same order, with their own numbers in place of those ranks'.
+// Ranks whose routes equal those of `like`, in the same order, with the numbers of `ranks` substituted.
 struct Renumbered {
   std::vector<uint32_t> ranks, like;
 };
 
-// One for each rank, the same on every run; those of ranks in `renumbered` are not filled in. `bytes` has one entry a
-// rank, the bytes that it reads by plans before this one; those of this plan are added, and all together are even.
+// Returns the routes of each rank, deterministically; those of ranks in `renumbered` are left empty. `bytes`: for each
+// rank, the bytes that earlier plans assign to it. Adds those of this plan, which balances the sums.
 // Throws Error (invalid, with the rank as item) if ranks disagree about a record, or reads are malformed.
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes, std::vector<Renumbered>& renumbered);
 
-// The routes of an export. `held`: boxes that do not overlap and cover their tensors, as far as ranks of one group hold
-// them. `writers`: of each file the rank that writes all of it, in order; empty: each piece is written by one of the
-// ranks that hold a part of it, in long stretches. What its writer holds alone is in `own`. In the rounds tables mean
-// the opposite: `staged` is written, `packs` are taken out of messages, `places` are copied to the memory that they are
-// in. `bytes` has one entry a rank, the bytes that it writes beside these routes; those of the routes are added, and
-// all together are even if `writers` is empty. Throws Error (invalid): malformed rows, with the rank as item, or too
-// many pieces.
+// Plans the routes of an export. `held`: disjoint boxes, which within a group cover their tensors. `writers`: for each
+// file, the rank that writes all of it sequentially; empty: each piece is written by one of the ranks that hold a part
+// of it, in long runs. Boxes that only their writer holds are in `own`. In the rounds, tables run in reverse: `staged`
+// lists bytes to write, `packs` unpack from messages, `places` gather from tensors. `bytes`: for each rank, the bytes
+// that it writes outside these routes. Adds those of the routes, which balances the sums if `writers` is empty. Throws
+// Error (invalid) for malformed rows, with the rank as item, and for too many pieces.
 std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
                                     const RouteOptions& options, std::span<uint64_t> bytes);
 
-// Where the last record starts, in bytes of its file; 0 if there is none. Throws Error (invalid) for malformed reads.
+// Returns the largest file offset of a record; 0 if there is none. Throws Error (invalid) for malformed reads.
 int64_t last_record(std::span<const int64_t> reads);
 
-// The rows of `reads` in `parts` tables, so that a plan for many ranks and tensors is made part by part in bounded
-// memory. Rows of one record are in the same part on all ranks:
-// files are cut into ranges of `range_bytes`, by where records start, and ranges are dealt out in turn. Throws
-// Error (invalid) for malformed reads.
+// Splits `reads` into `parts` tables, so that large plans are made in bounded memory. Rows of a record are in the same
+// part on all ranks: files are divided into ranges of `range_bytes`, and ranges are assigned to parts round-robin.
+// Throws Error (invalid) for malformed reads.
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
                                               uint32_t parts, uint64_t range_bytes);
 
@@ -107,9 +103,8 @@ std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, st
 // Throws Error (invalid).
 uint64_t bytes_read_alone(const RankReads& reads, bool verify);
 
-// The routes as one array for a message: numbers of rounds, of shared, once and alone bytes, and of words of `own`;
-// these; then of each round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and
-// these.
+// Serializes routes: number of rounds, shared_bytes, once_bytes, alone_bytes, length of `own`, `own`; then for each
+// round memory_bytes, the lengths of staged, packs, sends, receives and places, and these tables.
 std::vector<int64_t> pack_routes(const RankRoutes& routes);
 
 }  // namespace vescale_ckpt::share

@@ -309,4 +309,22 @@ void DeviceLoad::end() noexcept {
   borrowed_.clear();
 }
 
+std::unique_ptr<DeviceLoad> device_load(std::span<const int64_t> devices, std::span<const Producer> producers) {
+  if (std::ranges::all_of(devices, [](int64_t device) { return device < 0; })) return nullptr;
+  return std::make_unique<DeviceLoad>(cuda_load_streams(), producers);
+}
+
+void copy_boxes(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices,
+                std::span<const Producer> producers, unsigned threads) {
+  const auto load = device_load(devices, producers);
+  if (!load) return io::copy_boxes(copies, threads);
+  load->copy(copies, devices, threads);
+  std::vector<io::BoxCopy> on_host;
+  for (size_t row = 0; row < copies.size(); ++row) {
+    if (devices[row] < 0) on_host.push_back(copies[row]);
+  }
+  io::copy_boxes(on_host, threads);
+  load->finish();
+}
+
 }  // namespace vescale_ckpt::stage

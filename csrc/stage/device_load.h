@@ -112,4 +112,11 @@ class DeviceLoad final : public read::DeviceSink {
   std::jthread thread_;  // waits for copies, the oldest first
 };
 
+// A load by CUDA's streams, if any of the `devices` of a table's rows is not -1; else null. Throws as DeviceLoad.
+std::unique_ptr<DeviceLoad> device_load(std::span<const int64_t> devices, std::span<const Producer> producers);
+
+// Copies each box to its device, or within host memory (-1, or without devices), on up to `threads` threads.
+void copy_boxes(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices,
+                std::span<const Producer> producers, unsigned threads);
+
 }  // namespace vescale_ckpt::stage

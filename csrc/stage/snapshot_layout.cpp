@@ -83,8 +83,7 @@ class Arrangement {
         const auto before = static_cast<uint64_t>(anchor.data - one.begin);
         const uint64_t free = align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
         // A large body is placed so that the writer can write it in place.
-        one.offset =
-            anchor.bytes < io::kLargeBody ? free : first_congruent(free + before, write::kTorchOffset) - before;
+        one.offset = anchor.bytes < io::kLargeBody ? free : next_congruent(free + before, write::kTorchOffset) - before;
         layout.memory_bytes = one.offset + one.bytes;
         layout.copied_bytes += one.bytes;
         layout.copies.push_back(

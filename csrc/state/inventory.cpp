@@ -1,5 +1,6 @@
 #include "state/inventory.h"
 
+#include <array>
 #include <cstring>
 
 #include "base/error.h"
@@ -128,6 +129,13 @@ Item Inventory::operator[](size_t index) const {
 std::string_view Inventory::name(size_t index) const {
   const uint32_t begin = index == 0 ? 0 : ends_[index - 1];
   return {names_ + begin, ends_[index] - begin};
+}
+
+Item whole_tensor(std::string_view name, uint8_t dtype, uint16_t flags, uint64_t bytes,
+                  std::span<const int64_t> shape) {
+  static constexpr std::array<int64_t, kMostDims> kOrigin{};
+  if (shape.size() > kMostDims) throw Error::invalid(std::string(name) + " has too many dimensions");
+  return {name, ItemKind::tensor, dtype, flags, bytes, shape, std::span(kOrigin).first(shape.size()), shape};
 }
 
 void pack_row(const Item& item, std::vector<int64_t>& row) {

@@ -79,6 +79,9 @@ class Inventory {
   int64_t node_ = 0;
 };
 
+// The item of a whole plain tensor, whose elements have `bytes` bytes. Throws Error (invalid) for too many dimensions.
+Item whole_tensor(std::string_view name, uint8_t dtype, uint16_t flags, uint64_t bytes, std::span<const int64_t> shape);
+
 // Packs an item's row into `row`, and overwrites it.
 void pack_row(const Item& item, std::vector<int64_t>& row);
 

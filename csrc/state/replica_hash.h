@@ -29,4 +29,14 @@ constexpr uint64_t kNotHashed = 0;
 std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const uint32_t> items, const Sample& sample,
                                      std::span<const uint64_t> factors);
 
+struct OfferedHashes {
+  std::vector<uint64_t> hashes;  // of each item of the inventory; 0: it is not compared
+  std::vector<uint32_t> rest;    // items that are to be compared, whose memory the engine may not use
+};
+
+// Hashes the items that other ranks may hold, too: those with a flag in `offered`, and those large enough to be cut.
+// Without flags all tensors are. Throws as above.
+OfferedHashes offered_hashes(const StateTables& state, std::span<const std::byte> offered, const Sample& sample,
+                             std::span<const uint64_t> factors);
+
 }  // namespace vescale_ckpt::state

@@ -186,6 +186,18 @@ FillTable fill_table(const StateTables& state, std::span<const int64_t> rows, si
   return made;
 }
 
+Item item_of(const LocalTensor& tensor, std::byte requires_grad, std::string_view name) {
+  const uint64_t bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
+  const uint16_t flags = requires_grad != std::byte{0} ? kRequiresGrad : 0;
+  return whole_tensor(name, static_cast<uint8_t>(tensor.dtype), flags, bytes, tensor.shape);
+}
+
+void add_source(int64_t tensor, size_t dims, std::vector<int64_t>& sources) {
+  sources.push_back(tensor);
+  sources.push_back(static_cast<int64_t>(dims));
+  sources.resize(sources.size() + dims);
+}
+
 }  // namespace
 
 TensorTable::TensorTable(std::span<const int64_t> words) : words_(words) {
@@ -404,6 +416,55 @@ FillTable make_place_table(const StateTables& state, std::span<const int64_t> pl
                       table.insert(table.end(), {local.dtype(), address, head[4]});
                       return true;
                     });
+}
+
+std::optional<DescribedState> describe_state(std::span<const std::string> names, const TensorTable& tensors,
+                                             std::span<const std::byte> requires_grad, std::span<const size_t> objects,
+                                             int64_t node) {
+  if (requires_grad.size() != tensors.size() || names.size() != tensors.size() + objects.size()) {
+    throw Error::invalid("expected as many names as tensors and objects");
+  }
+  InventoryBuilder builder;
+  std::vector<int64_t> sources;
+  sources.reserve(4 * names.size());
+  size_t object = 0;
+  for (size_t position = 0; position < names.size(); ++position) {
+    if (object < objects.size() && objects[object] == position) {
+      ++object;
+      Item item;
+      item.name = names[position];
+      builder.add(item);
+      add_source(-1, 0, sources);
+      continue;
+    }
+    const size_t number = position - object;
+    if (number >= tensors.size()) throw Error::invalid("objects are not in the order of the names");
+    const LocalTensor tensor = tensors[number];
+    if (tensor.dtype < 0) return std::nullopt;
+    builder.add(item_of(tensor, requires_grad[number], names[position]));
+    add_source(static_cast<int64_t>(number), tensor.shape.size(), sources);
+  }
+  return DescribedState{builder.pack(node), std::move(sources)};
+}
+
+TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad) {
+  if (requires_grad.size() > tensors.size()) throw Error::invalid("more flags than tensors");
+  TensorRows rows;
+  NumberedStrings known;
+  std::vector<int64_t> row;
+  for (size_t i = 0; i < requires_grad.size(); ++i) {
+    const LocalTensor tensor = tensors[i];
+    add_source(static_cast<int64_t>(i), tensor.shape.size(), rows.sources);
+    if (tensor.dtype < 0) {
+      rows.numbers.push_back(TensorRows::kNoRow);
+      continue;
+    }
+    pack_row(item_of(tensor, requires_grad[i], {}), row);
+    const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
+    if (is_new) rows.distinct.push_back(row);
+    rows.numbers.push_back(number);
+  }
+  return rows;
 }
 
 }  // namespace vescale_ckpt::state

@@ -11,7 +11,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "state/inventory.h"
@@ -48,6 +50,30 @@ class TensorTable {
   std::span<const int64_t> words_;
   std::vector<size_t> rows_;  // start of each row
 };
+
+struct DescribedState {
+  std::vector<std::byte> inventory;
+  std::vector<int64_t> sources;
+};
+
+// Describes a state whose values, in the order of `names`, are objects at the positions `objects` and tensors at all
+// others. `requires_grad`: a flag for each tensor. Returns nullopt if a tensor's dtype cannot be stored. Throws Error
+// (invalid) if the arguments do not belong together.
+std::optional<DescribedState> describe_state(std::span<const std::string> names, const TensorTable& tensors,
+                                             std::span<const std::byte> requires_grad, std::span<const size_t> objects,
+                                             int64_t node);
+
+// The first tensors of a table as items without names.
+struct TensorRows {
+  static constexpr uint32_t kNoRow = UINT32_MAX;  // the dtype cannot be stored
+
+  std::vector<std::vector<int64_t>> distinct;  // rows of an inventory
+  std::vector<uint32_t> numbers;               // for each tensor, the index of its row
+  std::vector<int64_t> sources;                // a table with a row for each tensor
+};
+
+// Describes as many tensors as there are flags in `requires_grad`.
+TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad);
 
 // Whether two tables hold tensors of the same dtypes and shapes, at any addresses.
 bool same_shapes(const TensorTable& left, const TensorTable& right);

@@ -18,21 +18,13 @@ void LocationTable::add(const FileWriter& writer, std::span<const PlacedRecord> 
   }
 }
 
-std::pair<std::vector<LocationTable::Row>, std::vector<size_t>> LocationTable::in_used_files() const {
-  std::vector<int64_t> numbers;  // by old number; at first 0 for files that hold a row, -1 for others
-  for (const Row& row : rows_) {
-    const auto file = static_cast<size_t>(row[0]);
-    if (file >= numbers.size()) numbers.resize(file + 1, -1);
-    numbers[file] = 0;
-  }
-  std::vector<size_t> used;
-  for (size_t file = 0; file < numbers.size(); ++file) {
-    if (numbers[file] < 0) continue;
-    numbers[file] = static_cast<int64_t>(used.size());
-    used.push_back(file);
-  }
+std::pair<std::vector<LocationTable::Row>, std::vector<int64_t>> LocationTable::in_used_files() const {
+  std::vector<int64_t> used;
+  for (const Row& row : rows_) used.push_back(row[0]);
+  std::ranges::sort(used);
+  used.erase(std::unique(used.begin(), used.end()), used.end());
   std::vector<Row> rows = rows_;
-  for (Row& row : rows) row[0] = numbers[static_cast<size_t>(row[0])];
+  for (Row& row : rows) row[0] = std::ranges::lower_bound(used, row[0]) - used.begin();
   return {std::move(rows), std::move(used)};
 }
 

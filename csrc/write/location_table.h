@@ -23,7 +23,7 @@ class LocationTable {
            uint64_t first_file);
 
   // All rows, with the files that hold any of them numbered anew, and the old numbers of these files, ascending.
-  std::pair<std::vector<Row>, std::vector<size_t>> in_used_files() const;
+  std::pair<std::vector<Row>, std::vector<int64_t>> in_used_files() const;
 
  private:
   std::vector<Row> rows_;

@@ -50,7 +50,7 @@ std::vector<uint32_t> OrderedWriter::finish() {
   return std::move(checksums_);
 }
 
-// The boxes, those of this rank that lie before the last of them, and all files before its file; or all.
+// Writes the boxes, the local boxes up to the last of them, and all files before its file; or everything.
 void OrderedWriter::write_until(std::span<const PlacedBox> boxes, bool to_the_end) {
   for (; next_ < targets_.size(); ++next_, cursor_ = 0) {
     const Target& target = targets_[next_];
@@ -117,7 +117,7 @@ void OrderedWriter::write_in_order(std::span<const PlacedBox> boxes) {
   }
   if (steps.empty()) return;
   std::atomic<size_t> taken{0};
-  // Steps are taken in rising order, so whoever has the lowest goes on (io/remote.h).
+  // Steps are taken in ascending order, so the holder of the lowest never waits (io/remote.h).
   run_workers(
       static_cast<unsigned>(std::min<size_t>(options_.threads, steps.size())),
       [&](const std::atomic<bool>& stop) {

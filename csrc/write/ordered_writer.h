@@ -1,7 +1,7 @@
-// Writes all of some files, each in order from its first byte on, as an object store takes them: what this rank holds
-// straight from its memory, and what others hold piece by piece as it comes.
+// Writes whole files sequentially, as object stores require: local boxes straight from memory, boxes of other ranks as
+// they arrive.
 //
-// One thread calls an OrderedWriter, which runs workers of its own. Other threads may call progress() and cancel().
+// An OrderedWriter is used by one thread and runs its own workers. Other threads may call progress() and cancel().
 #pragma once
 
 #include <cstdint>
@@ -19,33 +19,33 @@ class OrderedWriter {
  public:
   struct Target {
     std::string path;  // in a remote store
-    uint32_t number;   // names the file in tables of boxes
+    uint32_t number;   // of the file, in tables of boxes
     uint64_t length;
-    std::string head;  // what it begins with
+    std::string head;  // its first bytes
   };
 
-  // `targets`: in rising order of numbers, which are below `files`. `own`: boxes, as PlacedBoxes takes them; their
-  // memory is read until finish() returns.
+  // `targets`: by ascending number, each less than `files`. `own`: the local boxes, as PlacedBoxes takes them, whose
+  // memory must stay valid until finish() returns.
   OrderedWriter(std::vector<Target> targets, std::span<const int64_t> own, size_t files,
                 const io::EngineOptions& options);
-  // Aborts what is not complete.
+  // Aborts an incomplete file.
   ~OrderedWriter();
   OrderedWriter(const OrderedWriter&) = delete;
   OrderedWriter& operator=(const OrderedWriter&) = delete;
 
-  // Writes boxes that follow those of the last call, and what this rank has before them. Throws Error: io, full,
-  // cancelled, or invalid if a byte before them is in no box.
+  // Writes boxes, which must follow those of the previous call, and the local boxes that precede them. Throws Error:
+  // io, full, cancelled, or invalid if a byte before them is in no box.
   void write(std::span<const int64_t> boxes);
-  // Writes what is left and completes the files. Returns what the boxes contribute to the checksums of blocks, as
+  // Writes the remaining local boxes and completes the files. Returns the checksum contributions of all boxes, as
   // PlacedBoxes::take_checksums.
   std::vector<uint32_t> finish();
 
-  // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled).
+  // From any thread, at any time. After cancel(), write() and finish() throw Error(cancelled).
   void cancel();
   uint64_t progress() const { return stats_.bytes(); }
   uint64_t file_bytes() const { return file_bytes_; }  // sum over complete files
   const io::TransferStats& stats() const { return stats_; }
-  // The files of which bytes were sent.
+  // The numbers of the files that were started.
   std::vector<uint32_t> begun() const;
 
  private:
@@ -58,9 +58,9 @@ class OrderedWriter {
   const std::vector<Target> targets_;
   const size_t files_;
   PlacedBoxes own_;
-  size_t next_own_ = 0;  // in own_: the first that is not written
-  size_t next_ = 0;      // in targets_: the file that is written
-  uint64_t cursor_ = 0;  // in that file
+  size_t next_own_ = 0;  // index in own_ of the first unwritten box
+  size_t next_ = 0;      // index in targets_ of the current file
+  uint64_t cursor_ = 0;  // offset in that file
   uint64_t file_bytes_ = 0;
   std::vector<uint32_t> checksums_;
   io::TransferStats stats_;

@@ -12,7 +12,7 @@
 namespace vescale_ckpt::write {
 
 PlacedBoxes::PlacedBoxes(std::span<const int64_t> table, size_t files) {
-  std::vector<size_t> first;  // one for each box: where its words are in checksums_
+  std::vector<size_t> first;  // for each box, the index of its words in checksums_
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint64_t file = cursor.size(), begin = cursor.size(), bytes = cursor.size();
     cursor.take(1);
@@ -116,7 +116,7 @@ std::vector<uint32_t> BoxWriter::finish(bool sync) {
     if (file) file->close();
     file.reset();
   }
-  control_.check();  // syncing may have taken long
+  control_.check();  // the sync may have taken long
   return std::move(checksums_);
 }
 

@@ -1,5 +1,4 @@
-// Boxes of tensors in memory, with their places in files, and what they contribute to the checksums of blocks there;
-// and their writer.
+// Boxes of tensors in memory with their file offsets and their contributions to block checksums; and a writer for them.
 #pragma once
 
 #include <cstdint>
@@ -32,12 +31,12 @@ class PlacedBoxes {
   PlacedBoxes(const PlacedBoxes&) = delete;
   PlacedBoxes& operator=(const PlacedBoxes&) = delete;
 
-  // Those that are not empty, in the order of files and offsets.
+  // All non-empty boxes, ordered by file and offset.
   std::span<PlacedBox> boxes() { return boxes_; }
 
-  // What was added for these boxes (write/write_ranges.h), a row for each: file, offset of the tensor in it and bytes
-  // of the box (low and high words), number of the first cell from the tensor's first on, number of cells, a word for
-  // each.
+  // The contributions to block checksums (write/write_ranges.h), one row per box: file, offset of the tensor in it and
+  // bytes of the box (each as low and high word), first cell relative to the tensor's first, number of cells n, n
+  // words.
   std::vector<uint32_t> take_checksums() { return std::move(checksums_); }
 
   static constexpr size_t kChecksumHead = 7;
@@ -48,29 +47,29 @@ class PlacedBoxes {
   std::vector<uint32_t> checksums_;
 };
 
-// Adds what the boxes contribute to the checksums, without writing them.
+// Computes the checksum contributions of the boxes without writing them.
 void add_checksums(PlacedBoxes& boxes, const io::EngineOptions& options);
 
-// How much a thread copies or sums at once, at most.
+// The most bytes that a thread copies or checksums in one step.
 inline constexpr uint64_t kBoxStep = 1 << 20;
 static_assert(kBoxStep % format::kChecksumBlock == 0);
 
-// Adds a part of a box, [begin, end) of its file, to its checksums. With `out` it copies the part there.
+// Adds bytes [begin, end) of the file, a part of the box, to its checksums; copies them to `out` unless it is null.
 void add_part(const PlacedBox& box, uint64_t begin, uint64_t end, std::byte* out);
 
-// Writes one rank's boxes of tensors to files that several ranks fill, each box at its final offset. The files exist in
-// their final length; the coordinator writes their headers.
+// Writes one rank's boxes to files that several ranks fill, each box at its final offset. The files already have their
+// final length; the coordinator writes their headers.
 //
-// One thread calls a BoxWriter, which runs workers of its own. Other threads may call progress() and cancel().
+// A BoxWriter is used by one thread and runs its own workers. Other threads may call progress() and cancel().
 class BoxWriter {
  public:
-  // A file is opened when it is first written to.
+  // Files are opened at their first write.
   BoxWriter(std::vector<std::string> paths, const io::EngineOptions& options);
 
   // Throws Error: io, full, cancelled, or invalid with the row of the table.
   void write(std::span<const int64_t> boxes);  // as PlacedBoxes takes them
 
-  // Syncs if asked to. Returns what this writer contributes to the checksums of blocks, as PlacedBoxes::take_checksums.
+  // Syncs if `sync`. Returns the checksum contributions of all boxes, as PlacedBoxes::take_checksums.
   std::vector<uint32_t> finish(bool sync);
 
   // From any thread, at any time: as FileWriter's.

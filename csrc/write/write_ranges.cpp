@@ -14,7 +14,7 @@
 namespace vescale_ckpt::write {
 namespace {
 
-// What follows one another in a shared file and is shorter, too: one call instead of one for each end and the middle.
+// Shorter extents of a shared file also go through the page cache: one call instead of three (head, middle, tail).
 constexpr uint64_t kShortExtent = 64 << 10;
 
 class Ranges {
@@ -27,7 +27,7 @@ class Ranges {
     if (!shared_) interleave();
   }
 
-  // Edges come first: many small writes, which the disk does while the rest is sent.
+  // Edges first: many small writes, which the disk completes while the rest is sent.
   void run() {
     check_no_hole();
     queue_.expect(ranges_.size());
@@ -56,19 +56,19 @@ class Ranges {
   }
 
  private:
-  // Bytes [begin, end) of a file that are of one source: of its prologue, its tensor or its epilogue.
+  // Bytes [begin, end) of a file from one source: from its prologue, its tensor or its epilogue.
   struct Part {
     const PlacedTensor* source;
     uint64_t begin, end;
     uint64_t bytes() const { return end - begin; }
-    uint64_t body() const { return begin - source->place.begin; }  // where in the tensor
+    uint64_t body() const { return begin - source->place.begin; }  // offset in the tensor
     bool is_epilogue() const { return begin >= source->place.end; }
   };
 
   enum class Way {
-    blocks,  // whole blocks that nobody else writes to
-    edge,    // as they are, through the page cache
-    runs,    // the short runs of one source's box that lie in the range's only part
+    blocks,  // whole blocks that no other writer shares
+    edge,    // an unaligned range, through the page cache
+    runs,    // the short runs of one source's box, all in the range's only part
   };
 
   // One transfer: a range of a file.
@@ -76,12 +76,12 @@ class Ranges {
     uint64_t begin = 0, end = 0;
     size_t first_part = 0, parts = 0;
     Way way = Way::blocks;
-    // An epilogue follows a tensor with pieces in other ranges: how many of them are still to be checksummed.
+    // For a range with an epilogue: how many other ranges with pieces of that tensor are not yet checksummed.
     uint32_t awaited = 0;
-    size_t waiter = 0;  // the range that waits for this one; 0: none, for the first has none to wait for
+    size_t waiter = 0;  // the range that waits for this one; 0: none, as range 0 never waits
   };
 
-  // --- Layout. What lies one behind another in a file is an extent: without a gap where others write to the file.
+  // --- Layout. An extent is a sequence of runs in one file; in a shared file it has no gaps.
 
   void add(const PlacedTensor& source) {
     const TensorPlace& place = source.place;
@@ -141,8 +141,8 @@ class Ranges {
         add_packed(run);
         continue;
       }
-      // The head of a large run goes with what is before it, the tail with what is behind it, the rest in pieces that
-      // end on multiples of the slot size.
+      // The unaligned head of a large run joins the preceding range, its tail the following one. The interior is split
+      // at multiples of the slot size.
       const uint64_t interior = align_up(run.begin, kBlock), interior_end = align_down(run.end, kBlock);
       add_packed({run.source, run.begin, interior});
       close_range(interior);
@@ -168,7 +168,7 @@ class Ranges {
     }
   }
 
-  // Where the range must end: a slot holds so much, and what others may write to begins or ends.
+  // The largest end of the current range: limited by the slot, and by the borders of blocks that others may write.
   uint64_t range_limit() const {
     const uint64_t slot = align_down(range_.begin, kBlock) + options_.slot_bytes;
     if (whole_) return slot;
@@ -201,7 +201,7 @@ class Ranges {
     open_range(next);
   }
 
-  // Writes to one file may wait for each other: files of one writer take turns.
+  // Writes to one file may serialize on its inode, so ranges of several files alternate.
   void interleave() {
     if (ranges_.empty() || file_of(ranges_.front()) == file_of(ranges_.back())) return;
     std::vector<size_t> number(ranges_.size()), order(ranges_.size()), place(ranges_.size());  // number: in its file
@@ -229,7 +229,7 @@ class Ranges {
     return std::span(parts_).subspan(range.first_part, range.parts);
   }
 
-  // Where a part's bytes lie one behind another in memory, too; null if they do not, or are to be made.
+  // The address of a part that is contiguous in memory; null for strided boxes, and for epilogues, which are generated.
   static const std::byte* contiguous(const Part& part) {
     const PlacedTensor& source = *part.source;
     if (part.begin < source.place.begin) {
@@ -240,12 +240,12 @@ class Ranges {
     return source.box->dense() ? source.data + (part.body() - source.box->begin()) : nullptr;
   }
 
-  // A remote file is sent in order, so writers may be ahead of it only so far (io/remote.h). They wait before they
-  // have a slot: whoever has one goes on. And no writer waits for ever, because the lowest range that is not written
-  // is soon taken by one, and then has room:
-  // - If it was ready from the start, nobody took a higher one before it, for the queue is in order.
-  // - If it waited for its tensor's pieces, these are lower, so they are written. The writer that prepared the last of
-  //   them queued it, in order, then wrote that piece, and takes the lowest range of the queue next.
+  // A remote file is sent in order, so writers may run ahead of it only by a bounded window (io/remote.h). They wait
+  // before they take a slot, so a holder of a slot never blocks. This cannot deadlock, because the lowest unwritten
+  // range is always taken next, and always has room:
+  // - If it was ready from the start, no higher range was taken before it, because the queue is ordered.
+  // - If it waited for pieces of its tensor, these are lower, and so already written. The writer that prepared the last
+  //   of them queued this range in order, wrote that piece, and takes the lowest range of the queue next.
   void wait_for_room(const Range& range) {
     io::PartWindow* window = parts_[range.first_part].source->place.file->window();
     if (window != nullptr) window->wait_for_room(range.end, [this] { return queue_.closed(); });
@@ -258,8 +258,8 @@ class Ranges {
     return own_memory(range) == nullptr;
   }
 
-  // Where a range is written from if it needs no copy: a piece of a tensor. Null for memory that another thread may
-  // change between the checksum's read and the system's.
+  // The address from which a range can be written without a copy; null for memory that another thread may modify
+  // between the read for the checksum and the one by the kernel.
   const std::byte* own_memory(const Range& range) const {
     const Part& part = parts_[range.first_part];
     if (!part.source->unchanging || part.begin != range.begin || part.end != range.end) return nullptr;
@@ -270,7 +270,7 @@ class Ranges {
     return fits ? data : nullptr;
   }
 
-  // A part of a remote file with a hole would never be complete.
+  // A remote part with a hole would never complete.
   void check_no_hole() const {
     for (size_t index = 1; index < ranges_.size(); ++index) {
       const io::File& file = *parts_[ranges_[index].first_part].source->place.file;
@@ -333,7 +333,7 @@ class Ranges {
     std::memset(slot + (at - range.begin), 0, range.end - at);
   }
 
-  // All runs but the last are written here: through the page cache that is a copy, which has no use for a channel.
+  // Writes all runs but the last here: into the page cache that is a memory copy, which gains nothing from a channel.
   void send_runs(const Part& part, io::Flight& flight) {
     const PlacedTensor& source = *part.source;
     const uint64_t begin = part.body(), end = begin + part.bytes();
@@ -357,13 +357,13 @@ class Ranges {
   const io::EngineOptions& options_;
   io::TransferControl& control_;
   io::TransferStats& stats_;
-  // While it is laid out.
+  // State of the layout phase.
   std::vector<Part> extent_;
-  bool whole_ = false;  // the extent is one edge
+  bool whole_ = false;  // the extent is so short that all of it is an edge
   uint64_t head_end_ = 0, tail_begin_ = 0;
   Range range_;
-  size_t body_range_ = 0;  // where the latest tensor begins
-  // As it was laid out.
+  size_t body_range_ = 0;  // the range in which the latest tensor begins
+  // Result of the layout phase.
   std::vector<Part> parts_;
   std::vector<Range> ranges_;
   std::atomic<size_t> edges_left_{0};

@@ -1,16 +1,15 @@
-// Writes tensors to their places in files, by ranges of a file of at most one slot, cut where it suits the disk. A
-// range may hold many small tensors, the end of one and the start of the next, a piece of a large one, or only a few
-// rows of a column shard.
+// Writes tensors at given file offsets, in block-aligned ranges of at most one slot. A range may hold many small
+// tensors, the end of one and the start of the next, a piece of a large one, or a few rows of a column shard.
 //
-// Bytes pass through a slot, or a part of a remote file: what is checksummed there is what the system gets, however
-// often it reads it, even if another thread changes the tensor meanwhile. Only pieces of tensors that do not change are
-// written from their own memory. A block that another writer may share is written through the page cache, and only the
-// bytes that are ours: nothing is read, so nothing that others write meanwhile is undone.
+// Bytes are copied to a slot, or to the buffer of a remote part, and checksummed there, so that file and checksum agree
+// even if another thread modifies the tensor during the write. Only tensors marked `unchanging` are written from their
+// own memory. Blocks that other writers may share go through the page cache, and only the bytes of this writer: there
+// is no read-modify-write that could undo a concurrent write.
 //
-// Checksums of blocks are put together from pieces in any order, by any thread or rank: what a piece contributes is its
-// CRC-32 moved to its place in its block (crc32_combine with what follows it), and a block's CRC-32 is the exclusive or
-// of them. A record's epilogue holds its tensor's CRC-32, so a range with an epilogue waits for the ranges that hold
-// other pieces of that tensor.
+// Block checksums are assembled from pieces in any order, by any thread or rank: a piece contributes its CRC-32 shifted
+// to its position in the block (crc32_combine with the bytes that follow), and the block's CRC-32 is the XOR of all
+// contributions. A record's epilogue holds the CRC-32 of its tensor, so a range with an epilogue waits for the ranges
+// that hold the rest of that tensor.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +24,15 @@
 
 namespace vescale_ckpt::write {
 
-// Runs of a box in a file that are shorter go through the page cache, many for one range.
+// Shorter runs of a box are written through the page cache, many per range.
 inline constexpr uint64_t kShortRun = 512 << 10;
 
-// The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
-// Error(invalid) otherwise.
+// Returns the options. Throws Error(invalid) unless slots are a multiple of the checksum block and have room to spare
+// for any record that is not large.
 const io::EngineOptions& usable_for_writing(const io::EngineOptions& options);
 
-// Where a tensor lies in a file, and what is contributed to the checksums of its blocks: for each cell of the file that
-// is written to, from the first of them on; zeros before the first piece. No blocks: no checksums.
+// The extent of a tensor in a file, and its contributions to the file's block checksums: one word for each cell from
+// `first_cell` on, initially 0. Empty `blocks`: no checksums.
 struct TensorPlace {
   io::File* file = nullptr;
   uint64_t begin = 0, end = 0;  // in the file
@@ -41,32 +40,32 @@ struct TensorPlace {
   std::span<uint32_t> blocks;
 };
 
-// What is written of one tensor: all of it (no box), or a box, which is of the tensor's bytes over strided memory.
+// A tensor to write, or, if `box` is set, a box of it over strided memory.
 struct PlacedTensor {
   TensorPlace place;
-  const std::byte* data = nullptr;  // where the first element is
+  const std::byte* data = nullptr;  // address of the first element
   const io::Box* box = nullptr;
-  // What stands before the tensor and behind it, if anything. Epilogues are not cut, so a record that is not large is
-  // set apart where a slot does not hold it with what is before it.
+  // The record's prologue and epilogue, if any. An epilogue is never split, so a small record that does not fit in the
+  // rest of a slot starts a new range.
   const format::TensorRecord* framing = nullptr;
-  bool apart = false;       // begins a range, on a block of its own
-  bool unchanging = false;  // no thread changes the memory
+  bool apart = false;       // starts a new range at a block boundary
+  bool unchanging = false;  // no thread modifies the memory during the write
 
   uint64_t begin() const { return place.begin - (framing != nullptr ? framing->prologue().size() : 0); }
   uint64_t end() const { return place.end + (framing != nullptr ? framing->epilogue_bytes() : 0); }
 };
 
 enum class Edges {
-  ours,    // nobody else writes to the files: blocks are filled up, and gaps filled, with zeros
-  shared,  // others write to the same files, and perhaps to the same blocks
+  exclusive,  // this is the only writer of the files: gaps and partial blocks are filled with zeros
+  shared,     // others write to the same files, and perhaps to the same blocks
 };
 
-// Adds a tensor's bytes, which lie at `at` in the file, to the checksums of its blocks, copying them on the way if
-// there is where to. A prologue has no checksums. Thread-safe.
+// Adds the bytes of a tensor at file offset `at` to the checksums of their blocks, and copies them to `out` unless it
+// is null. Prologues have no checksums. Thread-safe.
 void add_checksum(const TensorPlace& place, uint64_t at, const std::byte* data, uint64_t bytes, std::byte* out);
 
-// Writes them all. Within a file sources come in rising order and do not overlap; sources of one file follow each
-// other. They, and what they point to, live until this returns. Throws the first Error.
+// Writes all sources, which are grouped by file, in ascending order and without overlap within a file. They and the
+// memory that they refer to must outlive the call. Throws the first Error.
 void write_ranges(std::span<const PlacedTensor> sources, Edges edges, const io::EngineOptions& options,
                   io::TransferControl& control, io::TransferStats& stats);
 

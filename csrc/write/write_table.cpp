@@ -11,7 +11,7 @@
 namespace vescale_ckpt::write {
 namespace {
 
-constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;  // odd, so that a product loses no bit
+constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;  // odd, so that multiplication is a bijection
 
 uint64_t mixed(uint64_t hash, const std::byte* element, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += sizeof(uint64_t)) {
@@ -23,7 +23,7 @@ uint64_t mixed(uint64_t hash, const std::byte* element, uint64_t bytes) {
   return hash;
 }
 
-// The position in memory of the element at `position` in C's order.
+// The memory position, in elements, of the element at `position` in C order.
 int64_t place_of(int64_t position, std::span<const int64_t> sizes, std::span<const int64_t> strides) {
   int64_t place = 0;
   for (size_t dim = sizes.size(); dim-- > 0; position /= sizes[dim]) place += position % sizes[dim] * strides[dim];
@@ -35,7 +35,7 @@ int64_t place_of(int64_t position, std::span<const int64_t> sizes, std::span<con
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
   format::RecordCache framings;
-  if (table.size() > 2 && table[2] >= 0) {  // as many as there are if all are like the first
+  if (table.size() > 2 && table[2] >= 0) {  // exact if all rows have the rank of the first
     sources.reserve(table.size() / (3 + 2 * std::min<uint64_t>(static_cast<uint64_t>(table[2]), table.size())));
   }
   uint32_t last_dtype = 0;
@@ -60,6 +60,16 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
       source.strided.emplace(format::dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
     }
     sources.push_back(std::move(source));
+  }
+  return sources;
+}
+
+std::vector<RecordSource> parse_dense_table(std::span<const int64_t> table) {
+  std::vector<RecordSource> sources;
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    RecordSource& source = sources.emplace_back();
+    source.data = cursor.address();
+    source.bytes = cursor.size();
   }
   return sources;
 }

@@ -10,8 +10,8 @@ namespace {
 
 constexpr uint64_t kRecordAlignment = 64;
 
-// Where in a block a large body begins: where its memory begins in a page, so that a load into memory like it needs no
-// copy. Other memory leaves the place that fits tensors of torch's allocator.
+// The block offset of a large body: the page offset of its memory, so that a load into similar memory needs no copy.
+// Strided or oddly aligned memory gets the offset of torch's allocator.
 uint64_t place_in_block(const RecordSource& source) {
   const uint64_t place = reinterpret_cast<uintptr_t>(source.data) % kBlock;
   return source.strided || place % kRecordAlignment != 0 ? kTorchOffset : place;
@@ -63,7 +63,7 @@ uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
 std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> records) {
   const Spread where = spread(records);
   std::vector<PlacedTensor> tensors = lay_out(records, where);
-  const std::vector<uint32_t> blocks = send(tensors, Edges::ours);
+  const std::vector<uint32_t> blocks = send(tensors, Edges::exclusive);
   std::vector<PlacedRecord> placed(records.size());
   for (size_t at = 0; at < tensors.size(); ++at) {
     const PlacedTensor& tensor = tensors[at];
@@ -86,8 +86,7 @@ FileWriter::Spread FileWriter::spread(std::span<const RecordSource> records) con
   auto& [file_of, order] = spread;
   std::iota(order.begin(), order.end(), size_t{0});
   if (files_.size() == 1) return spread;
-  // Small records that follow one another stay together, as far as a slot holds them. The largest come first, each to
-  // the file that has the least.
+  // Consecutive small records form groups of at most one slot. Groups go to the least filled file, largest group first.
   struct Group {
     size_t first, end;
     uint64_t bytes;
@@ -115,12 +114,12 @@ FileWriter::Spread FileWriter::spread(std::span<const RecordSource> records) con
 
 // See docs/format.md, "Where records lie".
 std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sources, const Spread& spread) const {
-  // Room that a group leaves for the prologue and first bytes of a large record behind it.
+  // Room in a group's slot for the prologue and first bytes of a large record that follows.
   constexpr uint64_t kSlack = 4 * kBlock;
   std::vector<PlacedTensor> tensors;
   tensors.reserve(sources.size());
   const DataFile* data = nullptr;
-  uint64_t cursor = 0, group = 0;  // where the latest record ends, and where its group begins
+  uint64_t cursor = 0, group = 0;  // end of the latest record, and begin of its group
   bool after_large = false;
   for (const size_t record : spread.order) {
     const RecordSource& source = sources[record];
@@ -136,7 +135,7 @@ std::vector<PlacedTensor> FileWriter::lay_out(std::span<const RecordSource> sour
     uint64_t begin = align_up(cursor, kRecordAlignment);
     bool apart = false;
     if (large) {
-      begin = first_congruent(cursor + prologue, place_in_block(source)) - prologue;
+      begin = next_congruent(cursor + prologue, place_in_block(source)) - prologue;
     } else if (after_large || begin + total - group > options_.slot_bytes - kSlack) {
       begin = group = align_up(cursor, kBlock);
       apart = true;
@@ -177,7 +176,7 @@ uint64_t FileWriter::finish(bool sync) {
       continue;
     }
     if (checksums_) {
-      // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
+      // By the same direct writes as the rest, so that no page of the file stays in the cache; seal() sets the length.
       const std::string table = data.table.serialize(data.cursor);
       const PlacedTensor tensor{{data.file.get(), data.cursor, data.cursor + table.size(), 0, {}},
                                 reinterpret_cast<const std::byte*>(table.data())};
@@ -185,7 +184,7 @@ uint64_t FileWriter::finish(bool sync) {
       alone.threads = 1;
       io::TransferControl unlimited(data.file->path(), 0);
       io::TransferStats uncounted;
-      write_ranges({&tensor, 1}, Edges::ours, alone, unlimited, uncounted);
+      write_ranges({&tensor, 1}, Edges::exclusive, alone, unlimited, uncounted);
       data.cursor += table.size();
     }
     length += seal(data, sync);
@@ -202,8 +201,8 @@ std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sour
         {{files_[0].file.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  // Calls share blocks. To a remote file nothing is sent before what lies in front of it, as edges are.
-  std::vector<uint32_t> blocks = send(tensors, files_[0].file->window() == nullptr ? Edges::shared : Edges::ours);
+  // Calls share blocks. Remote files are sent in order, which rules out edges that are written first.
+  std::vector<uint32_t> blocks = send(tensors, files_[0].file->window() == nullptr ? Edges::shared : Edges::exclusive);
   files_[0].cursor = offset;
   return blocks;
 }
@@ -219,7 +218,7 @@ uint64_t FileWriter::finish_dense(std::span<const std::byte> head, bool sync) {
 uint64_t FileWriter::seal(DataFile& data, bool sync) {
   data.file->complete(data.cursor, sync);
   data.file->close();
-  control_.check();  // syncing may have taken long
+  control_.check();  // the sync may have taken long
   return data.cursor;
 }
 

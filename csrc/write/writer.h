@@ -1,12 +1,12 @@
-// Writes records (framing and bytes) to a data file, at the speed of the disk, with checksums on the way. Writes
-// through the page cache take the lock of the file's inode, so there records may be spread over several files.
+// Writes records (framing and bytes) to a data file and checksums them in the same pass. Buffered writes to one file
+// serialize on its inode lock, so records may then be spread over several files.
 //
-// The file is laid out so that loads can read large tensors straight into their memory: their bytes start as far behind
-// a block of the file as behind a page, which is 64 bytes where torch's CPU allocator put them. Offsets depend on
-// sizes, and on where large tensors lie in a page.
+// The layout lets loads read large tensors directly into their memory: the file offset of a large tensor is congruent
+// to its address modulo the block size (64 for torch's CPU allocator). So offsets depend on the sizes of all tensors,
+// and on the addresses of large ones.
 //
-// One thread calls a FileWriter, which runs workers of its own. Other threads may call progress() and cancel(). All but
-// these throw Error (io, full, cancelled, invalid).
+// A FileWriter is used by one thread and runs its own workers. Other threads may call progress() and cancel(). All
+// other methods throw Error (io, full, cancelled, invalid).
 #pragma once
 
 #include <cstdint>
@@ -25,32 +25,31 @@
 
 namespace vescale_ckpt::write {
 
-// Where in a block torch's CPU allocator puts a large tensor's first byte by default. A large body begins there unless
-// its own memory asks for another place.
+// The page offset at which torch's CPU allocator places large tensors: the default block offset of a large body.
 inline constexpr uint64_t kTorchOffset = 64;
 
-// A record's source: a tensor (framing set) or raw bytes. The memory must stay valid until write() returns. Each byte
-// is read once, so data and checksum agree even if another thread changes the memory meanwhile. `unchanging`: no thread
-// does, so large tensors are written from their own memory where its address allows.
+// The source of a record: a tensor (framing set) or raw bytes. The memory must stay valid until write() returns. Each
+// byte is read once, so data and checksum agree even if another thread modifies the memory. `unchanging` promises that
+// none does: large tensors are then written from their own memory if its alignment allows.
 struct RecordSource {
   std::shared_ptr<const format::TensorRecord> framing;
   const std::byte* data = nullptr;
   uint64_t bytes = 0;
-  std::optional<io::Box> strided;  // how `data` is laid out, unless contiguous
+  std::optional<io::Box> strided;  // layout of `data`, unless it is contiguous
   bool unchanging = false;
 };
 
 struct PlacedRecord {
-  uint64_t offset;  // where the record begins in the file
+  uint64_t offset;  // of the record in its file
   uint64_t length;
   uint32_t crc;       // CRC-32 of the tensor's bytes, or the object's; 0 without checksums
-  uint32_t file = 0;  // its number, where others were added
+  uint32_t file = 0;  // index of the file, in the order of add_file()
 };
 
 class FileWriter {
  public:
-  // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk. A remote file appears under its
-  // name when it is finished. `most_files`: how many this writer may fill, if others are added.
+  // Creates the file and reserves `expected_bytes` (an upper bound) on disk. A remote file appears under its name only
+  // when it is finished. `most_files`: the most files that this writer may fill, see add_file().
   FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums,
              uint32_t most_files = 1);
   // Removes the files unless finish() was reached.
@@ -58,33 +57,32 @@ class FileWriter {
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
-  // Upper bound of the file's length for records with so many bytes of data each, framing and padding included.
+  // Upper bound of the file length, with framing and padding, for records with bodies of these sizes.
   static uint64_t space_for(std::span<const int64_t> body_bytes);
 
-  // How many files the records should be spread over: 1 where writes to one file do not wait for each other.
+  // The number of files to spread the records over: 1 if writes to one file do not serialize.
   uint32_t wanted_files() const { return wanted_files_; }
-  // Creates one more file for the records of all calls of write(). Before the first of them.
+  // Creates one more file. Must be called before the first write().
   void add_file(const std::string& path);
 
   std::vector<PlacedRecord> write(std::span<const RecordSource> records);
-  // Writes the checksum table, sets the length, syncs if asked to, each file. Removes added files without records.
-  // Returns the length of all.
+  // For each file: writes the checksum table, sets the length, and syncs if `sync`. Removes added files that got no
+  // record. Returns the total length.
   uint64_t finish(bool sync);
 
-  // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on,
-  // where the call before ended; to a remote file from a block on, unless it is the first call. Returns the CRC-32 of
-  // each block (checksum_table.h), source by source; zeros if the writer has no checksums.
+  // For formats without gaps between tensors. Writes the sources contiguously from `offset`, the end of the previous
+  // call; in a remote file, calls after the first must start at a block boundary. Returns the CRC-32 of each block
+  // (checksum_table.h), source by source; zeros without checksums.
   std::vector<uint32_t> write_dense(std::span<const RecordSource> sources, uint64_t offset);
-  // Instead of finish(), after write_dense(): `head` is what stands before it. The file ends with the last source.
+  // Replaces finish() after write_dense(): writes `head` at offset 0. The file ends with the last source.
   uint64_t finish_dense(std::span<const std::byte> head, bool sync);
 
-  // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
-  // running.
+  // From any thread, at any time. Makes write() and finish() throw Error(cancelled), also those in progress.
   void cancel() {
     control_.cancel();
     for (const DataFile& data : files_) data.file->cancel();
   }
-  uint64_t progress() const { return stats_.bytes(); }  // bytes given to the file so far
+  uint64_t progress() const { return stats_.bytes(); }  // bytes written so far
 
   const io::TransferStats& stats() const { return stats_; }
   bool checksums() const { return checksums_; }
@@ -92,9 +90,9 @@ class FileWriter {
  private:
   struct DataFile {
     std::unique_ptr<io::File> file;
-    uint64_t cursor = 0;  // end of what was laid out, a multiple of kBlock
+    uint64_t cursor = 0;  // end of the layout so far, a multiple of kBlock
     format::ChecksumTable table;
-    bool used = false;  // has a record, perhaps one without bytes
+    bool used = false;  // has a record, perhaps an empty one
   };
 
   void begin(std::unique_ptr<io::File> file);
@@ -104,8 +102,7 @@ class FileWriter {
   };
   Spread spread(std::span<const RecordSource> records) const;
   std::vector<PlacedTensor> lay_out(std::span<const RecordSource> sources, const Spread& spread) const;
-  // Writes the tensors. Returns the checksums of all their blocks, of which each is given its own; zeros without
-  // checksums.
+  // Writes the tensors and points each at its block checksums, which are returned; zeros without checksums.
   std::vector<uint32_t> send(std::span<PlacedTensor> tensors, Edges edges);
   uint64_t seal(DataFile& data, bool sync);
 
@@ -119,22 +116,25 @@ class FileWriter {
   io::TransferControl control_;
 };
 
-// --- The table of what to write that crosses from Python once a save: rows of 64-bit integers, one after another
+// --- Tables of records to write, which Python passes once a save: consecutive rows of 64-bit integers
 // (write_table.cpp).
 
-// Rows: dtype (and io::kUnchanging, so that the writer needs no copy), address, dimensions n, n sizes, n strides
+// Rows: dtype (with io::kUnchanging for RecordSource::unchanging), address, dimensions n, n sizes, n strides
 // (elements). Throws Error(invalid, row).
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
+
+// Rows: address, bytes, for FileWriter::write_dense.
+std::vector<RecordSource> parse_dense_table(std::span<const int64_t> table);
 
 // The bytes of each row's tensor. Throws as above.
 std::vector<int64_t> body_bytes(std::span<const int64_t> table);
 
-// Hashes of a few elements of tensors, by which a save notices that memory was changed without a word.
+// Hashes a sample of each tensor of a table for parse_write_table, so that a save detects memory that was modified
+// without an in-place version bump.
 //
-// One hash for each row of a table for parse_write_table, of at most so many elements, evenly from one end to the other
-// in C's order: copies with other strides have the same. `devices`: the device of each row, -1 for host memory; empty:
-// all are there. The hash of a row on a device, or without elements, is 0. The memory of the tensors must be there.
-// Throws Error(invalid, row).
+// A sample is at most `elements` elements, evenly spaced in C order, so the hash does not depend on strides. `devices`:
+// the device of each row, -1 for host memory; empty: all rows are in host memory. Rows on devices, and empty tensors,
+// have hash 0. The memory must be readable. Throws Error(invalid, row).
 std::vector<uint64_t> sample_hashes(std::span<const int64_t> table, std::span<const int64_t> devices,
                                     uint32_t elements);
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from vescale_ckpt import CheckpointManager, PerRank, RandomState
+from vescale_ckpt import CheckpointManager, PerRank, RandomState, Schedule
 
 ROWS, LENGTH, WORDS, WIDTH = 48, 48, 256, 96  # of the whole batch, whatever the number of ranks
 
@@ -38,7 +38,8 @@ def main(directory: str, steps: int = 8) -> None:
     torch.manual_seed(rank)  # each rank has its own dropout
     state = {"model": model, "optimizer": optimizer, "random": PerRank(RandomState())}
     # SIGTERM asks for one more save: on all ranks, whichever rank got it.
-    with CheckpointManager(directory, save_interval_steps=2, max_to_keep=3, save_on_signal=signal.SIGTERM) as manager:
+    schedule = Schedule(steps=2, signal=signal.SIGTERM)
+    with CheckpointManager(directory, max_to_keep=3, schedule=schedule) as manager:
         first = 1 if manager.latest() is None else manager.restore(state) + 1
         for step in range(first, steps + 1):
             batch = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))

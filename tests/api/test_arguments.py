@@ -192,14 +192,12 @@ def test_a_setting_that_is_wrong_on_one_rank_stops_all(name: str, tmp_path: Path
     save(path, STATE, timeout=60)
     if dist.get_rank() == 1:
         os.environ[f"VESCALE_CKPT_{name}"] = "nonsense"
-    kinds = {save: SaveFailedError, load: LoadFailedError, convert: CheckpointError}
-    for call, kind in kinds.items():
-        if call is save:
-            arguments: dict[str, Any] = {"path": path, "state": STATE}
-        elif call is load:
-            arguments = {"path": path, "state": {"weight": torch.zeros(6)}}
-        else:
-            arguments = {"src": path, "dst": path + ".pt", "format": "torch"}
+    calls: list[tuple[Any, type, dict[str, Any]]] = [
+        (save, SaveFailedError, {"path": path, "state": STATE}),
+        (load, LoadFailedError, {"path": path, "state": {"weight": torch.zeros(6)}}),
+        (convert, CheckpointError, {"src": path, "dst": path + ".pt", "format": "torch"}),
+    ]
+    for call, kind, arguments in calls:
         with pytest.raises(kind, match=f"rank 1: .*VESCALE_CKPT_{name}: .*got 'nonsense'"):
             call(**arguments, timeout=None if name == "TIMEOUT" else 60)
     os.environ.pop(f"VESCALE_CKPT_{name}", None)

@@ -69,10 +69,7 @@ def elsewhere(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMan
 
 
 def many(k: int) -> dict[str, Any]:
-    return {
-        **state(k),
-        "conjugate": torch.full((9,), 1j * k).conj(),
-    }
+    return {**state(k), "conjugate": torch.full((9,), 1j * k).conj()}
 
 
 def test_saves_and_loads(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:

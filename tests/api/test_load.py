@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,3 +262,26 @@ def test_calls_for_each_tensor(save: Callable[..., Any], most: float, tmp_path: 
         for key, value in state.items():
             assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
     assert (counts[1] - counts[0]) / (numbers[1] - numbers[0]) <= most
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_plain_tensors_are_saved_and_loaded_without_an_import_of_dcp_or_of_sharded_tensors(
+    tmp_path: Path, form: str
+) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import vescale_ckpt
+assert len(sys.modules.keys() - before) <= 5
+path, form = sys.argv[1:]
+state = {"model": {"a": torch.arange(6.0), "b": torch.nn.Parameter(torch.ones(2))}}
+vescale_ckpt.save(path, state, format=form)
+assert vescale_ckpt.load(path, {"model": dict(state["model"], a=torch.zeros(6))}).missing == []
+loaded = vescale_ckpt.load(path)
+assert torch.equal((loaded.get("model") or loaded)["a" if form == "dcp" else "model.a"], torch.arange(6.0))
+print(*sys.modules.keys() - before)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "checkpoint"), form]
+    new = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    heavy = ("sympy", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp")
+    assert 0 < len(new) <= 180 and not [name for name in new if name.startswith(heavy)]

@@ -62,15 +62,15 @@ def chunk_list() -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([rows, 3])) for start, (_, rows) in CHUNKS.items()]
 
 
-def items(key: str, value: torch.Tensor) -> list[WriteItem]:
-    properties = TensorProperties(dtype=value.dtype)
+def items_of(key: str, local: torch.Tensor, shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
             MetadataIndex(key, chunk.offsets),
             WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, torch.Size([9, 3])),
+            tensor_data=TensorWriteData(chunk, properties, shape),
         )
-        for chunk in chunk_list()
+        for chunk in chunks
     ]
 
 
@@ -85,7 +85,7 @@ def with_methods(zeros: bool = False, mesh: DeviceMesh | None = None) -> torch.T
         at, rows = CHUNKS[index.offset[0]]
         return local[at : at + rows]  # type: ignore[no-any-return]
 
-    local.__create_write_items__ = items
+    local.__create_write_items__ = lambda key, value: items_of(key, local, FULL.shape, chunk_list())
     local.__create_chunk_list__ = chunk_list
     local.__get_tensor_shard__ = shard
     return value
@@ -258,11 +258,7 @@ def _uneven(mesh: DeviceMesh, zeros: bool = False) -> DTensor:
     local: Any = WHOLE[start : start + rows].clone()
 
     def items(key: str, tensor: DTensor) -> list[WriteItem]:
-        if tensor.to_local().numel() == 0:
-            return []
-        properties = TensorProperties.create_from_tensor(tensor.to_local())
-        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.size())
-        return [WriteItem(type=WriteItemType.SHARD, index=MetadataIndex(key, chunk.offsets), tensor_data=data)]
+        return items_of(key, tensor.to_local(), tensor.size(), [chunk] if tensor.to_local().numel() else [])
 
     if zeros:
         local.zero_()
@@ -401,19 +397,8 @@ class _Ragged(torch.Tensor):
         return found
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)  # type: ignore[attr-defined]
-        return [
-            WriteItem(
-                type=WriteItemType.SHARD,
-                index=MetadataIndex(key, offsets),  # a tuple, as veScale makes it
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                    properties=properties,
-                    size=self.size(),
-                ),
-            )
-            for _, offsets, sizes in self.boxes()
-        ]
+        local: torch.Tensor = self._local_tensor  # type: ignore[attr-defined]
+        return items_of(key, local, self.size(), self.__create_chunk_list__())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in self.boxes()]

@@ -40,12 +40,6 @@ def test_directory_holds_one_data_file_and_the_metadata(checkpoint: Path) -> Non
     assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index", *data_file_names(checkpoint)]
 
 
-def test_empty_state(checkpoint: Path) -> None:
-    dcp_save(checkpoint, {})
-    assert load_blank(checkpoint, {}) == {}
-    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
-
-
 @pytest.mark.parametrize("dtype", UNPLANNABLE, ids=str)
 def test_dtype_that_stock_cannot_plan_is_saved_or_named(checkpoint: Path, dtype: torch.dtype) -> None:
     state = {"odd": random_tensor((10,), dtype)}

@@ -157,10 +157,7 @@ def test_values_that_take_more_bytes_than_are_stored(checkpoint: Path, writer: s
 
 def test_another_class_or_other_settings_are_refused(checkpoint: Path) -> None:
     vescale_ckpt.save(checkpoint, {"q": Quantized.random(ROWS)})
-    with pytest.raises(
-        IncompatibleStateError,
-        match=r"^q: .* a \S+\.OneScale, .* a \S+\.Quantized$",
-    ):
+    with pytest.raises(IncompatibleStateError, match=r"^q: .* a \S+\.OneScale, .* a \S+\.Quantized$"):
         vescale_ckpt.load(checkpoint, {"q": OneScale.zeros(ROWS)})
     with pytest.raises(
         CheckpointError, match=r"^q: .* bit for bit \(its class converts codes.*same settings$"
@@ -302,8 +299,7 @@ def _load(path: str, reader: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("async_save", "our reader")],
+    ("writer", "reader"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours"), ("async_save", "our reader")]
 )
 @pytest.mark.parametrize("replicated", [False, True])
 def test_shards_on_other_numbers_of_ranks(checkpoint: Path, writer: str, reader: str, replicated: bool) -> None:

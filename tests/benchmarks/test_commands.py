@@ -17,6 +17,7 @@ from harness.steps import CEILING, STOCK
 
 from benchmarks import __main__ as command
 from benchmarks import background, export, gpu, loading, quick
+from benchmarks.candidates import FILES
 from benchmarks.planning import cases as planning
 from benchmarks.planning.simulated_job import Parallelism
 
@@ -84,11 +85,11 @@ def test_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    written = ("ceiling", "vescale-safetensors", "safetensors", "numpy", "torch")
-    options = ("--state=one", "--ops=save", "--baseline=safetensors", f"--candidates={','.join(written)}")
-    rows = run("saves", tmp_path, "--gib=0.001", *options)
-    assert steps(rows) == {name: {"save"} for name in written}
+    options = ("--state=one", "--baseline=safetensors", "--files")
+    rows = run("saves", tmp_path, "--gib=0.001", "--ops=save", "--places=as-it-is,durable,memory", *options)
+    assert steps(rows) == {name: {"save"} for name in FILES}
     assert rows["save", "vescale-safetensors"]["of_baseline"] > 0
+    assert steps(run("saves", tmp_path, "--gib=0.001", "--ops=load", *options)) == {name: {"load"} for name in FILES}
 
 
 def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

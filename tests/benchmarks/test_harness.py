@@ -13,8 +13,8 @@ import pytest
 from benchmarks.harness import saves_and_loads
 from benchmarks.harness.by_turns import CEILING, STOCK, Sample, Steps, alternate, summarize, table
 from benchmarks.harness.page_cache import StillResidentError, drop, resident_fraction
-from benchmarks.harness.room import working_folder
-from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads, WrongContentsError
+from benchmarks.harness.room import WrongContentsError, working_folder
+from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 from benchmarks.harness.usage import Usage
 from benchmarks.storage import UnavailableError, storage_limit
 

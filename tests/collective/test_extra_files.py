@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import random
-import time
+import os
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
-from harness.children import Shared, fork, kill, wait_until
+from harness.children import fork, killed_before
 from harness.ranks import on_ranks
+from harness.steps import CHANGES_BY_THE_ENGINE, CHANGES_OF_FOLDERS
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, UntrustedCheckpointError
@@ -185,29 +184,23 @@ def test_a_wrong_name_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert not (tmp_path / ".metadata").exists()
 
 
-def _save_on_and_on(directory: Path, committed: Shared) -> NoReturn:
-    k = committed[0]
-    while True:
-        k += 1
-        vescale_ckpt.save(directory, state(k), extra_files=files(k))
-        committed[0] = k
-
-
-def test_a_kill_never_mixes_them_with_another_checkpoint(tmp_path: Path) -> None:
-    rng = random.Random(3)
+def test_a_kill_before_any_change_of_the_folder_never_mixes_them_with_another_checkpoint(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path, state(0), extra_files=files(0))
-    last, committed, missing = 0, Shared(1), 0
-    for _ in range(12):
-        committed[0] = last
-        pid = fork(lambda: _save_on_and_on(tmp_path, committed))
-        wait_until(committed, last, "the first save of a child")
-        time.sleep(rng.random() * 0.03)
-        kill(pid)
-        last, found = loaded(tmp_path)
-        assert last in (committed[0], committed[0] + 1) and found == files(last)
+    last, ended = 0, False
+    for number in range(100):
+
+        def save(number: int = number, k: int = last + 1) -> None:
+            with killed_before(number, CHANGES_BY_THE_ENGINE + CHANGES_OF_FOLDERS):
+                vescale_ckpt.save(tmp_path, state(k), extra_files=files(k))
+
+        _, status = os.waitpid(fork(save), 0)
+        before, (last, found) = last, loaded(tmp_path)
+        assert last in (before, before + 1) and found == files(last)
         for name, content in files(last).items():  # for other programs: of this checkpoint, or missing
             copy = tmp_path / name
-            missing += not copy.exists()
             assert not copy.exists() or copy.read_bytes() == content
+        if ended := status == 0:
+            break
+    assert ended and number >= 10
     vescale_ckpt.save(tmp_path, state(last + 1), extra_files=files(last + 1))
     assert not [path for path in tmp_path.iterdir() if ".tmp." in path.name]

@@ -11,6 +11,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,14 +25,7 @@ from test_planning import BOUND, WAYS, load, replicated, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    LoadPlanner,
-    PerRank,
-    SavePlanner,
-    StorageReader,
-)
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadPlanner, PerRank, SavePlanner, StorageReader
 
 ERRORS = (CheckpointError, CheckpointException)
 
@@ -61,10 +55,10 @@ def _broken(state: dict[str, Any], phase: str) -> None:
         state["table"].untyped_storage().resize_(0)
     elif phase == "per rank":
         state["rng"] = PerRank(_BadState())
-    elif phase == "write":
-        faults.inject("write", errno.EIO, times=1000)
-    elif phase == "rename":
-        faults.inject("rename", errno.EIO, times=1000)
+    elif phase == "stage":
+        steps.failing("stage", RuntimeError("no copy")).start()
+    elif phase != "metadata":
+        faults.inject(phase, errno.EIO, times=1000)
 
 
 def _room_for_half(content: bytes, _index: bytes) -> Any:
@@ -75,7 +69,8 @@ def _room_for_half(content: bytes, _index: bytes) -> Any:
 FAILURES = [
     *((phase, way, broken) for phase in ("flatten", "pickle", "describe", "freed", "per rank", "write")
       for way, broken in (("dcp", 1), ("ours", 0))),
-    *((phase, way, 0) for phase in ("metadata", "rename") for way in WAYS),  # of the commit, by the coordinator
+    *((phase, "async", 1) for phase in ("pickle", "describe", "stage", "open", "write", "sync")),
+    *((phase, way, 0) for phase in ("metadata", "rename") for way in (*WAYS, "async")),  # by the coordinator
 ]  # fmt: skip
 
 
@@ -94,12 +89,10 @@ def test_after_a_failure_on_one_rank_saves_go_on(tmp_path: Path, phase: str, way
     if dist.get_rank() == broken:
         _broken(state, phase)
     has_no_room = phase == "metadata" and dist.get_rank() == broken
-    with (
-        steps.around_metadata(_room_for_half) if has_no_room else nullcontext(),
-        pytest.raises(ERRORS) as caught,
-    ):
+    with steps.around_metadata(_room_for_half) if has_no_room else nullcontext(), pytest.raises(ERRORS) as caught:
         save(way, path, state, planner)
     faults.clear()
+    mock.patch.stopall()
     assert f"rank {broken}" in str(caught.value) or list(caught.value.failures) == [broken]  # type: ignore[union-attr]
     del caught  # its traceback holds the writer, which holds its lock
     old = state_of(1)

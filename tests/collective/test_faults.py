@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
-from harness.children import in_child
+from harness.children import fork, in_child, wait_for
 from harness.faults import fault
-from harness.files import data_files, drop_from_cache, only_named_files
+from harness.files import data_files, drop_from_cache, lock, only_named_files
 from harness.machines import mount_small, unmount
 from harness.ranks import forked, on_ranks
 from harness.saves import cause, load, outcome, save
@@ -29,15 +29,9 @@ from harness.states import State, same, small_state, state, state_of_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    LoadPlanner,
-    SavePlanner,
-    StorageFullError,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageFullError, StorageReader, StorageWriter
 from vescale_ckpt._engine import _C
+from vescale_ckpt._storage.locks import lock_if_abandoned
 
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")
@@ -644,3 +638,18 @@ def test_children_forked_in_the_middle_of_a_save_do_their_own(checkpoint: Path, 
         thread.join(60)
     assert saved and outcome(checkpoint, state(saved[-1])) is None
     assert only_named_files(checkpoint)
+
+
+def test_a_child_keeps_no_lock_of_its_parent_and_takes_none_away(tmp_path: Path) -> None:
+    """A data loader's worker may live longer than the save that it was forked in: its files must become orphans."""
+    there, over = tmp_path / "there", tmp_path / "over"
+    held = lock(tmp_path)
+    child = fork(lambda: (there.touch(), wait_for(over)))
+    wait_for(there)
+    with lock_if_abandoned(str(tmp_path), 0) as abandoned:
+        assert not abandoned
+    held.release()
+    with lock_if_abandoned(str(tmp_path), 0) as abandoned:
+        assert abandoned
+    over.touch()
+    assert os.waitpid(child, 0)[1] == 0

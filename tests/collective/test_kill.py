@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.children import Shared, fork, kill, killed_before, wait_until
 from harness.files import only_named_files
 from harness.saves import load, outcome, save
-from harness.states import State, change_all, same, state
+from harness.states import change_all, same, state, state_of_rank, whole_state
 from harness.steps import CHANGES_BY_THE_ENGINE, CHANGES_OF_FOLDERS
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter, verify
@@ -142,30 +139,17 @@ def test_a_kill_before_any_change_of_the_folder_leaves_the_old_checkpoint_or_the
 
 # --- Two ranks
 
-ROWS, COLUMNS = 1024, 512
-
-
-def whole_state(k: int) -> State:
-    return {
-        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).add_(k).view(ROWS, COLUMNS),
-        "plain": torch.full((1000,), float(k)),
-        "step": k,
-    }
-
 
 def save_for_ever(directory: Path, store: Path, committed: Shared, rank: int) -> NoReturn:
     # A rank that is left alone must not wait for half an hour, gloo's own limit.
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=BOUND / 2)
     )
-    mesh = init_device_mesh("cpu", (2,))
     k = committed[rank]
     writer, planner = StorageWriter(directory), SavePlanner()
     while True:
         k += 1
-        values = whole_state(k)
-        values["rows"] = DTensor.from_local(values["rows"].chunk(2)[rank].clone(), mesh, [Shard(0)])
-        dcp.save(values, storage_writer=writer, planner=planner)
+        dcp.save(state_of_rank(k), storage_writer=writer, planner=planner)
         committed[rank] = k
 
 
@@ -211,24 +195,3 @@ def fork_silently(body: Callable[[], object]) -> int:
         body()
 
     return fork(quiet)
-
-
-def test_a_process_killed_while_it_loads_harms_nothing(checkpoint: Path) -> None:
-    save(checkpoint, state(1))
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    rng = random.Random(3)
-    loads = Shared(1)
-
-    def keep_loading() -> None:
-        while True:
-            load(checkpoint, state(1))
-            loads[0] = 1
-
-    for _ in range(max(1, KILLS // 24)):
-        loads[0] = 0
-        pid = fork(keep_loading)
-        wait_until(loads, 0, "the first load of a child")
-        time.sleep(rng.random() * 0.01)
-        kill(pid)
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-    assert outcome(checkpoint, state(1)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -103,23 +104,25 @@ def _raised(directory: Path, target: Target, timeout: float) -> CheckpointError:
 # --- Errors of one rank, in each step
 
 
-def _failing(step: str, error: BaseException, after: int = 0) -> Callable[[], Any]:
-    """A patch that raises in a step, at its first call but `after`."""
-
-    place = steps.STEPS.get(step, (os, step))
+def _acting(step: str, act: Callable[[], object], after: int = 0) -> Callable[[], Any]:
+    """A patch in which something else happens before a step, from its call number `after` on."""
+    owner, name = steps.STEPS.get(step, (os, step))
 
     def patch() -> Any:
-        function, calls = getattr(*place), [0]
+        function, calls = getattr(owner, name), itertools.count()
 
-        def fails(*args: Any, **kwargs: Any) -> Any:
-            calls[0] += 1
-            if calls[0] > after:
-                raise error
+        def acts(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= after:
+                act()
             return function(*args, **kwargs)
 
-        return mock.patch.object(*place, fails)
+        return mock.patch.object(owner, name, acts)
 
     return patch
+
+
+def _failing(step: str, error: BaseException, after: int = 0) -> Callable[[], Any]:
+    return _acting(step, mock.Mock(side_effect=error), after)
 
 
 @contextlib.contextmanager
@@ -136,23 +139,13 @@ FAULTS: dict[str, Fault] = {
     "reading metadata": (_failing("read the metadata", OSError(5, "gone")), 0, LoadFailedError, "gone"),
     "planning": (_failing("see what does not fit", MemoryError("small")), 0, LoadFailedError, "small"),
     "planning the reading": (_failing("plan the reading", KeyError("x")), 2, LoadFailedError, "KeyError"),
-    "planning the routes": (
-        _failing("plan the routes", MemoryError("routes")),
-        0,
-        LoadFailedError,
-        "routes",
-    ),
+    "planning the routes": (_failing("plan the routes", MemoryError("routes")), 0, LoadFailedError, "routes"),
     "reading all, the index too": (lambda: _disk_fails(0), 1, CheckpointError, "Input/output error"),
     "the first round": (lambda: _disk_fails(1), 1, CheckpointError, "Input/output error"),
     "a later round": (lambda: _disk_fails(6), 1, CheckpointError, "Input/output error"),
     "packing": (_failing("pack a round", MemoryError("packed")), 0, LoadFailedError, "packed"),
     "placing": (_failing("place a round", MemoryError("placed"), 2), 2, LoadFailedError, "placed"),
-    "placing the last": (
-        _failing("place a round", MemoryError("late"), ROUNDS - 1),
-        1,
-        LoadFailedError,
-        "late",
-    ),
+    "placing the last": (_failing("place a round", MemoryError("late"), ROUNDS - 1), 1, LoadFailedError, "late"),
     "reading objects": (_failing("read objects", OSError(5, "objects")), 2, LoadFailedError, "objects"),
     "unpickling": (_failing("unpickle an object", ValueError("odd")), 1, LoadFailedError, "odd"),
 }
@@ -208,19 +201,6 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hanging(step: str, hang: Callable[[], None], after: int) -> Any:
-    """A patch after which a function hangs, or worse, at its first call but `after`."""
-    function, calls = getattr(*steps.STEPS[step]), [0]
-
-    def hangs(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == after + 1:
-            hang()
-        return function(*args, **kwargs)
-
-    return steps.instead(step, hangs)
-
-
 #: where a rank stops
 STOPS: dict[str, tuple[str, int]] = {
     "before the rounds": ("begin the rounds", 0),
@@ -236,7 +216,7 @@ def _die(directory: Path, where: str) -> list[int]:
     _load_after(directory)  # connects
     dist.barrier()
     target = Target()
-    with _hanging(STOPS[where][0], _kill, STOPS[where][1]) if dist.get_rank() == 1 else contextlib.nullcontext():
+    with _acting(STOPS[where][0], _kill, STOPS[where][1])() if dist.get_rank() == 1 else contextlib.nullcontext():
         error = _raised(directory, target, FOREVER)
     assert isinstance(error, CheckpointTimeoutError) and "died" in str(error), error
     return error.late_ranks
@@ -257,7 +237,7 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
         step, after = STOPS[where]
         given_up = directory / f"{where} was given up"
 
-        with _hanging(step, functools.partial(wait_for, given_up), after) if late else contextlib.nullcontext():
+        with _acting(step, functools.partial(wait_for, given_up), after)() if late else contextlib.nullcontext():
             error = _raised(directory, Target(), SHORT)
         given_up.touch()
         assert isinstance(error, CheckpointTimeoutError), f"{where}: {error}"

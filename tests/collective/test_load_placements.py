@@ -155,31 +155,6 @@ def _tp_model(mesh: DeviceMesh | None, features: int) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor() for name, value in module.state_dict().items() if isinstance(value, DTensor)}
-
-
-@on_ranks(4)
-def test_models_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    line = init_device_mesh("cpu", (4,))
-    for features in (8, 22):  # 22 rows: uneven chunks of chunks
-        models = {"grid": _tp_model(grid, features), "line": _tp_model(line, features)}
-        weight = models["grid"].state_dict()["0.weight"]
-        assert any(isinstance(placement, StridedShard) for placement in weight.placements)
-        for saver in models:
-            path = tmp_path / f"{features} {saver}"
-            vescale_ckpt.save(path, {"model": models[saver]})
-            saved = _whole(models[saver])
-            for loader, module in models.items():
-                for broadcast in (True, False):
-                    with torch.no_grad():
-                        for parameter in module.parameters():
-                            parameter.zero_()
-                    vescale_ckpt.load(path, {"model": module}, broadcast_checkpoint=broadcast)
-                    assert_same(_whole(module), saved, f"{features} {saver} -> {loader}")
-
-
 @on_ranks(4, timeout=120)
 def test_fewer_rows_than_ranks_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     """Some ranks hold (0, 0) where the placements mean (2, 0). Torch's own `full_tensor` hangs on such shards."""

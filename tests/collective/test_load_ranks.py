@@ -89,23 +89,6 @@ def test_dtensors_on_the_meta_device_get_memory_where_they_lie(checkpoint: Path)
         assert_same(state["w"].full_tensor(), full)
 
 
-@on_ranks(2)
-def test_stages_of_a_pipeline_under_one_name(checkpoint: Path) -> None:
-    def build() -> dict[str, Any]:
-        module = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(3, 3)})
-        return {"model": module, "optimizer": torch.optim.AdamW(module.parameters(), lr=0.5)}
-
-    state, other = build(), build()
-    for parameter in state["model"].parameters():
-        parameter.grad = torch.randn_like(parameter)
-    state["optimizer"].step()
-    vescale_ckpt.save(checkpoint, state)
-    report = vescale_ckpt.load(checkpoint, other)
-    assert report.unexpected == [], "what another rank asks for"
-    assert_same(other["model"].state_dict(), state["model"].state_dict())
-    assert_same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
-
-
 # --- Values of ranks, and all values without a state
 
 

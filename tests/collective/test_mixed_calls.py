@@ -18,10 +18,10 @@ from harness.ranks import on_ranks, run_ranks
 from harness.saves import error_of
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, Schedule
 
 TIMEOUT = 0.4  # seconds after which ranks give up where they call different things
-FOREVER = 20.0
+FOREVER = 60.0
 
 
 def _state() -> dict[str, Any]:
@@ -38,7 +38,7 @@ class _Job:
     def __init__(self, directory: Path) -> None:
         self.timeout = FOREVER
         self._directory = directory
-        options = {"save_interval_seconds": 0.0, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+        options = {"schedule": Schedule(seconds=0), "best": "loss", "best_mode": "min", "async_checkpoint": False}
         self._manager = CheckpointManager(directory / "run", **options)  # type: ignore[arg-type]
         self._step = 0
         self.save()
@@ -75,7 +75,7 @@ class _Job:
 
     @property
     def manager(self) -> CheckpointManager:
-        self._manager.timeout = self.timeout
+        self._manager._ranks.timeout = self.timeout
         return self._manager
 
     def manager_save(self) -> None:
@@ -106,7 +106,7 @@ def _mixed_up(directory: Path, pairs: list[tuple[str, str]], confused: int) -> l
     another in between. Returns what went wrong."""
     job, wrong = _Job(directory), []
     for pair in pairs:
-        job.timeout = TIMEOUT
+        job.timeout = FOREVER if set(pair) == ALIKE else TIMEOUT
         error = error_of(getattr(job, pair[dist.get_rank() == confused]))
         if (error is None) != (set(pair) == ALIKE):
             wrong.append(f"{pair}: {error}")
@@ -169,6 +169,6 @@ def test_a_rank_without_the_store_counts_failures_as_others_do(tmp_path: Path) -
                 stack.enter_context(steps.failing(step, steps.StoreGoneError()))
         handle = vescale_ckpt.save(tmp_path / "c", _state(), async_checkpoint=True, timeout=TIMEOUT)
         assert error_of(lambda: handle.result(FOREVER)) is not None
-    job.timeout = 8.0
+    job.timeout = FOREVER
     after = [job.load, job.latest, job.save_async]
     assert [f"{call.__name__}: {error}" for call in after if (error := error_of(call)) is not None] == []

@@ -18,14 +18,7 @@ from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    LoadPlanner,
-    PerRank,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import CheckpointError, LoadPlanner, PerRank, SavePlanner, StorageReader, StorageWriter
 
 ERRORS = (CheckpointError, CheckpointException)
 

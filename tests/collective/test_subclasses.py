@@ -202,10 +202,14 @@ def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Pa
     local = full.tensor_split(2)[dist.get_rank()]
     rows = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
     metadata = [ShardMetadata([3 * rank, 0], [3, 5], f"rank:{rank}/cpu") for rank in range(2)]
-    old = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [OldShard(local.clone(), metadata[dist.get_rank()])],
-        ShardedTensorMetadata(metadata, full.size(), TensorProperties(dtype=full.dtype)),
-    )
+
+    def sharded_tensor(mine: torch.Tensor) -> ShardedTensor:
+        of_all = ShardedTensorMetadata(metadata, full.size(), TensorProperties(dtype=full.dtype))
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            [OldShard(mine, metadata[dist.get_rank()])], of_all
+        )
+
+    old = sharded_tensor(local.clone())
     old.__class__ = Sharded
     saved = {
         "rows": OwnDTensor(rows._local_tensor, rows._spec, requires_grad=False),
@@ -224,6 +228,9 @@ def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Pa
         objects = {"chunked": None}
         vescale_ckpt.load(f"{tmp_path}/{way}", objects, weights_only=False)
         assert objects["chunked"] == Chunked(3)
+    filled = torch.zeros(3, 5)
+    dcp.load({"old": sharded_tensor(filled)}, storage_reader=FileSystemReader(f"{tmp_path}/ours"))
+    assert_same(filled, local)
     assert described(f"{tmp_path}/ours") == described(f"{tmp_path}/stock")
 
 

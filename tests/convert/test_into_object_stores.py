@@ -12,7 +12,7 @@ from harness import stores
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
-from vescale_ckpt._checkpoint.checkpoint import Checkpoint
+from vescale_ckpt._checkpoint.view import View
 from vescale_ckpt._convert import safetensors_files
 from vescale_ckpt._convert.copy import FolderCopy, copy
 from vescale_ckpt._storage.object_store import ObjectStore
@@ -103,8 +103,8 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
 ) -> None:
     transfer, passes = safetensors_files.transfer, 0
 
-    class Changed(Checkpoint):
-        def __init__(self, inner: Checkpoint) -> None:
+    class Changed(View):
+        def __init__(self, inner: View) -> None:
             self._inner = inner
 
         def read(self, reads: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_source_that_changes_between_the_two_reads_is_an_error(
             for read in reads:
                 read.target.view(-1)[:1] += 1
 
-    def second_is_another(segments: Any, inner: Checkpoint, *others: Any) -> None:
+    def second_is_another(segments: Any, inner: View, *others: Any) -> None:
         nonlocal passes
         passes += 1
         transfer(segments, inner if passes == 1 else Changed(inner), *others)

@@ -13,6 +13,7 @@
 #include "io/file.h"
 #include "scratch.h"
 #include "tensors.h"
+#include "write/placed_boxes.h"
 
 namespace vescale_ckpt {
 
@@ -87,6 +88,28 @@ inline std::vector<write::RecordSource> sources_of(const std::vector<Tensor>& te
 inline std::unique_ptr<read::ReadReport> read_items(const std::string& path, const std::vector<read::ReadItem>& items,
                                                     const io::EngineOptions& options, bool verify = true) {
   return read::read_tensors(std::vector{path}, items, verify, options);
+}
+
+// Checks the block checksums of the tensor in [begin, end) of a file, which its writers' contributions
+// (PlacedBoxes::take_checksums) make up.
+inline void expect_block_checksums(const std::vector<std::vector<uint32_t>>& contributions, std::string_view file,
+                                   uint64_t begin, uint64_t end) {
+  constexpr size_t kHead = write::PlacedBoxes::kChecksumHead;
+  std::vector<uint32_t> sums(format::cells(begin, end));
+  for (const std::vector<uint32_t>& words : contributions) {
+    for (size_t at = 0; at < words.size(); at += kHead + words[at + 6]) {
+      EXPECT_EQ(words[at] + words[at + 2] + words[at + 4], 0u);
+      for (uint32_t i = 0; words[at + 1] == begin && i < words[at + 6]; ++i) {
+        sums.at(words[at + 5] + i) ^= words[at + kHead + i];
+      }
+    }
+  }
+  uint64_t at = begin;
+  for (const uint32_t sum : sums) {
+    const uint64_t next = std::min(end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
+    EXPECT_EQ(sum, crc32(0, file.data() + at, next - at)) << at;
+    at = next;
+  }
 }
 
 // Puts the pages of a file out of the cache, so that the next reader goes to the disk.

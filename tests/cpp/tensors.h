@@ -1,6 +1,7 @@
 // Tensors for tests: memory at a chosen place in a page, random contents, and their rows for the writer and the reader.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -69,6 +70,13 @@ using Sizes = std::vector<int64_t>;
 
 inline Sizes row_major(const Sizes& sizes) {
   return format::contiguous_strides(sizes);
+}
+
+// The strides of a tensor whose dimensions lie the other way round in memory.
+inline Sizes column_major(const Sizes& sizes) {
+  Sizes strides = row_major(Sizes(sizes.rbegin(), sizes.rend()));
+  std::ranges::reverse(strides);
+  return strides;
 }
 
 // A contiguous tensor with random contents.

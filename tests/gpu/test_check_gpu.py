@@ -86,8 +86,8 @@ def test_saves_are_measured(tmp_path: Path) -> None:
     figures: dict[str, Any] = {}
     for line in run.stdout.splitlines():
         figures |= json.loads(line) if line.startswith("{") else {}  # tables are printed, too
-    assert figures.keys() >= {"first_save_of_steady", "gate_stall_ms", "gate_launch_p99_ratio", "copy_4k_of_peak"}
-    assert figures.keys() >= {"save_of_host", "load_of_host", "stock_copy_4k_of_peak", "gate_launch_p99_cold_ratio"}
+    assert figures.keys() >= {"first_save_of_steady", "gate_stall_ms", "copy_4k_of_peak"}
+    assert figures.keys() >= {"save_of_host", "load_of_host", "stock_copy_4k_of_peak"}
 
 
 def test_training_that_is_killed_goes_on_bit_for_bit(

@@ -15,10 +15,7 @@ import torch
 
 import vescale_ckpt
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 BOUND = 120.0  # seconds after which something counts as hung
 DEVICE = "cuda"

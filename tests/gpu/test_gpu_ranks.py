@@ -31,10 +31,7 @@ from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.nccl import DeviceGroup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 DEVICE = "cuda"
 BOUND = 120.0  # NCCL's kernels of two processes take turns on one device

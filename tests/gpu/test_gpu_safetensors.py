@@ -12,10 +12,7 @@ from harness.states import MiB
 
 from vescale_ckpt import CorruptCheckpointError, safetensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 State = dict[str, torch.Tensor]
 

@@ -208,26 +208,15 @@ class FaultProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with self._watched(client):
+        with contextlib.suppress(_GoneError, OSError), self._watched(client):
             connection = _Connection(client)
-            upstream: _Connection | None = None
-            try:
-                while (head := connection.head()) is not None:
-                    if upstream is None:
-                        upstream = _Connection(
-                            socket.create_connection(("127.0.0.1", self._server_port), timeout=_IDLE)
-                        )
-                        self._watch(upstream.socket)
-                    if not self._exchange(head, connection, upstream):
-                        upstream.socket.close()
-                        self._forget(upstream.socket)
-                        upstream = None
-            except (_GoneError, OSError):
-                pass
-            finally:
-                if upstream is not None:
-                    upstream.socket.close()
-                    self._forget(upstream.socket)
+            head = connection.head()
+            while head is not None:
+                with self._watched(socket.create_connection(("127.0.0.1", self._server_port), timeout=_IDLE)) as server:
+                    upstream, goes_on = _Connection(server), True
+                    while head is not None and goes_on:
+                        goes_on = self._exchange(head, connection, upstream)
+                        head = connection.head()
 
     def _exchange(self, head: _Head, client: _Connection, upstream: _Connection) -> bool:
         """One request and its answer. False: the connection to the server cannot be used again."""
@@ -263,8 +252,6 @@ class FaultProxy:
         if action == "narrow":
             self._link.rate = value or 1e6
         pace = _pace(value) if action == "slow" else self._link.take if action == "narrow" else None
-        if action == "narrow":
-            self._link.rate = value or 1e6
         for piece in client.body(length // 2 if middle else length):
             if action == "flip_up" and request.sent <= length // 2 < request.sent + len(piece):
                 piece = _flipped(piece, length // 2 - request.sent)
@@ -279,13 +266,11 @@ class FaultProxy:
         if answer is None:
             raise _GoneError
         status = int(answer.lines[0].split()[1])
-        if action == "lost_answer":
+        if action in ("lost_answer", "late_error"):
             for _ in upstream.answer_body(answer, request.method, status):
                 pass
-            client.reset()
-        if action == "late_error":
-            for _ in upstream.answer_body(answer, request.method, status):
-                pass
+            if action == "lost_answer":
+                client.reset()
             self._refuse("error", request, client)
             return True
         request.status = status
@@ -363,23 +348,18 @@ class FaultProxy:
         raise _GoneError
 
     @contextlib.contextmanager
-    def _watched(self, each: socket.socket) -> Iterator[None]:
-        self._watch(each)
-        try:
-            with each:
-                yield
-        finally:
-            self._forget(each)
-
-    def _watch(self, each: socket.socket) -> None:
-        with self._lock:
-            self._sockets.add(each)
-        if self._closed.is_set():
-            each.close()
-
-    def _forget(self, each: socket.socket) -> None:
-        with self._lock:
-            self._sockets.discard(each)
+    def _watched(self, each: socket.socket) -> Iterator[socket.socket]:
+        """Ends with the proxy, or with the context."""
+        with each:
+            with self._lock:
+                self._sockets.add(each)
+            if self._closed.is_set():
+                each.close()
+            try:
+                yield each
+            finally:
+                with self._lock:
+                    self._sockets.discard(each)
 
 
 class _GoneError(Exception):

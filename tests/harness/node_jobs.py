@@ -29,7 +29,9 @@ from harness.logs import logged
 from harness.machines import Machines, Ranks, make_read_only, mount_small, unmount
 from harness.states import same, sharded
 from harness.stores import silent_store
-from vescale_ckpt import CheckpointManager, CheckpointTimeoutError
+from vescale_ckpt import CheckpointManager, CheckpointTimeoutError, Tier
+from vescale_ckpt.manager.node_copies import NodeCopies
+from vescale_ckpt.manager.node_folders import NodeFolders
 
 ROWS, COLUMNS = 512, 32
 BOUND = 90.0  # seconds until a rank answers, whatever has happened: managers wait for each other for few of them
@@ -78,7 +80,8 @@ class Worker:
             mesh = (world,) if kind == "shards" else (2, world // 2)
             self._at[kind] = full if kind == "replicas" else sharded(full, *placements, mesh=mesh)
         self._kind, self._attempt = kind, attempt
-        self._managers[name] = CheckpointManager(durable, local=own, **{"timeout": 5, **options})
+        tier = {option: options.pop(option) for option in options.keys() & Tier.__dataclass_fields__.keys()}
+        self._managers[name] = CheckpointManager(durable, tier=Tier(own, **tier), **{"timeout": 5, **options})
 
     def _state(self, step: int, attempt: int) -> dict[str, Any]:
         return values(step, attempt, self._at[self._kind])
@@ -102,8 +105,7 @@ class Worker:
         """Waits for copies and uploads."""
         manager = self._managers[name]
         manager.wait()
-        work = manager._node_work
-        for worker in () if work is None else (work.uploads, work.copies):
+        for worker in (manager._folders.uploads, self._copies(name)):
             assert worker is None or worker.wait(BOUND)
 
     def wait(self) -> None:
@@ -113,8 +115,8 @@ class Worker:
     def settle_copies(self) -> None:
         """Waits for copies, and not for uploads."""
         self._managers[""].wait()
-        work = self._managers[""]._node_work
-        assert work is not None and (work.copies is None or work.copies.wait(BOUND))
+        copies = self._copies("")
+        assert copies is None or copies.wait(BOUND)
 
     def close(self, name: str = "") -> list[str]:
         """Returns what was warned of."""
@@ -157,8 +159,12 @@ class Worker:
 
     def copied(self) -> int | None:
         """The last step that has its copies."""
-        work = self._managers[""]._node_work
-        return None if work is None or work.copies is None else work.copies.complete
+        copies = self._copies("")
+        return None if copies is None else copies.complete
+
+    def _copies(self, name: str) -> NodeCopies | None:
+        folders = self._managers[name]._folders
+        return folders.copies if isinstance(folders, NodeFolders) else None
 
     def best_step(self) -> int | None:
         return self._managers[""].best_step()
@@ -407,7 +413,7 @@ def check_restart(again: NodeJob, kind: str, attempt: int = 2, **options: Any) -
     (newest,) = {each[0] for each in latest}
     assert newest == step or newest in passed_over, told  # `latest` reads no data
     for claimed, place in latest[0][1].items():
-        if place == "remote" and claimed not in passed_over:
+        if place == "durable" and claimed not in passed_over:
             assert vescale_ckpt.verify(again.durable / f"step-{claimed}").ok
     again.call("save", step + 1)
     again.call("close")

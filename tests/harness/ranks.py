@@ -305,11 +305,7 @@ def _join(rank: int, world_size: int, directory: str) -> None:
 
     _share_gloo_device()
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT
     )
 
 

@@ -43,7 +43,7 @@ from vescale_ckpt._write.native_layout import NativeLayout
 from vescale_ckpt._write.node_layout import NodeLayout
 from vescale_ckpt._write.safetensors_layout import SafetensorsLayout
 from vescale_ckpt._write.snapshot import StagedPlan
-from vescale_ckpt.manager import node_tier, node_work
+from vescale_ckpt.manager import node_folders, node_tier
 from vescale_ckpt.manager.node_copies import NodeCopies
 from vescale_ckpt.manager.node_tier import NodeTier
 from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
@@ -111,7 +111,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read the index of a model": (headers, "_weight_map"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),
-    "clean up on a machine": (node_work, "clean_up_part"),
+    "clean up on a machine": (node_folders, "clean_up_part"),
     "send copies": (NodeCopies, "_send"),
     "read a file to send": (send_files._OutgoingFile, "read"),
     "write a file that comes": (send_files._IncomingFile, "write"),

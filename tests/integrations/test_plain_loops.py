@@ -7,6 +7,7 @@ gradient scaler, averaged weights and a data loader with a position of its own o
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -245,4 +246,4 @@ def test_another_layout_of_another_number_of_ranks_gets_the_same_weights(
     for weights, loss in run_ranks(loaded[1], _restored, loaded[0], tmp_path):
         assert set(weights) == set(expected)
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-        assert loss == loss
+        assert math.isfinite(loss)

@@ -88,9 +88,7 @@ def prepare(folder, *flags, layers=1, stock=False):
     config_registry.llama3_debugmodel = lambda: small(layers)
     metrics.MetricsProcessor.log = log
     metrics.build_device_memory_monitor = lambda: SimpleNamespace(
-        device_name="cpu",
-        reset_peak_stats=lambda: None,
-        get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
+        device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6)
     )
     sys.argv[1:] = [
         "--module", "llama3", "--config", "llama3_debugmodel", "--dump_folder", folder,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.ranks import on_ranks
 from harness.snapshots import held
 
-from vescale_ckpt import CheckpointManager, MissingKeysError
+from vescale_ckpt import CheckpointManager, MissingKeysError, Schedule
 
 
 def _state(step: int = 0) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def test_metrics_are_only_reduced_for_steps_that_are_saved(tmp_path: Path) -> No
 
 
 def test_what_was_said_of_a_step_holds_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with CheckpointManager(tmp_path, save_interval_seconds=1000) as manager:
+    with CheckpointManager(tmp_path, schedule=Schedule(seconds=1000)) as manager:
         assert not manager.should_save(1)
-        manager.schedule.began(-1e9)
+        manager._saves._clock.save_began(-1e9)
         assert manager.save(1, _state()) is None
         assert manager.should_save(2)
         assert manager.save(3, _state()) is not None
@@ -51,12 +51,12 @@ def test_what_was_said_of_a_step_holds_for_it_alone(tmp_path: Path, monkeypatch:
 @on_ranks(2)
 def test_all_ranks_are_told_the_same(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    options: dict[str, Any] = {"save_interval_seconds": 1000, "best": "loss", "best_mode": "max"}
-    with CheckpointManager(tmp_path, save_on_signal=signal.SIGTERM, **options) as manager:
+    schedule = Schedule(seconds=1000, signal=signal.SIGTERM)
+    with CheckpointManager(tmp_path, schedule=schedule, best="loss", best_mode="max") as manager:
         said = []
         for step in range(1, 5):
             if (step, rank) == (2, 0):
-                manager.schedule.began(-1e9)  # the coordinator's clock counts
+                manager._saves._clock.save_began(-1e9)  # the coordinator's clock counts
             if (step, rank) == (4, 1):
                 signal.raise_signal(signal.SIGTERM)
             dist.barrier()

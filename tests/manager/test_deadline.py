@@ -1,4 +1,4 @@
-"""`CheckpointManager(deadline_seconds=)`: what is durable at the deadline of a signal, and what is cancelled."""
+"""`Schedule(deadline_seconds=)`: what is durable at the deadline of a signal, and what is cancelled."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from harness.snapshots import held
 from test_manager import BOUND
 from test_manager_async import let_go_by
 
-from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
-from vescale_ckpt.manager import manager
+from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError, Schedule
+from vescale_ckpt.manager import schedule
 from vescale_ckpt.manager.running_save import RunningSave
 
 LONG, SHORT = 1000.0, 1.0  # seconds until the deadline: it is not reached; a save that is held is not durable then
@@ -35,7 +35,8 @@ def _state(step: int, size: int = 1000) -> dict[str, Any]:
 
 
 def _manager(directory: Path, seconds: float, **options: Any) -> CheckpointManager:
-    return CheckpointManager(directory, save_on_signal=signal.SIGTERM, deadline_seconds=seconds, **options)
+    schedule = Schedule(signal=signal.SIGTERM, deadline_seconds=seconds)
+    return CheckpointManager(directory, schedule=schedule, **options)
 
 
 def _signal(rank: int = 1) -> None:
@@ -115,7 +116,7 @@ def test_the_last_save_is_left_out_if_earlier_ones_took_longer_than_what_is_left
     saver.save(1, _state(1))
     saver.wait()
     if dist.get_rank() == 0:
-        saver._durations.append(2 * LONG)  # what it has measured
+        saver._saves._durations.append(2 * LONG)  # what it has measured
     with held() as event:
         saver.save(2, _state(2))
         _signal()
@@ -193,7 +194,7 @@ def test_a_rank_that_dies_in_the_last_save(checkpoint: Path) -> None:
 
 def _does_not_come(directory: Path) -> Any:
     saver = _manager(directory, SHORT)
-    with mock.patch.object(manager, "_SECONDS_TO_CANCEL", 0.5):
+    with mock.patch.object(schedule, "SECONDS_TO_CANCEL", 0.5):
         _signal(0)
         if dist.get_rank() == 0:
             began = time.monotonic()
@@ -226,10 +227,3 @@ def test_a_rank_that_cannot_tell_the_others_is_told_by_them(checkpoint: Path) ->
                 event.set()
             error = running.exception(BOUND)
     assert (type(error).__name__, *_answer(saver)) == ("SaveCancelledError", False, [], True, True)
-
-
-def test_arguments(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="save_on_signal"):
-        CheckpointManager(checkpoint, deadline_seconds=3)
-    with pytest.raises(ValueError, match="deadline_seconds"):
-        _manager(checkpoint, -1)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness.ranks import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, Schedule
 
 Call = Callable[[Path, CheckpointManager], object]
 
@@ -79,7 +79,7 @@ def _one_comes_late(path: Path, late: int, connected: bool) -> dict[str, list[st
     is_late, told = dist.get_rank() == late, {}
 
     def manager() -> CheckpointManager:
-        options = {"save_interval_seconds": 1000.0, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+        options = {"schedule": Schedule(seconds=1000), "best": "loss", "best_mode": "min", "async_checkpoint": False}
         group = dist.new_group(backend="gloo")
         return CheckpointManager(path / "run", process_group=group, **options)  # type: ignore[arg-type]
 

@@ -32,10 +32,11 @@ from vescale_ckpt import (
     CheckpointTimeoutError,
     SaveCancelledError,
     SaveFailedError,
+    Schedule,
     StorageFullError,
 )
 from vescale_ckpt._plan.planner import Planner
-from vescale_ckpt.manager import manager
+from vescale_ckpt.manager import folders
 from vescale_ckpt.manager.running_save import RunningSave
 
 
@@ -83,7 +84,7 @@ def test_what_a_save_supersedes_goes_when_it_is_durable(checkpoint: Path) -> Non
 
 
 def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clean_up, go_on, order = manager.clean_up, threading.Event(), []
+    clean_up, go_on, order = folders.clean_up, threading.Event(), []
 
     def slow(root: str, retention: Any, step: int, *of_loads: Any) -> Any:
         if step == 1:
@@ -91,7 +92,7 @@ def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: py
         order.append(step)
         return clean_up(root, retention, step, *of_loads)
 
-    monkeypatch.setattr(manager, "clean_up", slow)
+    monkeypatch.setattr(folders, "clean_up", slow)
     with CheckpointManager(checkpoint, max_to_keep=1) as saver:
         for step in (1, 2, 3):
             handle = saver.save(step, small_state(step))
@@ -105,7 +106,7 @@ def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: py
 def test_a_process_that_ends_removes_what_its_last_save_supersedes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean_up, ending = manager.clean_up, threading.Event()
+    clean_up, ending = folders.clean_up, threading.Event()
 
     def late(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():  # where it runs if the save was done at once
@@ -113,7 +114,7 @@ def test_a_process_that_ends_removes_what_its_last_save_supersedes(
         return clean_up(*args)
 
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(manager, "clean_up", late)
+    monkeypatch.setattr(folders, "clean_up", late)
     saver = CheckpointManager(checkpoint, max_to_keep=1)
     handle = saver.save(2, small_state(2))
     assert handle is not None and handle.result(BOUND).tensors > 0
@@ -198,7 +199,7 @@ def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
     one = CheckpointManager(checkpoint / "one")
     faults.inject("sync", errno.EIO, 0, 10**6)
     one.save(2, small_state(2))
-    failed = one._running
+    failed = one._saves.running
     assert failed is not None
     failed.wait_until_ended()
     faults.clear()
@@ -286,7 +287,7 @@ def test_a_state_that_cannot_be_planned_is_restored(checkpoint: Path, caplog: py
 def train(directory: Path, pause: Callable[[], None]) -> None:
     other = []
     signal.signal(signal.SIGTERM, lambda *_: other.append("called"))
-    with CheckpointManager(directory, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
+    with CheckpointManager(directory, schedule=Schedule(1000, signal=signal.SIGTERM)) as saver:
         for step in range(1, 100):
             if step == 5:
                 pause()
@@ -308,7 +309,7 @@ def test_a_signal_leads_to_one_last_save(checkpoint: Path) -> None:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
+    with CheckpointManager(checkpoint, schedule=Schedule(1000, signal=signal.SIGINT)) as saver:
         os.kill(os.getpid(), signal.SIGINT)
         saver.save(1, small_state(1))
         assert saver.preempted
@@ -320,7 +321,7 @@ def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> N
 def test_a_signal_that_was_ignored_leads_to_a_save_and_is_ignored_again(checkpoint: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
+        with CheckpointManager(checkpoint, schedule=Schedule(1000, signal=signal.SIGINT)) as saver:
             os.kill(os.getpid(), signal.SIGINT)
             saver.save(1, small_state(1))
             assert saver.preempted and saver.steps() == [1]
@@ -333,7 +334,7 @@ def test_a_signal_that_was_ignored_leads_to_a_save_and_is_ignored_again(checkpoi
 def test_the_last_save_is_made_though_the_one_before_failed(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, whose: str
 ) -> None:
-    with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
+    with CheckpointManager(checkpoint, schedule=Schedule(signal=signal.SIGTERM)) as saver:
         failing = saver if whose == "its own" else CheckpointManager(checkpoint)
         faults.inject("sync", errno.EIO, 0, 10**6)
         handle = failing.save(1, small_state(1))

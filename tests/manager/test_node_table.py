@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vescale_ckpt import CheckpointError
+from vescale_ckpt import CheckpointError, Retention
 from vescale_ckpt._checkpoint.native.step_order import FIRST, Branch, SavedOrder
 from vescale_ckpt._collective.node_files import copies_of_each
 from vescale_ckpt.manager import run_id
 from vescale_ckpt.manager.branch_tracker import BranchTracker
 from vescale_ckpt.manager.node_table import NodeTable, Part
-from vescale_ckpt.manager.retention import Retention
 from vescale_ckpt.manager.run_id import Run
 
 SECOND = Branch(1, ((0, 1),))  # it left the first branch at step 1

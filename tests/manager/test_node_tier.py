@@ -17,10 +17,9 @@ from harness.snapshots import held
 from harness.states import assert_same
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager, Retention, Tier
 from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager.clean_up import prune
-from vescale_ckpt.manager.retention import Retention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -124,7 +123,7 @@ def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
 def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
     for kind in ("shards", "hsdp", "replicas"):
         tiers = job.saves(kind, 1, 2, 3, max_to_keep=2)
-        assert tiers[3] == "remote" and set(tiers) >= {2, 3}
+        assert tiers[3] == "durable" and set(tiers) >= {2, 3}
         metadata = [job.of_step(machine, 3).joinpath(".metadata").read_bytes() for machine in range(2)]
         assert metadata[0] == metadata[1]
         of_each = [job.data(machine, 3) for machine in range(2)]
@@ -210,12 +209,12 @@ def a_job_goes_on_with_one_machine(job: Job) -> None:
     job.saves("shards", 3)
     local, durable = job.of_step(0, 3).parent, job.durable
     shutil.rmtree(durable)
-    with CheckpointManager(durable, local=local, max_to_keep=4) as manager:
+    with CheckpointManager(durable, tier=Tier(local), max_to_keep=4) as manager:
         state = values(0)
         assert manager.restore(state) == 2
         assert_same(state, values(2, 1))
         manager.save(4, state)
-    assert manager.tiers() == {1: "remote", 2: "remote", 3: "local", 4: "remote"}
+    assert manager.tiers() == {1: "durable", 2: "durable", 3: "local", 4: "durable"}
     assert job.of_step(0, 3).joinpath(".metadata").exists()  # a part: nobody knows here whether it is whole
 
 
@@ -258,7 +257,7 @@ def a_machine_that_was_stopped_in_the_commit(job: Job) -> None:
 @scenario
 def only_due_steps_are_durable(job: Job) -> None:
     tiers = job.saves("shards", 4, 5, 7, durable_interval_steps=5, async_checkpoint=False)
-    assert tiers == {4: "local", 5: "remote", 7: "remote"}  # the last one, too
+    assert tiers == {4: "local", 5: "durable", 7: "durable"}  # the last one, too
 
 
 @scenario
@@ -282,7 +281,7 @@ def the_folders_have_at_most_so_many_bytes(job: Job) -> None:
         job.saves(kind, 1)
         limit = sum(map(len, job.data(0, 1).values())) * 7 // 2 if not copies else None
         job.lose_all()
-        options = {"async_checkpoint": False, "durable_interval_steps": 100, "keep_period": 1}
+        options = {"async_checkpoint": False, "durable_interval_steps": 100, "retention": Retention(period=1)}
         job.saves(kind, 1, 2, 3, 4, local_max_bytes=limit, copies=copies, **options)
         job.open(kind)
         losses = job.call("losses_survived")

@@ -14,10 +14,10 @@ from harness import stores
 from harness.fault_proxy import Rule
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager, Retention, Tier, api
 from vescale_ckpt._checkpoint.native.extra_copies import ExtraFiles
 from vescale_ckpt._storage.open_storage import storage_at
-from vescale_ckpt.manager import remote_tier
+from vescale_ckpt.manager import tier as tiers
 from vescale_ckpt.manager.clean_up import clean_up
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -144,18 +144,18 @@ def test_one_flipped_bit_costs_no_checkpoint(
 def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
         manager.save(1, state(1))
-        manager.retention = type(manager.retention)(2)
+        manager._folders._retention = Retention(2)
         manager.save(2, state(2))
-        manager.retention = type(manager.retention)(1)
-        load = CheckpointManager._load
+        manager._folders._retention = manager.retention
+        load = api.load
 
-        def mistaken(self: CheckpointManager, path: str, state: dict[str, Any], **options: Any) -> None:
+        def mistaken(path: str, *args: Any, **options: Any) -> Any:
             if path.endswith("step-2"):
                 raise vescale_ckpt.CorruptCheckpointError("it seems so", key=None, file=path)
-            load(self, path, state, **options)
+            return load(path, *args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(CheckpointManager, "_load", mistaken)
+            patch.setattr(api, "load", mistaken)
             assert manager.restore(state(0)) == 1
         assert clean_up(url, manager.retention, 1, frozenset({2})) == {2}
         assert manager.steps() == [1, 2]
@@ -192,32 +192,32 @@ def local(tmp_path: Path) -> Path:
 
 
 def test_steps_are_uploaded_and_restored_from_where_they_are(url: str, local: Path) -> None:
-    with CheckpointManager(url, local=local, max_to_keep=2) as manager:
+    with CheckpointManager(url, tier=Tier(local), max_to_keep=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), metrics={"loss": float(step)}, extra_files={"config.json": b"{}"})
         manager.wait()
         assert manager.latest() == 3
         assert set(manager.tiers()) >= {2, 3}
-    assert manager.tiers()[3] == "remote"
+    assert manager.tiers()[3] == "durable"
     assert CheckpointManager(url).latest() == 3
     assert stores.read(f"{url}/step-3", "config.json") == b"{}"
     assert vescale_ckpt.verify(f"{url}/step-3").ok
 
     # A new node: the local directory is empty.
     shutil.rmtree(local)
-    with CheckpointManager(url, local=local, max_to_keep=2) as manager:
+    with CheckpointManager(url, tier=Tier(local), max_to_keep=2) as manager:
         target = state(0)
         assert manager.steps() == manager.steps() and manager.metrics(3) == {"loss": 3.0}
         assert manager.restore(target) == 3 and torch.equal(target["w"], state(3)["w"])
         manager.save(4, state(4))
         manager.wait()
         assert manager.restore(target) == 4
-    assert set(manager.tiers().values()) == {"remote"}
+    assert set(manager.tiers().values()) == {"durable"}
     assert CheckpointManager(url).latest() == 4
     # A damaged local one: the store has it whole.
     (data,) = (local / "step-4").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-5000])
-    with CheckpointManager(url, local=local) as manager:
+    with CheckpointManager(url, tier=Tier(local)) as manager:
         target = state(0)
         assert manager.restore(target) == 4 and target["w"][0] == 4
         assert manager.restore(target, step=3) == 3
@@ -227,29 +227,29 @@ def test_copies_of_extra_files_that_a_save_did_not_come_to_are_uploaded(
     url: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ExtraFiles, "publish", lambda self: None)
-    with CheckpointManager(url, local=local) as manager:
+    with CheckpointManager(url, tier=Tier(local)) as manager:
         manager.save(1, state(1), extra_files={"config.json": b"{}"})
         manager.wait()
     assert stores.read(f"{url}/step-1", "config.json") == (local / "step-1" / "config.json").read_bytes() == b"{}"
 
 
 def test_going_back_uploads_the_step_again(url: str, local: Path) -> None:
-    with CheckpointManager(url, local=local, async_checkpoint=False) as manager:
+    with CheckpointManager(url, tier=Tier(local), async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
-    with CheckpointManager(url, local=local, async_checkpoint=False) as manager:
+    with CheckpointManager(url, tier=Tier(local), async_checkpoint=False) as manager:
         manager.restore(state(0), step=1)
         manager.save(2, state(22))
     shutil.rmtree(local)
     target = state(0)
-    assert CheckpointManager(url, local=local).restore(target) == 2 and target["w"][0] == 22
+    assert CheckpointManager(url, tier=Tier(local)).restore(target) == 2 and target["w"][0] == 22
 
 
 def test_a_store_that_is_away_does_not_stop_training(
     fault_proxy: Any, bucket_url: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")
-    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    manager = CheckpointManager(bucket_url, tier=Tier(local), async_checkpoint=False)
     fault_proxy.add(Rule("denied", kind="put", path="step-", times=100_000))
     manager.save(1, state(1))
     manager.save(2, state(2))
@@ -259,27 +259,27 @@ def test_a_store_that_is_away_does_not_stop_training(
     assert manager.tiers() == {1: "local", 2: "local"}
     fault_proxy.clear()
     fault_proxy.add(Rule("denied", times=100_000))  # all requests
-    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    manager = CheckpointManager(bucket_url, tier=Tier(local), async_checkpoint=False)
     assert manager.restore(state(0)) == 2
     manager.save(3, state(3))
     with pytest.raises(CheckpointError, match="access was denied"):
         manager.close()
     fault_proxy.clear()
-    with CheckpointManager(bucket_url, local=local) as manager:  # goes on with what was left
+    with CheckpointManager(bucket_url, tier=Tier(local)) as manager:  # goes on with what was left
         pass
-    assert manager.tiers() == {1: "remote", 2: "remote", 3: "remote"}
+    assert manager.tiers() == {1: "durable", 2: "durable", 3: "durable"}
 
 
 def test_a_job_goes_on_from_its_own_disk_while_the_store_throttles(
     fault_proxy: Any, bucket_url: str, local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager(bucket_url, local=local, async_checkpoint=False) as manager:
+    with CheckpointManager(bucket_url, tier=Tier(local), async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "30")
-    monkeypatch.setattr(remote_tier, "_PATIENCE", 1)
+    monkeypatch.setattr(tiers, "_PATIENCE", 1)
     fault_proxy.add(Rule("slow_down", times=100_000))
-    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    manager = CheckpointManager(bucket_url, tier=Tier(local), async_checkpoint=False)
     assert manager.latest() == 2 and manager.restore(state(0)) == 2
     assert caplog.text.count("do not count now") == 1, "it was asked once"
     fault_proxy.clear()
@@ -291,7 +291,7 @@ def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, 
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
     fault_proxy.add(Rule("denied", times=100_000))
-    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    manager = CheckpointManager(bucket_url, tier=Tier(local), async_checkpoint=False)
     for call in (manager.steps, manager.tiers, manager.latest, lambda: manager.restore(state(0))):
         with pytest.raises(CheckpointError, match="access was denied"):
             call()
@@ -307,39 +307,31 @@ def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, 
 
 def test_an_upload_is_slow_on_purpose_and_seen(url: str, local: Path) -> None:
     large = {"w": torch.zeros(10 << 20)}
-    with CheckpointManager(url, local=local, upload_bytes_per_second=40 << 20, async_checkpoint=False) as manager:
+    with CheckpointManager(url, tier=Tier(local, upload_bytes_per_second=40 << 20), async_checkpoint=False) as manager:
         manager.save(1, large)
         until = time.monotonic() + 30
         while manager.tiers() != {1: "uploading"} and time.monotonic() < until:
             time.sleep(0.01)
         assert manager.tiers() == {1: "uploading"}
-    assert manager.tiers() == {1: "remote"}
+    assert manager.tiers() == {1: "durable"}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"directory": "/tmp/a", "local": "/tmp/a"},
-        {"directory": "memory://a", "local": "memory://b"},
-        {"directory": "memory://a", "upload_bytes_per_second": 5},
-        {"directory": "/tmp/a", "durable_interval_steps": 5},
-    ],
-)
-def test_tiers_are_a_disk_and_another_place(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("directory", "local"), [("/tmp/a", "/tmp/a"), ("memory://a", "memory://b"), ("/tmp/a", None)])
+def test_tiers_are_a_disk_and_another_place(directory: str, local: Any) -> None:
     with pytest.raises(ValueError, match="local"):
-        CheckpointManager(**arguments)
+        CheckpointManager(directory, tier=Tier(local))
 
 
 def test_a_local_folder_of_another_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     local = tmp_path / "local"
     for place in ("one", "other"):
-        with CheckpointManager(tmp_path / place, local=local if place == "one" else None) as manager:
+        with CheckpointManager(tmp_path / place, tier=Tier(local) if place == "one" else None) as manager:
             manager.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"has steps of run .*/one.*Move that folder away"):
-        CheckpointManager(tmp_path / "other", local=local)
+        CheckpointManager(tmp_path / "other", tier=Tier(local))
     shutil.copy(tmp_path / "one" / ".run", tmp_path / "other")  # as the error says
     for is_known in (True, False):
-        with CheckpointManager(tmp_path / "other", local=local) as manager:
+        with CheckpointManager(tmp_path / "other", tier=Tier(local)) as manager:
             assert manager.restore(state(0)) == 1
         assert is_known != ("without an id of their run" in caplog.text)
         for root in (local, tmp_path / "other"):
@@ -348,12 +340,12 @@ def test_a_local_folder_of_another_run_is_named(tmp_path: Path, caplog: pytest.L
 
 def test_the_durable_place_may_be_a_folder(tmp_path: Path) -> None:
     local, durable = tmp_path / "local", tmp_path / "durable"
-    with CheckpointManager(durable, local=local, durable_interval_steps=2) as manager:
+    with CheckpointManager(durable, tier=Tier(local, durable_interval_steps=2)) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
         manager.wait()
-    assert manager.tiers() == {1: "local", 2: "remote", 3: "local"}
+    assert manager.tiers() == {1: "local", 2: "durable", 3: "local"}
     assert vescale_ckpt.verify(durable / "step-2").ok
     shutil.rmtree(local)
-    with CheckpointManager(durable, local=local) as manager:
+    with CheckpointManager(durable, tier=Tier(local)) as manager:
         assert manager.restore(state(0)) == 2

@@ -15,7 +15,9 @@ from vescale_ckpt.manager import step_metrics
 from vescale_ckpt.manager.retention import Candidate, Retention
 
 metrics = st.one_of(st.none(), st.floats(allow_nan=True))
-checkpoints = st.lists(st.builds(Candidate, st.integers(0, 60), metrics), unique_by=lambda kept: kept.step, max_size=12)
+checkpoints = st.lists(
+    st.builds(Candidate, st.integers(0, 60), metrics), unique_by=lambda kept: kept.step, max_size=12
+).map(lambda found: sorted(found, key=lambda kept: kept.step))
 rules = st.builds(
     Retention,
     st.one_of(st.none(), st.integers(1, 5)),
@@ -40,11 +42,11 @@ def test_what_is_kept(found: list[Candidate], rule: Retention) -> None:
             if other is not candidate
         )
         wanted = (
-            rule.max_to_keep is None
-            or better < rule.max_to_keep
+            rule.newest is None
+            or better < rule.newest
             or candidate.step in pinned
             or candidate.step == max(kept.step for kept in found)
-            or (rule.keep_period is not None and candidate.step % rule.keep_period == 0)
+            or (rule.period is not None and candidate.step % rule.period == 0)
         )
         assert (candidate.step not in surplus) == wanted
 
@@ -63,7 +65,7 @@ def is_better(a: Candidate, b: Candidate, rule: Retention) -> bool:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12), st.integers(1, 5))
 def test_what_was_saved_last_stays_whatever_its_step(in_order: list[int], most: int) -> None:
-    found = [Candidate(step, order=at) for at, step in enumerate(in_order)]
+    found = [*map(Candidate, in_order)]
     stay = set(in_order) - set(Retention(most).surplus(found))
     assert stay == {*in_order[-most:], max(in_order)}
 

@@ -17,7 +17,7 @@ from harness.ranks import on_ranks
 from test_manager import BOUND, restored, save_steps
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, StorageFullError, metrics
+from vescale_ckpt import CheckpointError, CheckpointManager, Schedule, StorageFullError, metrics
 
 
 class _Log(logging.Handler):
@@ -117,8 +117,8 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
     """Rank 1 comes after rank 0 has given up."""
     rank = dist.get_rank()
     gave_up = checkpoint.parent / "gave up"
-    interval = {"save_interval_seconds": 0} if where == "saving if it is due" else {}
-    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn", **interval) as saver:
+    schedule = Schedule(seconds=0 if where == "saving if it is due" else None)
+    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn", schedule=schedule) as saver:
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()
@@ -168,7 +168,7 @@ def test_mistakes_of_the_caller_are_raised(checkpoint: Path) -> None:
             saver.save(1, "no state", metrics={"loss": 1})  # type: ignore[arg-type]
         assert saver.failed_saves == 0
         saver.save(1, _state(1), metrics={"loss": 1})
-    asks_if_due = CheckpointManager(checkpoint, save_interval_seconds=0)
+    asks_if_due = CheckpointManager(checkpoint, schedule=Schedule(seconds=0))
     with asks_if_due, pytest.raises(CheckpointError, match="steps 0 to 1"):
         asks_if_due.save(rank, _state(1))
     with pytest.raises(ValueError, match="on_error"):

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,6 +58,40 @@ def wait_for_the_others(event: str, directory: Path) -> None:
     wait_for(*(directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()))
 
 
+def connected() -> Exchange:
+    """An exchange whose ranks have met: one that is late afterwards is late for a collective, not for the meeting."""
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "save 0")
+    return exchange
+
+
+def connected_with_pids(directory: Path) -> Exchange:
+    """The same, when all ranks have written the numbers of their processes."""
+    exchange = connected()
+    (directory / f"pid {exchange.rank}").write_text(str(os.getpid()))
+    say("ready", directory)
+    wait_for_the_others("ready", directory)
+    return exchange
+
+
+def pid_of(rank: int, directory: Path) -> int:
+    return int((directory / f"pid {rank}").read_text())
+
+
+@contextlib.contextmanager
+def sent_bytes() -> Iterator[list[int]]:
+    """A context with a list of the bytes of each message that this rank sends."""
+    sent: list[int] = []
+    send = connections.Connections.send
+
+    def counted(links: Any, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
+        sent.append(tensor.nbytes)
+        send(links, peer, tensor, receipt)
+
+    with mock.patch.object(connections.Connections, "send", counted):
+        yield sent
+
+
 # --- Values
 
 
@@ -66,13 +100,8 @@ def _values(group: Any = None) -> None:
     rank, size = exchange.rank, exchange.size
     assert exchange.is_coordinator == (rank == 0)
     for number in range(3):
-        assert exchange.agree([rank, -rank, 5, 1 << 62, -(1 << 63)], f"a {number}") == [
-            0,
-            1 - size,
-            5,
-            1 << 62,
-            -(1 << 63),
-        ]
+        least = [0, 1 - size, 5, 1 << 62, -(1 << 63)]
+        assert exchange.agree([rank, -rank, *least[2:]], f"a {number}") == least
         assert exchange.agree([], f"nothing {number}") == []
         parts = exchange.gather(bytes_of(rank), f"g {number}")
         assert parts == ([bytes_of(other) for other in range(size)] if rank == 0 else None)
@@ -88,9 +117,8 @@ def test_values_in_a_deep_tree() -> None:
     with mock.patch.object(connections, "FANOUT", 2):
         group = dist.new_group(range(8), backend="gloo")  # the default group may have its connections already
         _values(group)
-        assert Exchange.of(group)._links.children == range(
-            min(2 * dist.get_rank() + 1, 8), min(2 * dist.get_rank() + 3, 8)
-        )  # type: ignore[union-attr]
+        first, end = min(2 * dist.get_rank() + 1, 8), min(2 * dist.get_rank() + 3, 8)
+        assert Exchange.of(group)._links.children == range(first, end)  # type: ignore[union-attr]
 
 
 def test_without_torch_distributed() -> None:
@@ -161,8 +189,7 @@ def _resident(name: str) -> int:
 @on_ranks(4)
 def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
     """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([0], "begin")
+    exchange = connected()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     data = b"\7" * (100 << 20) if exchange.rank == 1 else b"\1"
@@ -190,25 +217,20 @@ def test_long_messages_with_several_interfaces() -> None:
 
 def _late(method: str, late: int, events: Path) -> list[Any]:
     """One rank comes to save 1 after the others have given up; save 2 works."""
-    rank = dist.get_rank()
-    Exchange.of(None, FOREVER).agree([rank], "save 0")
+    rank = connected().rank
 
     def save(number: int, timeout: float) -> None:
         exchange = Exchange.of(None, timeout)
         phase = f"save {number}"
-        if method == "agree":
-            exchange.agree([1], phase)
-        elif method == "gather":
+        if method == "gather":
             exchange.gather(b"x", phase)
-            exchange.agree([1], phase)
         elif method == "scatter":
             exchange.scatter([b"x"] * exchange.size if rank == 0 else None, phase)
-            exchange.agree([1], phase)
         elif method == "broadcast":
             exchange.broadcast(b"x" if rank == 0 else None, phase)
-            exchange.agree([1], phase)
-        else:
+        elif method == "fail_together":
             exchange.fail_together(None, phase)
+        exchange.agree([1], phase)
 
     if rank == late:
         wait_for_the_others("gave up", events)  # then it learns of it at once
@@ -261,9 +283,7 @@ def test_late_for_the_first_connection(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
-    rank = dist.get_rank()
-    Exchange.of(None, FOREVER).agree([rank], "save 0")
-    results = []
+    rank, results = connected().rank, []
     for number in range(1, 5):
         if rank == 0 or number != 1:
             phase, timeout = f"save {number}", TIMEOUT if number < 3 else FOREVER
@@ -274,14 +294,15 @@ def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() ->
     assert results[1 if rank else 2 :] == [None, None]
 
 
-def _dead(dying: int, method: str, fanout: int = connections.FANOUT) -> Any:
+def _dead(dying: int, method: str, fanout: int = connections.FANOUT, slow: int = -1) -> Any:
     rank = dist.get_rank()
     with mock.patch.object(connections, "FANOUT", fanout):
-        exchange = Exchange.of(None, FOREVER)
-        exchange.agree([rank], "save 0")
+        exchange = connected()
         if rank == dying:
             time.sleep(0.3)  # most often the others wait by then, and it is the same if they do not
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == slow:
+            time.sleep(2)
         if method == "gather":
             return error_of(lambda: (exchange.gather(b"x" * 100_000, "plan"), exchange.agree([1], "commit")))
         return error_of(lambda: exchange.agree([1], "plan"))
@@ -299,19 +320,8 @@ def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
     same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
 
 
-def _killed_while_another_is_slow() -> Any:
-    rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([rank], "save 0")
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        time.sleep(2)
-    return error_of(lambda: exchange.agree([1], "plan"))
-
-
 def test_slow_rank_is_not_blamed_for_a_dead_one() -> None:
-    answers = run_ranks(4, _killed_while_another_is_slow, check=False)
+    answers = run_ranks(4, _dead, 3, "agree", connections.FANOUT, 1, check=False)
     same_everywhere(answers[:3], [3], ["rank 3 of 4", "died"])
 
 
@@ -339,12 +349,8 @@ def test_a_rank_that_waits_for_a_first_connection_learns_of_a_death_that_others_
 
 
 def _stops(who: int, where: str, directory: Path) -> Any:
-    rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([rank], "save 0")
-    (directory / f"pid {rank}").write_text(str(os.getpid()))
-    say("ready", directory)
-    wait_for_the_others("ready", directory)
+    exchange = connected_with_pids(directory)
+    rank = exchange.rank
     begin, send = connections.Connections._begin, connections.Connections.send
 
     def stop() -> None:
@@ -366,7 +372,7 @@ def _stops(who: int, where: str, directory: Path) -> Any:
     if rank != who:
         exchange.timeout = TIMEOUT
         error = error_of(two_collectives)
-        os.kill(int((directory / f"pid {who}").read_text()), signal.SIGCONT)
+        os.kill(pid_of(who, directory), signal.SIGCONT)
         return error
     if where == "before":
         stop()
@@ -386,9 +392,8 @@ def test_a_stopped_rank_is_named_not_who_waits_for_it_too(where: str, who: int, 
 
 
 def _dies_within_a_message(sends: bool, directory: Path) -> Any:
-    rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([rank], "save 0")
+    exchange = connected()
+    rank = exchange.rank
     data = bytes(128 << 20)  # takes much longer than it takes to die
     begin = connections.Connections._begin
 
@@ -415,10 +420,8 @@ def test_a_rank_that_dies_within_a_long_message_is_named_long_before_the_timeout
 
 
 def _dies_within_one_of_many_messages(directory: Path) -> Any:
-    rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([rank], "save 0")
-    (directory / f"pid {rank}").write_text(str(os.getpid()))
+    exchange = connected_with_pids(directory)
+    rank = exchange.rank
     parts = [torch.zeros(4000, dtype=torch.uint8) for _ in range(3000)]  # more than is under way at once
 
     def messages() -> None:
@@ -430,8 +433,8 @@ def _dies_within_one_of_many_messages(directory: Path) -> Any:
                 links.wait()
                 return
             wait_for_the_others("began", directory)
-            reader = (directory / "pid 0").read_text()
-            os.kill(int(reader), signal.SIGSTOP)
+            reader = pid_of(0, directory)
+            os.kill(reader, signal.SIGSTOP)
             # The reader goes on when this process is dead, however long it takes to begin all sends.
             lives = f"grep -q 'State:.[^ZX]' /proc/{os.getpid()}/status"
             wait = f"for i in $(seq 600); do {lives} || break; sleep 0.1; done"
@@ -451,8 +454,7 @@ def test_a_rank_that_dies_between_two_packets_of_a_message_is_named_long_before_
 
 @on_ranks(2)
 def test_error_in_a_collective_reaches_the_others() -> None:
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there
+    exchange = connected()
     if dist.get_rank() == 1:
         with pytest.raises(MemoryError), mock.patch.object(connections.Connections, "send", side_effect=MemoryError):
             exchange.agree([1], "plan")
@@ -473,8 +475,7 @@ def test_error_in_a_collective_reaches_the_others() -> None:
 )
 @on_ranks(4)
 def test_ranks_in_different_collectives_learn_where_they_are(first: str, second: str) -> None:
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([1], "begin")
+    exchange = connected()
     step = first if dist.get_rank() != 2 else second
     methods: dict[str, Callable[[], Any]] = {
         "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
@@ -496,18 +497,11 @@ def test_ranks_in_different_collectives_learn_where_they_are(first: str, second:
 
 def _contents(whom: list[int]) -> int:
     """Returns the bytes that this rank has sent."""
-    exchange, sent = Exchange.of(None, FOREVER), 0
-    send = connections.Connections.send
-
-    def counted(self: Any, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
-        nonlocal sent
-        sent += tensor.nbytes
-        send(self, peer, tensor, receipt)
-
+    exchange = Exchange.of(None, FOREVER)
     data, more = bytes_of(1, 3 << 20), bytes_of(3)
     expected = [(data, b"", more, str(rank).encode()) if rank in whom else () for rank in range(exchange.size)]
     given = expected if exchange.is_coordinator else None
-    with mock.patch.object(connections.Connections, "send", counted):
+    with sent_bytes() as sent:
         assert exchange.scatter_contents(given, "equal") == expected[exchange.rank]
     # Parts that are equal but not one object, and those of one rank alone, come too.
     other = [(bytes(bytearray(more)), str(rank).encode()) if rank in whom else () for rank in range(exchange.size)]
@@ -519,7 +513,7 @@ def _contents(whom: list[int]) -> int:
     assert exchange.scatter_contents(alone if exchange.is_coordinator else None, "alone") == alone[exchange.rank]
     nothing = [()] * exchange.size if exchange.is_coordinator else None
     assert exchange.scatter_contents(nothing, "nothing") == ()
-    return sent
+    return sum(sent)
 
 
 def _contents_in_a_deep_tree(whom: list[int]) -> int:
@@ -571,12 +565,8 @@ def test_death_of_the_rank_that_hosts_the_store(size: int) -> None:
 
 def _stopped_while_the_host_leaves(directory: Path) -> Any:
     """Rank 2 stops. Rank 0, which hosts the store, ends as soon as it has its error; the others look later."""
-    rank = dist.get_rank()
-    exchange = Exchange.of(None, FOREVER)
-    exchange.agree([1], "save 0")
-    (directory / f"pid {rank}").write_text(str(os.getpid()))
-    say("ready", directory)
-    wait_for_the_others("ready", directory)
+    exchange = connected_with_pids(directory)
+    rank = exchange.rank
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("out of step with the others for the tests to come")
@@ -591,7 +581,7 @@ def _stopped_while_the_host_leaves(directory: Path) -> Any:
         error = error_of(lambda: exchange.agree([1], "plan"))
     if rank == 0:
         os._exit(0)
-    os.kill(int((directory / "pid 2").read_text()), signal.SIGCONT)
+    os.kill(pid_of(2, directory), signal.SIGCONT)
     return error
 
 
@@ -600,24 +590,21 @@ def test_a_stopped_rank_is_named_also_if_the_host_of_the_store_has_left(tmp_path
     same_everywhere([answers[1], answers[3]], [2], ["rank 2 of 4"])
 
 
-def _stopped() -> Any:
+def _stopped(directory: Path) -> Any:
     """Rank 0, and with it the store, hangs: alive, but silent."""
-    exchange = Exchange.of(None, FOREVER)
-    pids = torch.tensor([os.getpid() if dist.get_rank() == 0 else 0])
-    dist.broadcast(pids, 0)
-    exchange.agree([1], "save 0")
-    if dist.get_rank() == 0:
+    exchange = connected_with_pids(directory)
+    if exchange.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("out of step with rank 1 for the tests to come")
     exchange.timeout = TIMEOUT
     try:
         return error_of(lambda: exchange.agree([1], "plan")), error_of(lambda: Exchange.of(None, TIMEOUT))
     finally:
-        os.kill(int(pids), signal.SIGCONT)
+        os.kill(pid_of(0, directory), signal.SIGCONT)
 
 
-def test_rank_that_hangs_with_the_store() -> None:
-    first, again = run_ranks(2, _in_a_world_of_its_own, "_stopped", check=False)[1]
+def test_rank_that_hangs_with_the_store(tmp_path: Path) -> None:
+    first, again = run_ranks(2, _in_a_world_of_its_own, "_stopped", tmp_path, check=False)[1]
     same_everywhere([first], [0], ["rank 0 of 2", "the store"])
     assert isinstance(again, CheckpointTimeoutError) and "the store" in str(again)
 
@@ -758,14 +745,10 @@ def test_a_process_that_ends_while_the_store_is_asked_ends_well() -> None:
 # --- Nodes
 
 
-def _node() -> int:
-    return node_of_this_process()
-
-
 def test_node(monkeypatch: pytest.MonkeyPatch) -> None:
     here = node_of_this_process()
     assert 0 <= here < 1 << 63
-    assert run_ranks(2, _node) == [here, here]
+    assert run_ranks(2, node_of_this_process) == [here, here]
     monkeypatch.setenv("VESCALE_CKPT_NODE", "3")
     assert node_of_this_process() == 3
     for text in ("", "x", "-1", str(1 << 63)):
@@ -776,16 +759,8 @@ def test_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _distinct() -> tuple[list[list[bytes]] | None, int, int]:
     """What is gathered, how many objects that is, and the bytes that this rank sent."""
-    rank = dist.get_rank()
-    sent: list[int] = []
-    send = connections.Connections.send
-
-    def counted(links: Any, peer: int, tensor: torch.Tensor, **more: Any) -> None:
-        sent.append(tensor.nbytes)
-        send(links, peer, tensor, **more)
-
-    parts = [b"same" * 5000, f"of {rank // 2}".encode() * 5000, b"", b"same" * 5000]
-    with mock.patch.object(connections.Connections, "send", counted):
+    parts = [b"same" * 5000, f"of {dist.get_rank() // 2}".encode() * 5000, b"", b"same" * 5000]
+    with sent_bytes() as sent:
         gathered = Exchange.of(timeout=FOREVER).gather_distinct(parts, "tables")
     objects = 0 if gathered is None else len({id(part) for row in gathered for part in row})
     return gathered, objects, sum(sent)

@@ -43,6 +43,7 @@ from vescale_ckpt import (
     UntrustedCheckpointError,
 )
 from vescale_ckpt._checkpoint.native import metadata_pickle
+from vescale_ckpt._checkpoint.native.metadata_unpickler import Places, load_places
 from vescale_ckpt._engine.torch_private import MemoryFormatEncoding, StorageInfo
 
 MiB = 1 << 20
@@ -154,13 +155,16 @@ DETOURS = {
 def test_a_refused_load_leaves_no_trace_in_classes(detour: str) -> None:
     kinds: list[type] = [Metadata, MetadataIndex, StorageMeta, TensorProperties, ChunkStorageMetadata, StorageInfo]
     for kind in [*kinds, MemoryFormatEncoding, metadata_pickle._LenientProperties]:
-        before = dict(vars(kind))
+        before, places = dict(vars(kind)), dict(vars(Places))
         module, name = kind.__module__.encode(), kind.__name__.encode()
         poison = b"\x80\x04c%s\n%s\n%sN}X\x06\x00\x00\x00__eq__ctorch\nSize\ns\x86b." % (module, name, DETOURS[detour])
         try:
             with pytest.raises(CheckpointError):
                 metadata_pickle.loads(poison, ".metadata")
             assert dict(vars(kind)) == before, f"{name!r} was changed"
+            with pytest.raises(CheckpointError):
+                load_places(poison, ".metadata")
+            assert dict(vars(Places)) == places, f"what stands for {name!r} was changed"
         finally:
             if vars(kind).get("__eq__") is not before.get("__eq__"):
                 setattr(kind, "__eq__", before["__eq__"]) if "__eq__" in before else delattr(kind, "__eq__")

@@ -48,6 +48,15 @@ def _save(directory: Path, state: dict[str, Any], by: str) -> None:
         vescale_ckpt.save(directory, state)
 
 
+def _load_by_reader(
+    directory: Path, state: dict[str, Any], planner: Any = None, way: Any = True, **options: Any
+) -> vescale_ckpt.LoadStats:
+    reader = StorageReader(directory, broadcast_checkpoint=way)
+    dcp.load(state, storage_reader=reader, planner=planner, **options)
+    assert reader.last_stats is not None
+    return reader.last_stats
+
+
 # --- dcp.load
 
 
@@ -58,20 +67,12 @@ def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
     _save(directory, {**full, "rows": rows}, by)
     results = []
     for planner in PLANNERS:
-        reader = StorageReader(directory, broadcast_checkpoint=True)
-        state = blank(full)
-        dcp.load(state, storage_reader=reader, planner=planner())
+        state, columns = blank(full), sharded(torch.zeros_like(full["w"]), Shard(1))
+        for target in (state, {"rows": columns}):
+            stats = _load_by_reader(directory, target, planner())
+            results.append((stats.read_bytes, stats.shared_bytes))
         assert_same(state, full)
-        assert reader.last_stats is not None
-        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
-
-        reader = StorageReader(directory, broadcast_checkpoint=True)
-        columns = sharded(torch.zeros_like(full["w"]), Shard(1))
-        dcp.load({"rows": columns}, storage_reader=reader, planner=planner())
-        wanted = sharded(full["w"], Shard(1))
-        assert_same(columns.to_local(), wanted.to_local())
-        assert reader.last_stats is not None
-        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
+        assert_same(columns.to_local(), sharded(full["w"], Shard(1)).to_local())
     return results
 
 
@@ -122,8 +123,7 @@ def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
         for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
             if "no_dist" not in options or dist.get_rank() == 0:
                 state = blank(full)
-                reader = StorageReader(checkpoint, broadcast_checkpoint=True)
-                dcp.load(state, storage_reader=reader, planner=LoadPlanner(), **options)  # type: ignore[arg-type]
+                _load_by_reader(checkpoint, state, LoadPlanner(), **options)
                 assert_same(state, full)
         state = blank(full)
         reader = StorageReader(checkpoint, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
@@ -154,11 +154,8 @@ def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
     full = _full()
     _save(checkpoint, full, "us")
     state = blank(full)
-    reader = StorageReader(checkpoint, broadcast_checkpoint=True)
-    dcp.load(state, storage_reader=reader, planner=_Committing())
+    assert _load_by_reader(checkpoint, state, _Committing()).shared_bytes == 0
     assert_same(state, full)
-    assert reader.last_stats is not None
-    assert reader.last_stats.shared_bytes == 0
 
 
 @on_ranks(4)
@@ -171,7 +168,7 @@ def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
         flip(file)
     dist.barrier()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(blank(full), storage_reader=StorageReader(checkpoint, broadcast_checkpoint=True))
+        _load_by_reader(checkpoint, blank(full))
     errors = [error for error, _ in caught.value.failures.values()]
     assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
     told: list[Any] = [None] * 4
@@ -188,7 +185,7 @@ def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: st
     if dist.get_rank() == 1:
         os.environ[name] = "wrong"
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(blank(full), storage_reader=StorageReader(checkpoint, broadcast_checkpoint=True))
+        _load_by_reader(checkpoint, blank(full))
     text = str(caught.value)
     assert "ranks:dict_keys([1])" in text and f"ValueError: {name}: expected" in text and "got 'wrong'" in text, text
 
@@ -199,13 +196,9 @@ def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) ->
     _save(checkpoint, full, "us")
     shares = []
     for ways in ((True, False), (False, True), (True, "auto")):
-        way: Any = ways[dist.get_rank()]
-        reader = StorageReader(checkpoint, broadcast_checkpoint=way)
         state = blank(full)
-        dcp.load(state, storage_reader=reader)
+        shares.append(_load_by_reader(checkpoint, state, way=ways[dist.get_rank()]).shared_bytes > 0)
         assert_same(state, full)
-        assert reader.last_stats is not None
-        shares.append(reader.last_stats.shared_bytes > 0)
     assert shares == [True, False, True]
 
 
@@ -227,10 +220,7 @@ def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner:
         if planner is None:
             loaded = vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=True, timeout=FOREVER).stats.objects
         else:
-            reader = StorageReader(checkpoint, broadcast_checkpoint=True)
-            dcp.load(state, storage_reader=reader, planner=planner())
-            assert reader.last_stats is not None
-            loaded = reader.last_stats.objects
+            loaded = _load_by_reader(checkpoint, state, planner()).objects
     assert {name: state[name] for name in objects} == objects
     assert not own or state["own"].obj == f"of {rank}"
     count = sum(len(call.args[1]) // 3 for call in read.call_args_list)
@@ -253,10 +243,8 @@ def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
         dist.barrier()
         zeros = torch.zeros_like(w)
         target: Any = sharded(zeros, Shard(0)) if name == "rows" else zeros
-        reader = StorageReader(directory)
-        dcp.load({"w": target}, storage_reader=reader, planner=LoadPlanner())
-        assert reader.last_stats is not None
-        results[f"{name} {ranks_here}"] = (reader.last_stats.direct_bytes, reader.last_stats.read_bytes)
+        stats = _load_by_reader(directory, {"w": target}, LoadPlanner(), False)
+        results[f"{name} {ranks_here}"] = (stats.direct_bytes, stats.read_bytes)
         wanted = sharded(w, Shard(0)).to_local() if name == "rows" else w
         assert_same(target.to_local() if name == "rows" else target, wanted)
     return results

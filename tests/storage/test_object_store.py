@@ -154,30 +154,6 @@ def test_the_memory_of_each_rank_is_not_one_directory() -> None:
 # --- Commits
 
 
-def test_overwrite_false_holds_between_racing_jobs(url: str) -> None:
-    outcomes: list[int | BaseException] = []
-    ready = threading.Barrier(4)
-
-    def job(number: int) -> None:
-        writer = vescale_ckpt.StorageWriter(url, overwrite=False)
-        ready.wait()
-        try:
-            dcp.save({"w": torch.full((1000,), float(number))}, storage_writer=writer, no_dist=True)
-            outcomes.append(number)
-        except BaseException as error:
-            outcomes.append(error)
-
-    threads = [threading.Thread(target=job, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    won = [outcome for outcome in outcomes if isinstance(outcome, int)]
-    assert len(won) == 1
-    assert all("overwrite=False" in str(outcome) for outcome in outcomes if not isinstance(outcome, int))
-    assert_same(loaded(url, {"w": torch.zeros(1000)}), {"w": torch.full((1000,), float(won[0]))})
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("action", ["lost_answer", "late_error"])
 def test_a_commit_whose_answer_is_lost_counts(fault_proxy: Any, bucket_url: str, action: Any, overwrite: bool) -> None:

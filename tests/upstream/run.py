@@ -38,7 +38,6 @@ WRONG = "wrong"
 ONLY_OURS = "pass with ours only"
 BOTH_FAIL = "fail in both"
 SKIPPED = "skipped"
-NOT_REACHED = "do not reach DCP's storage or planners"
 MEANINGS = (BOTH_PASS, BY_DESIGN, WRONG, ONLY_OURS, BOTH_FAIL, SKIPPED)
 
 

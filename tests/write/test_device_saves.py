@@ -146,20 +146,6 @@ def test_a_refused_page_lock_makes_saves_slower_not_wrong(tmp_path: Path) -> Non
 
 
 @forked
-def test_batches_can_be_turned_off(tmp_path: Path) -> None:
-    counts = []
-    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
-        for wanted in ("1", "0"):
-            patch.setenv("VESCALE_CKPT_COPY_BATCHES", wanted)
-            before = fake.count("cudaMemcpyBatchAsync")
-            vescale_ckpt.save(tmp_path, _state(), async_checkpoint=True).result(BOUND)
-            counts.append(fake.count("cudaMemcpyBatchAsync") - before)
-            _expect_saved(tmp_path, _state())
-    on, off = counts
-    assert on > 0 and off == 0
-
-
-@forked
 def test_errors_of_a_device_are_named_and_leave_the_old_checkpoint(tmp_path: Path) -> None:
     texts = {}
     with fake_cuda() as fake:

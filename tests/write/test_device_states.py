@@ -131,17 +131,6 @@ def test_synchronous_saves_copy_in_waves(
     assert pretended.most_in_use <= 2 * (most + 4 * MiB)  # two at a time, in whole huge pages
 
 
-def test_asynchronous_saves_copy_where_it_is(checkpoint: Path, pretended: Pretended) -> None:
-    values = state(1)
-    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
-    change_all(values)
-    handle.result(BOUND)
-    assert same(load(checkpoint, state(0)), state(1))
-    (devices, producers, _) = pretended.snapshots[-1]  # all but what had to be converted, in one
-    assert set(devices) == {-1, 0, 1}
-    assert producers == [(0, 100), (1, 101)]
-
-
 @pytest.mark.parametrize("budget_mib", [1, 4])
 def test_what_exceeds_the_budget_is_written_in_waves(
     checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch, budget_mib: int

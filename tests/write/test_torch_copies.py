@@ -15,7 +15,7 @@ import torch
 import torch._lazy.ts_backend
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.fake_device import KIND, FakeDevice, fake_device
+from harness.fake_device import KIND, fake_device
 from harness.logs import logged
 from harness.ranks import forked, in_fork
 from harness.states import assert_same, numbers
@@ -74,45 +74,34 @@ def _save(folder: Path, state: dict[str, Any], is_async: bool) -> None:
         handle.result(BOUND)
 
 
-def _run(test: Callable[..., Any], *args: Any) -> Any:
-    return in_fork(_in_process, test, *args)
-
-
-def _in_process(test: Callable[..., Any], *args: Any) -> Any:
-    with logged(logging.WARNING) as lines:
-        test(fake_device(), *args)
-    return [line for line in lines if "are copied by torch" in line]
-
-
 # --- Saves and loads
 
 
-def _save_and_load(fake: FakeDevice, folder: Path, is_async: bool) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+@forked
+def test_what_is_saved_is_loaded_by_one_copy_a_tensor(tmp_path: Path, is_async: bool) -> None:
+    fake, folder = fake_device(), tmp_path / "a"
     state = _on_devices(_state())
     fake.reset()
-    handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
-    assert fake.queued(0) == fake.queued(1) == 0, "they were waited for"
-    assert fake.count("copies to host") == fake.count("copies that were waited for") == SAVED - 1
-    if is_async:
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and not value.is_cpu:
-                value.zero_()
-        handle.result(BOUND)
-    vescale_ckpt.verify(folder)
-    found = _blank()
-    fake.reset()
-    vescale_ckpt.load(folder, found)
+    with logged(logging.WARNING) as lines:
+        handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
+        assert fake.queued(0) == fake.queued(1) == 0, "they were waited for"
+        assert fake.count("copies to host") == fake.count("copies that were waited for") == SAVED - 1
+        if is_async:
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and not value.is_cpu:
+                    value.zero_()
+            handle.result(BOUND)
+        assert vescale_ckpt.verify(folder).ok
+        found = _blank()
+        fake.reset()
+        vescale_ckpt.load(folder, found)
     assert fake.queued(0) == fake.queued(1) == 0
     assert fake.count("copies to devices") == fake.count("copies that were waited for") == SAVED - 1
     _expect(found, _state())
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_is_saved_is_loaded_by_one_copy_a_tensor(tmp_path: Path, is_async: bool) -> None:
-    lines = _run(_save_and_load, tmp_path / "a", is_async)
-    assert len(lines) == 1, "once in a process"
-    assert "tensors on faraway devices are copied by torch, one after the other" in lines[0]
-    assert "functions of CUDA alone" in lines[0]
+    (line,) = [line for line in lines if "are copied by torch" in line]  # once in a process
+    assert "tensors on faraway devices are copied by torch, one after the other" in line
+    assert "functions of CUDA alone" in line
 
 
 @forked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -53,8 +53,7 @@ class Read:
 
     key: str
     offsets: Sequence[int]
-    #: contiguous host memory of the stored dtype, or of that in `Checkpoint.dequantized`, with the shape of the chunk
-    target: torch.Tensor
+    target: torch.Tensor  #: contiguous host memory of the stored dtype, with the shape of the chunk
 
 
 PlacedChunk = tuple[str, "torch.dtype", Chunk]  #: with its key, and its tensor's dtype
@@ -68,6 +67,7 @@ class Checkpoint:
     path: str
     root: str  #: names of files are relative to this directory
     is_of_one_rank: bool = False  #: whether other ranks have saved the rest of its tensors, each for itself
+    quantization_config: str | None = None  #: of the model, as JSON; empty if it has none, None where no file would say
 
     @cached_property
     def save_id(self) -> str:
@@ -93,14 +93,6 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         raise NotImplementedError
 
-    #: why numbers of quantised tensors that have scales are not made into values, for errors
-    not_dequantized: str = ""
-
-    def dequantized(self, dtype_of: Callable[[str], torch.dtype]) -> Mapping[str, TensorInfo]:
-        """Returns the tensors, with values in the place of quantised tensors and their scales where `dtype_of` gives a
-        dtype of values for a key. `read` makes the values."""
-        return self.tensors
-
     @cached_property
     def objects(self) -> Mapping[str, Chunk]:
         """Values that are no tensors."""
@@ -110,6 +102,9 @@ class Checkpoint:
     def aliases(self) -> Mapping[str, str]:
         """Other names of stored tensors."""
         return {}
+
+    def keys(self) -> list[str]:
+        return [*self.tensors, *self.objects, *self.aliases]
 
     @cached_property
     def ties(self) -> Mapping[str, str]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-
-from .._engine import _C
+from .._engine import _C, torch_private
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import ITEM_BYTES, MOST_BYTES, OBJECT, SHARD, TENSOR, int_table
-from .._engine.torch_private import StorageInfo
 from .._state.chunk_rows import ShardChunk, packed_row
 from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import incomplete_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from .._engine.torch_private import StorageInfo
 
 _MOST_DIMS = 64  # torch's own limit, and the engine's
 
@@ -32,6 +35,8 @@ class LoadIndex:
 
 def index_of(metadata: Metadata, path: str) -> LoadIndex:
     """Makes the index of a checkpoint that has none of its metadata, which `metadata_pickle` has checked."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
     names, rows, places, files = list[str](), list[bytes](), int_table(), dict[str, int]()
     refused: dict[tuple[str, tuple[int, ...]], CheckpointError] = {}
 
@@ -89,7 +94,7 @@ def located(info: object, key: str, path: str) -> StorageInfo:
 def check_location(info: object, key: str) -> StorageInfo:
     """Returns a record location from metadata. Raises `UntrustedCheckpointError` unless its types and ranges are sound.
     Does not check the file's name."""
-    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
+    if type(info) is not torch_private.StorageInfo or type(getattr(info, "relative_path", None)) is not str:
         raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
     for name in ("offset", "length"):
         number = getattr(info, name, None)

@@ -5,23 +5,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
-from .._state.stacking import Stack
+from .._engine.torch_types import is_tensor_metadata
 from .._state.structure import Structure, structure_of
-from ..errors import CheckpointError, CorruptCheckpointError
+from .._storage.paths import check_relative
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .checkpoint import Checkpoint, Chunk, Read, overlaps_of
-from .load_index import LoadIndex, index_of
-from .quantized_tensors import Quantized
-from .record_reader import RecordReader
+from .load_index import LoadIndex, index_of, refused_transform
+from .non_contiguous_records import stored_class
+from .record_reader import RecordReader, Target
 from .seen_files import SeenFiles
+from .stacking import Stack
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class LoadableCheckpoint(Checkpoint):
@@ -52,6 +57,34 @@ class LoadableCheckpoint(Checkpoint):
             raise CorruptCheckpointError(
                 f"the metadata of {self.path} does not say where anything is stored", key=None, file=self.path
             )
+
+    def check_size(self, key: str) -> None:
+        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
+        before memory is allocated for it."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        stored, places = self.metadata.state_dict_metadata[key], self.metadata.storage_data
+        if not is_tensor_metadata(stored):
+            return
+        infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
+        infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+        if any(getattr(info, "transform_descriptors", None) for info in infos):
+            raise refused_transform(key)
+        lengths = (getattr(info, "length", None) for info in infos)
+        room = sum(length for length in lengths if type(length) is int and length > 0)
+        elements = stored.size.numel()
+        needed = elements * stored.properties.dtype.itemsize
+        # Records of wrapper subclasses may take less than their values do: at least a bit each.
+        if needed > room and not (elements <= 8 * room and all(self._holds_wrapper(key, info) for info in infos)):
+            raise UntrustedCheckpointError(
+                f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
+            )
+
+    def _holds_wrapper(self, key: str, info: Any) -> bool:
+        if info is None:
+            return True
+        path = os.path.join(self.root, check_relative(info.relative_path, key))
+        return stored_class(path, info.offset, info.length) != ""
 
     @cached_property
     def load_index(self) -> LoadIndex:
@@ -99,11 +132,6 @@ class LoadableCheckpoint(Checkpoint):
 
     # --- By chunks
 
-    @property
-    def quantized(self) -> Mapping[str, Quantized]:
-        """The tensors whose values are made of stored numbers and scales, by their keys."""
-        return {}
-
     def parts(self, reads: Iterable[Read]) -> Iterator[Part]:
         """Yields the parts of chunks that fill the targets of `reads`."""
         for read in reads:
@@ -124,7 +152,10 @@ class Part(NamedTuple):
 
 
 def fill_parts(reader: RecordReader, parts: Iterable[Part]) -> None:
-    reader.fill(
-        reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target) for part in parts
-    )
+    reader.fill(targets_of(reader, parts))
     reader.finish()
+
+
+def targets_of(reader: RecordReader, parts: Iterable[Part]) -> Iterator[Target]:
+    for part in parts:
+        yield reader.target(reader.record(part.key, part.chunk, part.dtype), part.inside, part.target)

@@ -56,7 +56,7 @@ def open_parts(path: str) -> list[Checkpoint]:
 # --- For loads
 
 
-def open_to_load(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> LoadableCheckpoint:
+def open_to_load(path: str, rank: int | None, verify: bool) -> LoadableCheckpoint:
     """Opens a checkpoint for a load; with `rank`, what that rank saved without collectives.
 
     `verify`: checks safetensors headers. Raises `CheckpointError` if there is no checkpoint, `CorruptCheckpointError`,
@@ -64,7 +64,7 @@ def open_to_load(path: str, rank: int | None, verify: bool, *, by_index: bool = 
     """
     if rank is None and _is_safetensors(path):
         return SafetensorsCheckpoint(path, HeaderTables.read(path, verify))
-    return NativeCheckpoint.by_index(path, rank) if by_index else NativeCheckpoint.by_metadata(path, rank)
+    return NativeCheckpoint.by_index(path, rank)
 
 
 def _is_safetensors(path: str) -> bool:

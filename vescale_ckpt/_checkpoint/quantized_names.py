@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from .._engine.rows import CODES, ITEM_BYTES
@@ -31,13 +31,23 @@ def scales_of(key: str, dtype: str, present: Container[str]) -> str | None:
 
 def config_of(text: Any) -> str:
     """Returns `quantization_config` of a parsed `config.json` as JSON; empty if it has none."""
-    for holder in holders_of_config(text):
+    for holder in _holders(text):
         if (found := holder.get("quantization_config")) is not None:
             return json.dumps(found, sort_keys=True)
     return ""
 
 
-def holders_of_config(text: Any) -> list[dict[str, Any]]:
+def config_for(content: bytes, kinds: Mapping[str, str]) -> bytes:
+    """Returns a `config.json` without `quantization_config` if none of the weights has scales. `kinds`: the name of
+    each weight's dtype. Raises ValueError if the content is no JSON."""
+    if any(scales_of(name, dtype, kinds) for name, dtype in kinds.items()):
+        return content
+    text = json.loads(content)
+    found = [holder for holder in _holders(text) if holder.pop("quantization_config", None) is not None]
+    return json.dumps(text, indent=2, ensure_ascii=False).encode() if found else content
+
+
+def _holders(text: Any) -> list[dict[str, Any]]:
     """Returns the parts of a parsed `config.json` that may have one."""
     parts = [text, text.get("text_config")] if isinstance(text, dict) else []
     return [part for part in parts if isinstance(part, dict)]

@@ -23,11 +23,11 @@ import torch
 
 from .._engine import _C
 from .._engine.overlap import groups_of, overlap
-from .._state.stacking import Composite, Stack, check_names, joined, restacked
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, some
 from .checkpoint import Read, TensorInfo, cut
 from .quantized_names import BLOCKS, SCALES, scales_of
+from .stacking import Composite, Stack, check_names, joined, restacked
 
 FLOAT8 = torch.float8_e4m3fn
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #: dtypes of values that can be asked for
@@ -136,14 +136,17 @@ def _of_mxfp4(tensors: Mapping[str, TensorInfo]) -> dict[str, Quantized]:
 
 
 def of_values(
-    tensors: Mapping[str, TensorInfo], known: Mapping[str, Quantized], dtype_of: Callable[[str], torch.dtype]
+    tensors: Mapping[str, TensorInfo],
+    known: Mapping[str, Quantized],
+    dtype_of: Callable[[str, torch.dtype], torch.dtype],
 ) -> dict[str, TensorInfo]:
-    """Returns the tensors with values in the place of numbers and scales where `dtype_of` gives a dtype of values."""
+    """Returns the tensors with values in the place of numbers and scales where `dtype_of` gives a dtype of values, of a
+    key and a dtype of numbers."""
     result, scales = {}, set()
     values = {of.numbers: (key, of) for key, of in known.items() if not of.is_mxfp4 or of.is_exchanged}
     for stored, info in tensors.items():
         key, of = values.get(stored, (stored, None))
-        wanted = FLOAT8 if of is None else dtype_of(key)
+        wanted = FLOAT8 if of is None else dtype_of(key, FLOAT8)
         if of is None or wanted not in VALUE_DTYPES:
             result[stored] = info
         else:
@@ -346,17 +349,3 @@ def _end_with_blocks(numbers: Sequence[Composite], known: Mapping[str, Quantized
     return len(found) == len(numbers) and all(
         not of.flat_scales and len(of.shape) == 2 and of.shape[0] % of.block[0] == 0 for of in found[:-1]
     )
-
-
-# --- Casts that would leave scales out
-
-
-def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype, present: Container[str], why: str) -> None:
-    """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales. `why`: why they are not used;
-    may be empty."""
-    if stored != wanted and (scales := scales_of(key, str(stored).removeprefix("torch."), present)) is not None:
-        raise CheckpointError(
-            f"{key}: it is quantised, stored as {stored} with the scales {scales}. A conversion to {wanted} would "
-            f"leave them out and give wrong values{why and ': '}{why}. Load it as {stored}, together with {scales}",
-            key=key,
-        )

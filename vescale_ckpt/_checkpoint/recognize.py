@@ -6,7 +6,7 @@ import os
 from typing import Literal
 
 from .._engine.engine_errors import named_system_errors, of_system
-from .._storage.open_storage import is_file, is_inconclusive, storage_at
+from .._storage.open_storage import is_file, storage_at
 from .archive_entries import kind_of_file
 from .native.file_names import METADATA_NAME, is_metadata_file
 from .native.metadata_file import has_metadata
@@ -36,7 +36,7 @@ def recognize(path: str) -> Kind | None:
             kind = kind_of_file(path)
         return "safetensors" if kind == "other" else kind
     except OSError as error:
-        if storage_at(path).can_be_away and is_inconclusive(error.errno, path):
+        if storage_at(path).is_away(error):
             raise of_system(error, path) from error
         return None
     if any(map(is_metadata_file, names)):  # each rank has saved for itself

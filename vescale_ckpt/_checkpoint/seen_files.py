@@ -31,7 +31,7 @@ class SeenFiles:
         """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
             # All reads of such an object ask for the version that was opened first (its ETag).
-            is_pinned = self._is_written_once(os.path.basename(path)) and storage_at(path).pins_data_files
+            is_pinned = self._is_written_once(os.path.basename(path)) and storage_at(path).by_requests
             self._seen[path] = None if is_pinned else _identity(path)
 
     def check(self, paths: Iterable[str]) -> None:

@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
 
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
-    """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
+    """Verifies the checkpoint at `path`, in this process alone, whatever the number of ranks that saved it.
 
-    With `quick` it checks that the metadata is sound, and that each data file that the metadata names is a regular file
-    and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
-    it also checks every byte of every tensor and object against its checksums. It checks the index, the tables of
-    checksums and the data descriptors, too, and lists their damage as harmless. `unchecked` lists what has no checksum.
-    At most `VESCALE_CKPT_MEMORY_BYTES` of data are in memory at a time.
+    With `quick`, it verifies the metadata, and checks that each data file that the metadata names is a regular file and
+    long enough for its records: it reads one small file, and calls `stat` once per data file. Without `quick`, it also
+    compares every byte of every tensor and object with its checksums. It verifies the index, the checksum tables and
+    the data descriptors as well, and lists damage in them as harmless. `unchecked` lists what has no checksum. At most
+    `VESCALE_CKPT_MEMORY_BYTES` of data are in memory at a time.
 
-    The report lists all damage; none is raised. A directory without a checkpoint counts as damaged. The report lists as
-    `unreadable` what the storage refuses to give, or does not give in time: it may be sound or damaged. In an object
-    store, damage is read again by another connection before it is listed.
+    The report lists all damage; none is raised. A directory without a checkpoint counts as damaged. `unreadable` lists
+    what the storage refuses to return, or does not return in time: it may be sound or damaged. In an object store,
+    damaged data is read again over another connection before it is listed.
 
-    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. The same holds
-    for safetensors files, one or a directory of them; `quick` checks their headers, which give the lengths of the
-    files. The same holds for files of torch.save, which `convert` takes; `quick` reads their tables of contents.
+    A checkpoint of stock DCP is verified as far as it has checksums; `unverified_bytes` counts the remaining bytes. The
+    same applies to safetensors files, one or a directory of them (`quick` checks their headers, which determine the
+    lengths of the files), and to files of torch.save that `convert` accepts (`quick` reads their tables of contents).
 
-    Raises ValueError for a URL that is not `file://`, and `CheckpointError` for a file of torch.save that cannot be
-    verified: it is from torch before 1.6, or has objects that torch does not load with `weights_only=True`.
+    Raises:
+        ValueError: `path` is a URL that is not `file://`.
+        CheckpointError: a file of torch.save cannot be verified: it is from torch before 1.6, or contains objects that
+            torch does not load with `weights_only=True`.
     """
     return verify_checkpoint(path, quick)
 
@@ -52,7 +54,7 @@ def verify_checkpoint(
     where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
-    storage_at(where).drop_read_ahead()  # that of a load that failed
+    storage_at(where).drop_read_ahead()  # left by a load that failed
     try:
         kind = recognize(where)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Makes one plan of a save with all ranks, or agrees with them on the plan that they have kept."""
+"""Makes the plan of a save together with all ranks, or agrees with them to reuse the cached plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .._ranks.shared_directory import (
 from .._ranks.steps import Steps
 from .._state.per_rank import set_rank
 from .._state.state import State
-from .._storage.paths import is_url
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS
 
@@ -31,10 +30,10 @@ Planned = tuple[LocalPlan, GlobalPlan | None]
 
 
 class CollectivePlan:
-    """One planning. First `describe`, without other ranks, then `make`, with all ranks. Used once.
+    """The planning of one save: first `describe` (local), then `make` (collective). Used once.
 
     Args:
-        marker: finds out whether all ranks write to one directory; None: not checked.
+        marker: checks that all ranks write to the same directory; None: no check.
         on_devices: whether replicas on devices are compared, too.
     """
 
@@ -49,7 +48,7 @@ class CollectivePlan:
         self.reused: bool | None = None  #: whether `make` used a plan of an earlier save
         self._flat: Flat
         self._planning: Planning | None = None
-        self._request = PlanRequest()  # of a rank that has an error
+        self._request = PlanRequest()  # empty: the request of a rank that has an error
 
     def describe(self, state: dict[str, Any]) -> State:
         """Raises `CheckpointError` with the key of a value that cannot be described."""
@@ -69,7 +68,7 @@ class CollectivePlan:
         return state
 
     def make(self) -> Planned:
-        """Plans with all ranks. Raises on all ranks if one has an error."""
+        """Plans the save; collective. Raises on all ranks if any rank has an error."""
         try:
             same_plan, number = self._vote()
             if self._marker is not None and self._exchange.size > 1:
@@ -82,8 +81,8 @@ class CollectivePlan:
         return self._plan(self._planning, self._request, same_plan)
 
     def _check_shared_directory(self, marker: MarkerFile, number: int) -> None:
-        """Raises on all ranks if they do not write to one directory. Where each node has a folder, only the ranks of a
-        node must. `number`: of the token that the coordinator has left in the directory."""
+        """Raises on all ranks if they do not write to the same directory. With a folder per node, only ranks of one
+        node must share it. `number`: identifies the marker file that the coordinator created in the directory."""
         steps, local = self._steps, self._planner.placement == "local"
         if local:
             of_all = steps.gather(lambda: identity(marker.directory), "gather places")
@@ -97,12 +96,11 @@ class CollectivePlan:
             if local:
                 raise
             raise separate_directories(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
-        if is_url(marker.directory):
-            self._exchange.kept[marker.bucket] = True
+        marker.note_shared()
 
     def _vote(self) -> tuple[bool, int]:
-        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas, and the
-        number of the coordinator's token."""
+        """One all-reduce. Returns whether all ranks have cached the same plan and their replicas are equal, and the
+        number of the coordinator's marker file."""
         request, steps = self._request, self._steps
         kept = request.position == self._exchange.rank
         low, high = struct.unpack("<qq", request.plan_id if kept else bytes(16))
@@ -127,7 +125,7 @@ class CollectivePlan:
             return planning.accept(PlanAnswer(request.plan_id, rank)), planned
 
         def message() -> tuple[bytes, ...]:
-            # A request without inventory names a kept plan that other ranks do not have.
+            # A request without an inventory only names a cached plan, which other ranks do not have.
             full = planning.full_request(self._on_devices) if request.inventory is None else request
             assert isinstance(full.inventory, bytes)
             return *_C.inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
@@ -151,8 +149,8 @@ _MESSAGE_PARTS = 8
 
 
 def _request_of(message: list[bytes]) -> PlanRequest:
-    """The request of a rank. Equal parts of inventories are one object for all ranks, and stay apart: put together they
-    would be copied for each rank."""
+    """Returns a rank's request. Ranks share the objects of equal inventory parts, so the parts are not concatenated:
+    that would copy them for each rank."""
     head, rows, numbers, names, paths, structure, digests, replicas = message
     inventory, text = (head, rows, numbers, names), structure.decode()
     return PlanRequest(inventory=inventory, paths=paths, structure=text, digests=digests, replicas=replicas)

@@ -1,7 +1,8 @@
 """Runs the asynchronous saves of each process group in the background, one after another.
 
-When the process ends they are finished, and its exit status is set for a failure that no caller has seen. `atexit` runs
-this. Forked children of `multiprocessing` do not call `atexit`: there its finalizers run it.
+When the process ends, running saves are completed, and the exit status is set if a save failed and no caller retrieved
+the error. This runs in an `atexit` hook, or in a finalizer of `multiprocessing` in its forked children, which skip
+`atexit`.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ ON_BUSY: tuple[OnBusy, ...] = get_args(OnBusy)
 
 
 class BackgroundQueue:
-    """The saves of one process group, of which at most one runs at a time. A thread that begins a save holds `lock`."""
+    """The saves of one process group; at most one runs at a time. A thread holds `lock` while it starts a save."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.hurried = False  #: whether saves leave training nothing of the disk, because it is about to end
+        self.hurried = False  #: whether saves run at full speed, because training is about to end
         self._last: SaveHandle | None = None
         self._save: Save | None = None  # while it is running
-        self._thread: threading.Thread | None = None  # the last save's; ends after all callbacks of its handle
+        self._thread: threading.Thread | None = None  # of the last save; ends after all callbacks of its handle
         self._path = ""
         self._rank = 0
 
@@ -61,16 +62,17 @@ class BackgroundQueue:
         return self._last is not None and not self._last.done()
 
     def all_free(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> bool:
-        """Whether no rank has a running save. All ranks must call it together, and get the same answer."""
+        """Whether no rank has a running save. Collective; returns the same value on all ranks."""
         exchange = Exchange.of(process_group, timeout, purpose="busy")
         return exchange.agree([int(not self.busy)], "asking whether a save goes on") == [1]
 
     def wait_until_done(self, timeout: float) -> None:
-        """Waits until the last save has ended, whether it succeeded or failed."""
+        """Waits until the last save has succeeded or failed. Raises `CheckpointTimeoutError` after `timeout`
+        seconds."""
         if self._last is None:
             return
         save = self._save
-        # The running save may time out at the same moment. It names the missing ranks, and gets time to do so.
+        # The running save may time out at the same moment; grant it the time to find out which ranks are late.
         grace = GRACE if save is not None and save.exchange.size > 1 else 0.0
         try:
             self._last.wait(timeout + grace)
@@ -79,8 +81,8 @@ class BackgroundQueue:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
     def take_failure(self) -> SaveFailedError | None:
-        """The error of the last save, which must be done, if no caller has seen it. Later calls return None. That a
-        save was cancelled is no failure."""
+        """Returns the error of the last save, which must be done, if no caller has retrieved it; later calls return
+        None. A cancelled save is not a failure."""
         last, self._last = self._last, None
         error = None if last is None else last.wait()
         if last is None or error is None or last.notice.raised or isinstance(error, SaveCancelledError):
@@ -90,7 +92,7 @@ class BackgroundQueue:
         return SaveFailedError(rank, error, text)
 
     def finish_in_background(self, save: Save) -> SaveHandle:
-        """Finishes a staged save on a thread of its own, or now if the process is ending."""
+        """Finishes a staged save on a new thread, or synchronously if the process is ending."""
         result: Future[SaveStats] = Future()
         if (plan := save.staged_plan) is not None:
             plan.in_background = not self.hurried
@@ -107,7 +109,7 @@ class BackgroundQueue:
                 stats = save.finish()
             except BaseException as error:
                 if isinstance(error, SaveCancelledError):
-                    _notices.discard(handle.notice)  # it is no failure
+                    _notices.discard(handle.notice)  # not a failure
                 else:
                     logger.error("the save to %s failed: %s", save.path, error)
                 self._save = None
@@ -130,20 +132,20 @@ class BackgroundQueue:
 
 _queues = PerGroup(BackgroundQueue)
 _busy_queues: LiveObjects[BackgroundQueue] = LiveObjects()
-_notices: set[Notice] = set()  # one for each save that is running or has failed
+_notices: set[Notice] = set()  # one per save that is running or has failed
 _ending = False
-_child = 0  # process id of the child of multiprocessing in which finalizers are set
+_child = 0  # PID of the multiprocessing child that has registered finalizers
 
 
 def process_is_ending() -> bool:
-    """Whether the process is ending: it would not wait for a save that began now."""
+    """Whether the process is ending, so that it would not wait for a save that starts now."""
     return _ending
 
 
 def _add_save(notice: Notice) -> None:
-    """Watches a save that is about to run."""
+    """Registers a save that is about to run for the exit status; in a `multiprocessing` child also its finalizers."""
     global _child
-    for known in list(_notices):  # at once: threads of other saves discard theirs meanwhile
+    for known in list(_notices):  # a copy: threads of other saves discard theirs concurrently
         if known.raised or known.asked:
             _notices.discard(known)
     _notices.add(notice)
@@ -154,7 +156,8 @@ def _add_save(notice: Notice) -> None:
 
 
 def _finish_before_exit() -> None:
-    """Waits for running saves when the process ends, at most the setting `exit_timeout`; then cancels them."""
+    """Waits for running saves at the end of the process, at most `exit_timeout` seconds in total, then abandons
+    them."""
     seconds = int(settings.lenient("exit_timeout"))
     deadline = time.monotonic() + seconds
     for queue in _busy_queues:
@@ -190,12 +193,12 @@ def _end_child() -> None:
 
 
 def _status() -> int:
-    """The exit status for unseen failures; 0: there are none, the status stays."""
+    """Returns the exit status for failures that no caller retrieved; 0 leaves the status unchanged."""
     unseen = sum(not notice.raised and not notice.asked for notice in list(_notices))
     if not unseen:
         return 0
     text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
-    # What the process ends with is not known here: it may have failed already.
+    # The status that the process ends with is unknown here: it may be a failure already.
     logger.error("%s failed, and nobody asked: if this process ends with status 0, that becomes 1", text)
     return 1
 

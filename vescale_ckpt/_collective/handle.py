@@ -1,4 +1,4 @@
-"""`SaveHandle` gives the caller of a save its state, progress, result and error."""
+"""`SaveHandle` reports the state, progress, result and error of a save to its caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..reports import SaveStats
 
 
 class Notice:
-    """Whether any caller has seen how a save ended."""
+    """Whether any caller has retrieved the outcome of a save."""
 
     def __init__(self) -> None:
         self.raised = False  #: the error was raised to a caller
@@ -21,7 +21,7 @@ class Notice:
 
 
 class _SaveFuture(Future[SaveStats]):
-    """The future of a save. What it raises counts as seen, as what `SaveHandle.result` raises."""
+    """The future of a save. An error that it raises counts as retrieved, as with `SaveHandle.result`."""
 
     def __init__(self, notice: Notice) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class SaveHandle:
         cancel: Callable[[], bool] | None = None,
     ) -> None:
         self.staged = staged  #: a future that is done when the state may change again
-        self.skipped = False  #: whether nothing was saved, because another save was running; `result` raises then
+        self.skipped = False  #: True: nothing was saved because another save was running, and `result` raises
         self.what = ""  #: path and rank, for `repr`
         self.notice = Notice()
-        #: a future of the same outcome, done when all callbacks that were added before have run
+        #: has the same outcome; done when all callbacks added before have run
         self.future: Future[SaveStats] = _SaveFuture(self.notice)
         self._result = result
         self._progress = progress
@@ -82,51 +82,57 @@ class SaveHandle:
         return self._result.done()
 
     def cancel(self) -> bool:
-        """Cancels the save on all ranks; returns without waiting for its end. One rank's call is enough, from any
-        thread. This rank stops writing within seconds. Others learn of it when they have written their part, unless
-        they call this, too; until then `result` waits, on all ranks.
+        """Cancels the save on all ranks, without waiting for it to end. Not collective: a call on one rank is enough,
+        from any thread. This rank stops writing within seconds. The other ranks learn of it after they have written
+        their part, unless they call `cancel`, too; until then `result` waits, on all ranks. A sync in progress, or a
+        wait for another rank, is not interrupted.
 
-        Returns whether the save is cancelled. Then `result` raises `SaveCancelledError` on all ranks (or
-        `CheckpointTimeoutError`, if ranks do not come); nothing is committed, the files of the save are removed, and
-        the next save is made as any other. False: the commit has begun, or the save is over, as `result` tells.
-        Raises `CheckpointTimeoutError`, and cancels nothing, if the store that the ranks share does not answer.
+        Returns:
+            True: `result` raises `SaveCancelledError` on all ranks (or `CheckpointTimeoutError`, if ranks do not
+            arrive); nothing is committed, the files of the save are removed, and the next save works as usual.
+            False: the commit has begun, or the save has ended; `result` has the outcome.
 
-        A call of the system that does not return (a sync), and a wait for another rank, end first.
+        Raises:
+            CheckpointTimeoutError: the store that the ranks share does not answer; nothing is cancelled.
         """
         cancel = self._cancel
         return cancel is not None and not self.done() and cancel()
 
     def result(self, timeout: float | None = None) -> SaveStats:
-        """Waits until the checkpoint is durable and returns this rank's statistics. Raises the error of the save, of
-        any rank. Raises `TimeoutError` after `timeout` seconds, while the save continues."""
+        """Waits until the checkpoint is durable on all ranks, and returns this rank's statistics.
+
+        Raises:
+            CheckpointError: the save failed, on any rank.
+            TimeoutError: the save is still running after `timeout` seconds (None: no limit); it continues.
+        """
         self.notice.raised |= self.exception(timeout) is not None
         return self._result.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits until the save is done and returns its error or None. The next save still raises this error."""
+        """Waits like `result`, and returns the error of the save, or None. The next save still raises this error."""
         error = self.wait(timeout)
         self.notice.asked = True
         return error
 
     def wait(self, timeout: float | None = None) -> BaseException | None:
-        """The same as `exception`, but a failure still counts as unseen and sets the process's exit status."""
+        """Like `exception`, but a failure still counts as not retrieved, and sets the exit status of the process."""
         try:
             return self._result.exception(timeout)
-        except futures.TimeoutError as late:  # a class of its own before Python 3.11
+        except futures.TimeoutError as late:  # distinct from the built-in class before Python 3.11
             raise TimeoutError(f"the save is not done after {timeout:g} s") from late
 
     @property
     def stats(self) -> SaveStats | None:
-        """The statistics of this rank; None until the checkpoint is durable, and if the save has failed."""
+        """This rank's statistics; None while the save runs, and after a failure."""
         done = self._result.done() and self._result.exception() is None
         return self._result.result() if done else None
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
-        """Calls `function(handle)` when the save is done, on the save's thread; at once if it is done already."""
+        """Calls `function(handle)` when the save is done, on the save's thread; immediately if it is done already."""
         self._result.add_done_callback(lambda _: function(self))
 
     def callbacks_ran(self) -> None:
-        """Completes `future`. Called by the thread of the save, after the result was set."""
+        """Completes `future`. The save's thread calls this after it has set the result."""
         self._cancel = None
         error = self._result.exception()
         if error is None:
@@ -135,7 +141,7 @@ class SaveHandle:
             self.future.set_exception(error)
 
     def progress(self) -> tuple[int, int]:
-        """Bytes of tensors that this rank has written, and has to write in total. Neither number ever decreases."""
+        """Returns (bytes of tensors that this rank has written, bytes it writes in total). Neither ever decreases."""
         done, total = self._progress() if self._progress is not None and not self.done() else (0, 0)
         if self.done() and self._result.exception() is None:
             done = total = self._result.result().bytes
@@ -146,7 +152,7 @@ class SaveHandle:
 
 
 def settled(value: Any = None, error: BaseException | None = None) -> Future[Any]:
-    """A future that is done, with the error if one is given, else with the value."""
+    """Returns a completed future, with `error` if given, otherwise with `value`."""
     future: Future[Any] = Future()
     if error is not None:
         future.set_exception(error)

@@ -1,10 +1,9 @@
-"""Loads a checkpoint with all ranks: they plan, compare what fits, read, and then hand the values to the state."""
+"""Loads a checkpoint, collectively: plan, compare the state with the checkpoint, read, hand the values to the state."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
@@ -12,18 +11,15 @@ from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from .. import settings
-from .._checkpoint.load_index import refused_transform
 from .._checkpoint.loadable import LoadableCheckpoint
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.non_contiguous_records import stored_class
 from .._checkpoint.open_checkpoint import is_by_index, pack_for_ranks
 from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._load.check_fit import describe_values, quantized_targets
+from .._engine.torch_types import is_tensor_metadata
 from .._load.fill_plan import FillPlan
 from .._load.source import Source
 from .._observe.timeline import Timeline, phase
@@ -38,19 +34,15 @@ from .._state.load_targets import allocate_targets, find_shared
 from .._state.missing_keys import advice_for_missing
 from .._state.old_containers import ask_for_whole, saved_as_objects, split
 from .._state.per_rank import PerRank, Restoring, set_rank
-from .._state.shared_targets import replaced_in_state
-from .._state.stacking import Composite
 from .._state.stored_entries import StoredEntries
 from .._state.structure import Path, structure_of
 from .._storage.open_storage import storage_at
-from .._storage.paths import check_relative
 from ..errors import (
     CheckpointError,
     IncompatibleStateError,
     LoadFailedError,
     Mismatch,
     MissingKeysError,
-    UntrustedCheckpointError,
 )
 from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
@@ -63,17 +55,17 @@ _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phas
 
 @dataclass
 class _Fit:
-    """How the keys and shapes of the state fit those of the checkpoint."""
+    """The differences between the keys and shapes of the state and those of the checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
-    advice: str = ""  #: about missing keys
-    form: str = ""  #: rules that make the checkpoint fit
+    advice: str = ""  #: hint about missing keys
+    form: str = ""  #: proposed `stack=` and `rename=` that make the checkpoint fit
 
     def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
-        """The error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
+        """Returns the error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
         if self.missing or self.surplus:
             unexpected = {*self.unexpected}
             found = [key for key in stored if key not in unexpected]
@@ -110,18 +102,18 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What one load takes of a checkpoint."""
+    """The part of a checkpoint that one load selects."""
 
     checkpoint: LoadableCheckpoint
     selection: Selection
-    extra: list[str]  #: keys of the extra files, if they are wanted
+    extra: list[str]  #: keys of the extra files, if the caller requested them
 
     @cached_property
     def stored(self) -> list[str]:
         return list(filterfalse(is_extra, self.checkpoint.keys()))
 
     def nowhere(self, keys: list[str]) -> list[str]:
-        """Returns the names and patterns of the selection that select none of `keys` and no empty mapping."""
+        """Returns the names and patterns of the selection that match none of `keys` and no empty mapping."""
         nowhere = self.selection.without_match(keys)
         structure = structure_of(self.checkpoint.metadata) if nowhere else None
         empty = () if structure is None else structure.empty
@@ -129,44 +121,17 @@ class _Contents:
         return self.selection.without_match([*keys, *names]) if empty else nowhere
 
     def new_value(self, key: str) -> torch.Tensor | None:
-        """Returns memory for a stored tensor; None for an object."""
+        """Returns a new CPU tensor for a stored tensor; None for an object."""
         stored = self.checkpoint.metadata.state_dict_metadata[key]
-        if isinstance(stored, BytesStorageMetadata):
+        if not is_tensor_metadata(stored):
             return None
-        self.check_size(key, stored)
+        self.checkpoint.check_size(key)
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-
-    def check_size(self, key: str, stored: TensorStorageMetadata) -> None:
-        """Raises `UntrustedCheckpointError` if a tensor is larger than its records, or went through a stream transform,
-        before memory is allocated for it."""
-        places = self.checkpoint.metadata.storage_data
-        infos_by_index: Mapping[Any, Any] = places if isinstance(places, dict) else {}
-        infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
-        if any(getattr(info, "transform_descriptors", None) for info in infos):
-            raise refused_transform(key)
-        lengths = (getattr(info, "length", None) for info in infos)
-        room = sum(length for length in lengths if type(length) is int and length > 0)
-        needed = stored.size.numel() * stored.properties.dtype.itemsize
-        if needed > room and not self._is_packed(key, stored, infos, room):
-            raise UntrustedCheckpointError(
-                f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
-            )
-
-    def _is_packed(self, key: str, stored: TensorStorageMetadata, infos: Sequence[Any], room: int) -> bool:
-        """Whether its records hold wrapper subclasses, which may take less than their values do: at least a bit
-        each."""
-        return stored.size.numel() <= 8 * room and all(
-            stored_class(
-                os.path.join(self.checkpoint.root, check_relative(info.relative_path, key)), info.offset, info.length
-            )
-            for info in infos
-            if info is not None
-        )
 
 
 class CollectiveLoad:
-    """One load of this rank. All ranks take each step, or none: a rank with an error keeps it until the next exchange,
-    where all ranks raise."""
+    """This rank's part of one load. Each step is collective: a rank with an error holds it until the next exchange, in
+    which all ranks raise."""
 
     def __init__(
         self,
@@ -179,7 +144,7 @@ class CollectiveLoad:
         extra_files: dict[str, bytes] | None = None,
         node_files: NodeFiles | None = None,
     ) -> None:
-        """`node_files`: where the files lie, if each node has a folder with a part of them."""
+        """`node_files`: where the files are stored, if each node's folder has only a part of them."""
         self._exchange = exchange
         self._node_files = node_files
         self._extra_files = extra_files  # to fill
@@ -221,7 +186,7 @@ class CollectiveLoad:
         return _Contents(checkpoint, self._selection, extra)
 
     def _hand_over(self, plan: FillPlan, hand_over: Callable[[], _Result]) -> _Result:
-        """Gives the caller its extra files, and calls `hand_over` for everything else."""
+        """Fills the caller's `extra_files`, and calls `hand_over` for everything else."""
         found = contents_in(plan.objects)
         plan.objects = {key: value for key, value in plan.objects.items() if not is_extra(key)}
         result = hand_over()
@@ -240,8 +205,8 @@ class CollectiveLoad:
         return self._while_exported(self._all)
 
     def _while_exported(self, load: Callable[[], _Result]) -> _Result:
-        """What `load` returns. All ranks call it again if exports have replaced what one of them was reading: they
-        raise the same error then."""
+        """Returns what `load` returns. If an export replaces files that a rank is reading, all ranks raise the same
+        error, and all of them retry."""
         for _ in range(ATTEMPTS - 1):
             with suppress(ExportedMeanwhileError):
                 return load()
@@ -252,7 +217,7 @@ class CollectiveLoad:
         places: list[Any] = []
 
         def plan_all() -> tuple[FillPlan, _Fit]:
-            places[:] = contents.checkpoint.places()  # now, while a lock keeps the metadata
+            places[:] = contents.checkpoint.places()  # now, while a lock protects the metadata
             return _plan_all(contents)
 
         plan, _ = self._plan(plan_all)
@@ -273,11 +238,11 @@ class CollectiveLoad:
         return loaded
 
     def _checkpoint(self) -> LoadableCheckpoint:
-        """Opens the checkpoint. The coordinator reads its metadata for all ranks if all ranks see the same file. Raises
-        on all ranks if one rank has none."""
+        """Opens the checkpoint. If all ranks see the same metadata file, the coordinator reads it for all. Raises on
+        all ranks if any rank sees no checkpoint."""
         exchange, source = self._exchange, self._source
-        # One object is the same for all ranks. The coordinator alone asks for it, unless its files may have another
-        # content under the same names elsewhere.
+        # An object of a store is the same for all ranks, so only the coordinator requests it, unless the files that it
+        # names may have other content under the same names elsewhere.
         asks_once = storage_at(source.path).by_requests
         fingerprint = source.path if asks_once and not exchange.is_coordinator else self._fingerprint()
         if asks_once and fingerprint:
@@ -292,7 +257,7 @@ class CollectiveLoad:
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""
             if exchange.is_coordinator:
-                with suppress(Exception):  # after an error each rank reads for itself below, and all raise
+                with suppress(Exception):  # after an error, each rank reads for itself below, and all raise
                     packed = pack_for_ranks(source.path, source.options.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
             if asks_once and shared and not is_by_index(shared):
@@ -325,7 +290,7 @@ class CollectiveLoad:
         try:
             return source.open()
         except CheckpointError:
-            # Ranks may have saved without collectives. A damaged `.metadata` is not replaced by an older one of a rank.
+            # Ranks may have saved without collectives. A damaged `.metadata` is not replaced by a rank's older one.
             if has_metadata(source.path, None) or not has_metadata(source.path, rank):
                 raise
         return source.open(rank)
@@ -340,7 +305,7 @@ class CollectiveLoad:
         return planned, fit
 
     def _fit_of_all(self, own: _Fit) -> _Fit:
-        """The merged fit of all ranks. If all ranks have the same, one reduction is enough."""
+        """Returns the merged fit of all ranks. If it is the same on all ranks, one reduction suffices."""
         packed = own.pack()
         if self._exchange.all_have(packed, self._phase("compare")):
             return own
@@ -349,19 +314,18 @@ class CollectiveLoad:
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
     def _read(self, plan: FillPlan) -> LoadStats:
-        """Raises on all ranks if one has failed; else all learn what the job did."""
+        """Reads; collective. Raises on all ranks if any rank has failed; otherwise shares the job's statistics."""
         source = self._source
         reads = self._together(plan.reads, "plan reading")
         if self._node_files is not None:
             self._node_files.bring(self._exchange, self._phase("bring files"), plan.checkpoint, reads.files)
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            cached = not storage_at(source.path).by_requests
-            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), cached)
+            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), source.path)
 
         began, alone = _C.bytes_read(), broadcast is None
 
-        @cache  # rarely asked for
+        @cache  # rarely needed
         def total() -> int:
             return reads.bytes_read_alone(source.options.verify) if alone else 0
 
@@ -387,7 +351,7 @@ class CollectiveLoad:
 
 
 class _TargetState:
-    """A load into a state: flattens the state, plans, and puts loaded values in their places."""
+    """A load into a state: flattens the state, plans, and places loaded values in it."""
 
     def __init__(
         self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool, allow_cast: bool
@@ -403,15 +367,14 @@ class _TargetState:
         self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
         self._new: dict[str, torch.Tensor] = {}  # {checkpoint key: replacement for a tensor without memory}
         self._shared: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
-        self._of_values: frozenset[str] = frozenset()  # checkpoint keys of quantised tensors whose values are loaded
         self._per_rank = Restoring()
         self._old_containers: set[str] = set()  # checkpoint keys of containers that may be stored as one object each
         self._split: dict[str, Any] = {}  # {checkpoint key: value} of such containers of optimizers
         self._containers: Containers
 
     def _split_old_containers(self, contents: _Contents) -> _Contents:
-        """Returns the contents with keys for the values in containers of optimizers that are stored as one object each.
-        Others will be loaded whole."""
+        """Returns the contents with one key per value of optimizer containers that are stored as a single object (torch
+        before 2.4). Other such containers are loaded whole."""
         checkpoint = contents.checkpoint
         is_old = checkpoint.index is None and checkpoint.format == "dcp"
         if not is_old or not (objects := saved_as_objects(checkpoint.metadata)):
@@ -428,7 +391,7 @@ class _TargetState:
     def plan(self, contents: _Contents) -> tuple[FillPlan, _Fit]:
         contents = self._split_old_containers(contents)
         checkpoint, stored = contents.checkpoint, contents.stored
-        # Exports store the value under "" by keys without a prefix. Other checkpoints may, if no key has the prefix.
+        # Exports store the value under "" by keys without a prefix; so do other checkpoints if no key starts with ".".
         if self._same_names and "" in self._state:
             self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
@@ -455,7 +418,7 @@ class _TargetState:
         checkpoint, selection = contents.checkpoint, contents.selection
         application, of = self.application, self._name
         flat, self._paths = flatten(application.form)
-        by_path = self._drops_prefix  # else keys that keep their names are not mapped one by one
+        by_path = self._drops_prefix  # otherwise keys that keep their names need no mapping one by one
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if by_path else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
@@ -465,22 +428,13 @@ class _TargetState:
         containers.find(values.keys(), {name: flat[key] for name, key in by_name.items()})
         values = {name: value for name, value in values.items() if name not in containers.replaced}
         for name, key in self._state_keys.items():
-            described = checkpoint.metadata.state_dict_metadata[name] if key in entries.added else None
-            if isinstance(described, TensorStorageMetadata):
-                contents.check_size(name, described)
+            if key in entries.added:
+                checkpoint.check_size(name)
         self._new = allocate_targets(values)
         wanted = self._per_rank.unwrap({**values, **self._new}, lambda: entries.keys)
         wanted.update({key: contents.new_value(key) for key in containers.keys})
-        values_of, unfit = quantized_targets(wanted, checkpoint.quantized)
-        plain = {key: value for key, value in wanted.items() if key not in values_of and key not in unfit}
-        plan = FillPlan(checkpoint, {**plain, **dict.fromkeys(contents.extra)}, self._allow_cast, self._split)
+        plan = FillPlan(checkpoint, {**wanted, **dict.fromkeys(contents.extra)}, self._allow_cast, self._split)
         missing, mismatched = plan.misfits()
-        mismatched += unfit.values()
-        if values_of:  # they are filled after all others
-            loaded = wanted.keys() - {*missing, *(entry.key for entry in mismatched)}
-            replaced = replaced_in_state(wanted, loaded, lambda *keys: values_of.keys().isdisjoint(keys))
-            plan.quantized = describe_values({key: values_of[key] for key in values_of if key not in replaced})
-        self._of_values = frozenset(values_of)
         self._shared = find_shared(missing, values)
         if self._shared:
             plan.leave_out(set(self._shared))
@@ -490,27 +444,20 @@ class _TargetState:
         missing = [name for name in missing if name not in conflicts]
         plan.leave_out(set(conflicts))
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        of_values = [checkpoint.quantized[key] for key in values_of]
-        expected = wanted.keys() | checkpoint.aliases | {key for of in of_values for key in (of.numbers, of.scales)}
+        expected = wanted.keys() | checkpoint.aliases | plan.made_of()
         unexpected = [
             key for key in contents.stored if key not in expected and key in selection and not key.startswith(of_ranks)
         ]
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
-        nowhere = contents.nowhere([*contents.stored, *values_of])
+        nowhere = contents.nowhere([*contents.stored, *plan.values])
         fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, contents.stored))
         if missing and self.proposes and checkpoint.format == "safetensors":
-            shapes = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
-            tensors = [
-                Composite(key, tuple(entry.size), entry.properties.dtype, (key,))
-                for key, entry in checkpoint.metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            ]
-            fit.form = propose(checkpoint.root, shapes, tensors)
+            fit.form = propose(checkpoint, flat)
         return plan, fit
 
     def hand_over(self, plan: FillPlan) -> None:
-        loaded = {*plan.state, *self._of_values}
+        loaded = plan.state.keys()
         self._containers.fill(self._state, {**plan.state, **plan.objects})
         for name, value in chain(self._new.items(), plan.objects.items()):
             if name in loaded and name not in self._containers.keys and not self._per_rank.take(name, value):

@@ -1,8 +1,9 @@
-"""`NodeFiles` brings the data files that ranks need from folders of other nodes, for loads of a checkpoint in parts.
+"""`NodeFiles` copies the data files that ranks need from other nodes' folders, to load a checkpoint that is spread over
+nodes.
 
-Each node has a folder of its own with a part of the checkpoint's files (`NodeLayout`). A file is brought whole, checked
-against the checksums of the checkpoint when it arrives, and then is one more copy. A copy that cannot be read or is
-damaged does not count from then on, and the next one is tried. What no node has may lie in the durable place.
+Each node's folder holds a part of the checkpoint's files (`NodeLayout`). A file is copied whole, verified against the
+checksums of the checkpoint on arrival, and then counts as one more copy. A copy that is damaged or cannot be read is
+dropped from the table, and the next one is tried. Files that no node has may be in the durable place.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class DurableFiles(Protocol):
     """The files of a checkpoint in the durable place, which all nodes see."""
 
     def size_of(self, name: str) -> int | None:
-        """None if the file is not there, as far as is known now."""
+        """Returns the length of a file in bytes; None if the file is not known to be there."""
 
     def fetch(self, name: str, check: Check) -> None:
-        """Copies a file to this node. `check` is that of `send_files`. Raises `CheckpointError` with `rank=DURABLE` if
-        the file cannot be read there, and others if it cannot be stored here."""
+        """Copies a file to this node. `check` verifies it, as in `send_files`. Raises `CheckpointError` with
+        `rank=DURABLE` if the file cannot be read there, and other errors if it cannot be stored here."""
 
 
 def leaders_of(exchange: Exchange, phase: str) -> list[int]:
-    """Returns for each rank the lowest rank of its node. All ranks call it together."""
+    """Returns the lowest rank of each rank's node. Collective."""
     nodes = exchange.share(str(node_of_this_process()).encode(), phase)
     first: dict[bytes, int] = {}
     return [first.setdefault(node, rank) for rank, node in enumerate(nodes)]
@@ -51,23 +52,23 @@ class NodeFiles:
     """The data files of one checkpoint in the folders of all nodes. Equal on all ranks.
 
     Args:
-        leaders: for each rank the lowest rank of its node, which sends and receives for it.
-        places: which leaders have a file, and its length there.
-        durable: where files are taken from that no node has; None: nowhere.
+        leaders: for each rank, the lowest rank of its node, which sends and receives files for the node.
+        places: which leaders have each file, and its length there in bytes.
+        durable: the source of files that no node has; None: no such source.
     """
 
     def __init__(self, leaders: Sequence[int], places: Places, durable: DurableFiles | None = None) -> None:
         self.leaders = leaders
         self.places = places
         self._durable = durable
-        self._not_durable: set[str] = set()  # files that could not be taken from there
+        self._not_durable: set[str] = set()  # files that could not be read from it
 
     def first_with(self, rank: int) -> set[str]:
-        """The files that `rank` has, and no rank below it."""
+        """The files for which `rank` is the lowest rank that has them."""
         return {name for name, ranks in self.places.items() if min(ranks, default=None) == rank}
 
     def bring_lost(self, exchange: Exchange, phase: str, path: str) -> bool:
-        """Brings what no node has to the coordinator's. All ranks call it together. Returns whether all was there."""
+        """Copies files that no node has to the coordinator's node. Collective. Returns whether all were found."""
         checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
         lost = [name for name, ranks in self.places.items() if ranks.keys() <= {DURABLE}]
         try:
@@ -84,9 +85,9 @@ class NodeFiles:
         names: Collection[str],
         bytes_per_second: int = 0,
     ) -> None:
-        """Brings the files of `names` to this rank's node. All ranks call it together, each with what it needs. Raises
-        on all ranks, with the name of the file, if no sound copy is left, or if a node cannot store one.
-        `bytes_per_second`: most that a node sends; 0: no limit."""
+        """Copies the files `names` to this rank's node. Collective; each rank passes the files that it needs. Raises on
+        all ranks, with the name of the file, if no undamaged copy exists, or if a node cannot store one.
+        `bytes_per_second`: send limit per node; 0: no limit."""
         own = self.leaders[exchange.rank]
         while True:
             lacking = sorted(name for name in names if own not in self.places.get(name, ()))
@@ -111,7 +112,7 @@ class NodeFiles:
     def _fetch(
         self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], check: Check
     ) -> dict[str, FileError]:
-        """Copies files from the durable place. The timeout holds for each file. Returns the errors of this rank."""
+        """Copies files from the durable place; the timeout applies to each file. Returns this rank's errors by file."""
         failed: dict[str, FileError] = {}
         durable = [message for message in messages if message.source == DURABLE]
         mine = [message.name for message in durable if message.target == exchange.rank]
@@ -130,8 +131,8 @@ class NodeFiles:
         return failed
 
     def _plan(self, gathered: list[bytes] | None, checkpoint: LoadableCheckpoint) -> tuple[list[FileMessage], bool]:
-        """Chooses who sends what to whom, and tells whether that is all. One node takes a file from the durable place,
-        and the others get it from this one the next time."""
+        """Chooses a source for each transfer. Returns the transfers, and whether they complete the request: only one
+        node fetches a file from the durable place, and the others receive it from that node in the next round."""
         assert gathered is not None
         lacking = zip(self.leaders, map(json.loads, gathered), strict=True)
         wanted = {(name, leader) for leader, names in lacking for name in names}
@@ -155,8 +156,8 @@ class NodeFiles:
     def _note(
         self, exchange: Exchange, phase: str, messages: Sequence[FileMessage], failed: dict[str, FileError]
     ) -> bool:
-        """Notes on all ranks which files have arrived, and tells whether all have. Raises if one could not be stored
-        where it was needed."""
+        """Records on all ranks which files have arrived. Returns whether all have. Raises if one could not be stored on
+        its target node."""
         own_fault = next((error for error in failed.values() if not _is_of_the_copy(error)), None)
         (failures,) = exchange.fail_together(own_fault, phase, LoadFailedError, sums=[len(failed)])
         lost: list[dict[str, str]] = [{}] * exchange.size
@@ -176,8 +177,8 @@ class NodeFiles:
         return not failures
 
     def check_own(self, exchange: Exchange, phase: str, path: str) -> bool:
-        """Reads all files of the checkpoint that lie on this rank's node, after a load found damage. Damaged ones do
-        not count any more. All ranks call it together. Returns whether one was found."""
+        """Verifies all files of the checkpoint in this node's folder, after a load found damage, and drops damaged ones
+        from the table. Collective. Returns whether any was damaged, on any node."""
         damaged: list[str] = []
         checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
         if self.leaders[exchange.rank] == exchange.rank:
@@ -195,18 +196,18 @@ class NodeFiles:
 
 
 def _is_of_the_copy(error: BaseException) -> bool:
-    """Whether a file did not arrive because of the copy that was sent: it is damaged, or its rank cannot read it."""
+    """Whether the source of a transfer caused the error: its copy is damaged, or its rank cannot read it."""
     return isinstance(error, CorruptCheckpointError) or getattr(error, "rank", None) is not None
 
 
 def copies_of_each(places: Places, leaders: Sequence[int], copies: int) -> dict[int, set[str]]:
-    """{leader: the files that it gets}, so that `copies` nodes beside one have each file.
+    """Returns {leader: files it receives}, so that `copies` nodes in addition to the first holder have each file.
 
-    The nodes form a ring. A file goes to the nodes behind the first one that has it.
+    The nodes form a ring. A file is copied to the nodes that follow its first holder.
     """
     ring = sorted(leaders)
     position = {leader: at for at, leader in enumerate(ring)}
-    names: dict[frozenset[int], list[str]] = {}  # files that lie on the same nodes go to the same
+    names: dict[frozenset[int], list[str]] = {}  # files with the same holders go to the same nodes
     for name, ranks in places.items():
         names.setdefault(frozenset(ranks), []).append(name)
     wanted: dict[int, set[str]] = {}
@@ -220,7 +221,7 @@ def copies_of_each(places: Places, leaders: Sequence[int], copies: int) -> dict[
 
 
 def messages_to_send(places: Places, wanted: Iterable[tuple[str, int]]) -> Iterator[FileMessage]:
-    """Yields a message for each (file, rank that gets it). Those that have a file send about equally many bytes."""
+    """Yields one message per (file, receiving rank). Holders of files send about equally many bytes."""
     sent: dict[int, int] = {}
     for name, target in sorted(wanted):
         source = min(places[name], key=lambda rank: (sent.get(rank, 0), rank))

@@ -1,4 +1,4 @@
-"""`Save` runs one save with all ranks, in any layout: agree on a plan, write, commit."""
+"""`Save` runs one collective save, in any layout: agree on a plan, write, commit."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
-from ..errors import CheckpointError, SaveCancelledError, StorageFullError
+from ..errors import CheckpointError, SaveCancelledError
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 
-# What is said first of a save decides whether it may still be cancelled.
+# The values of the write-once cell that decides commit versus cancel: the first one written wins.
 _COMMIT, _FAILED, _CANCELLED_BY = "commit", "failed", "cancelled by rank "
 
 
 class Save:
-    """One save of this rank. All ranks take each step, or none.
+    """This rank's part of one save. Each step is collective: all ranks take it, or none.
 
     The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call. `release_state`
-    comes after the last of them on the training thread.
+    follows the last of them on the training thread.
 
     Args:
-        path: of the directory, absolute.
-        layout: makes the layout. An error of it is one of the first step.
-        timeline: of this save. Its `doing` is equal on all ranks.
+        path: the absolute path of the directory.
+        layout: creates the layout. Its errors count as errors of the first step.
+        timeline: records this save. Its `doing` is equal on all ranks.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class Save:
         self._plan: LocalPlan | None = None
         self._of_all: GlobalPlan | None = None
         self._committed = False  # whether this rank has committed
-        self._given_up: CheckpointError | None = None  # why this rank writes no more
+        self._given_up: CheckpointError | None = None  # why this rank stopped writing
         self._fate: FirstWord  # of the save, once it is planned
 
     @property
     def _by_node(self) -> bool:
-        """Whether each node has a folder of its own."""
+        """Whether each node has its own folder."""
         return self.planner.placement == "local"
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> None:
-        """Plans with the other ranks what each will write. Raises on all ranks if one has failed.
+        """Plans with the other ranks what each writes. Raises on all ranks if any rank has an error.
 
         `error`: why this rank cannot take part. `gated`: do not wait for devices."""
         with phase("plan"):
             # From `doing` and the marker it detects ranks that are at different saves or in different directories.
-            marker = MarkerFile(self.path)
+            marker = MarkerFile(self.path, self.exchange.kept)
             plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
             self.steps.take(self._prepare, state, plan, marker)
@@ -90,42 +90,42 @@ class Save:
         except BaseException:
             self._layout.end()
             raise
-        self._fate = self.exchange.first_word()  # also of a synchronous save: that of another rank may be asynchronous
+        self._fate = self.exchange.first_word()  # even if synchronous here: other ranks may be asynchronous
 
     def _prepare(self, state: Mapping[str, Any], plan: CollectivePlan, marker: MarkerFile) -> None:
-        """Begins this rank's save and describes the state."""
+        """Prepares the directory on this rank and describes the state."""
         settings.check()
         check_alone_on_purpose()
         exchange, layout = self.exchange, self._make_layout()
         self._layout = layout
-        # One rank gives them to the plan; where each node has a folder of its own, the plan takes one rank of each.
-        values = layout.values(saved_form(state), adds_files=exchange.is_coordinator or self._by_node)
+        values = layout.values(saved_form(state), exchange.is_coordinator)
         layout.begin(exchange.is_coordinator)
         storage_at(self.path).expect_writers(exchange.size)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
-                marker.make(exchange.kept)
+                marker.make()
         if left_out := layout.left_out(plan.describe(values)):
             plan.leave_out(left_out)
 
     def stage(self, gate: Gate | None) -> None:
-        """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
+        """Copies what this rank writes. Afterwards the state may change, except for tensors that a gate still
+        guards."""
         assert self._plan is not None
         with phase("snapshot"):
             self.staged_plan = self.steps.take(StagedPlan, RankSave(self._layout), self._plan, gate)
         self.timeline.progress = None if self.staged_plan is None else self.staged_plan.progress
 
     def release_state(self) -> None:
-        """Drops references to the state, which may be large: the save goes on in the background."""
+        """Drops references to the state, which may be large, while the save continues in the background."""
         self._plan = None
 
     def finish(self) -> SaveStats:
-        """Writes and commits. Raises on all ranks if one has failed. Nothing is committed then, unless the error is a
-        timeout whose `committed` says that it may be."""
+        """Writes and commits; collective. Raises on all ranks if any rank has failed. In that case nothing is
+        committed, unless the error is a timeout whose `committed` is not False."""
         with self.timeline.here():
             try:
                 self._write_and_commit()
-            except SaveCancelledError as error:  # on all ranks; only those that were writing have removed their files
+            except SaveCancelledError as error:  # on all ranks; those that were not writing still have their files
                 self._layout.discard(error)
                 self.exchange.agree([1], self.steps.phase("remove the files"))
                 raise self._cancelled(error.cancelled_by) from None
@@ -133,12 +133,12 @@ class Save:
                 self._layout.end()
             return self._end()
 
-    # --- Giving up
+    # --- Cancelling
 
     def cancel(self) -> bool:
         """Makes `finish` raise `SaveCancelledError` on all ranks. This rank stops writing soon, others learn of it at
-        the commit. Returns False if the commit has begun, or if the save is over. Any thread may call it. Raises
-        StoreGoneError if the store does not answer."""
+        the commit. Returns False if the commit has begun, or the save has ended. Any thread may call it. Raises
+        `StoreGoneError` if the store does not answer."""
         return self._follow(self._fate.say(f"{_CANCELLED_BY}{self.exchange.rank}"))
 
     def abandon(self) -> None:
@@ -152,7 +152,8 @@ class Save:
             self.staged_plan.cancel()
 
     def _check_not_given_up(self) -> None:
-        """Raises the error of `_give_up`, also if that came before there was anything to cancel."""
+        """Raises the error of `_give_up`, even if that was called before anything was running that could be
+        cancelled."""
         if self._given_up is not None:
             self._layout.discard(self._given_up)
             raise self._given_up
@@ -162,15 +163,15 @@ class Save:
         return SaveCancelledError(text, path=self.path, cancelled_by=rank)
 
     def _follow(self, fate: str) -> bool:
-        """Gives up if that is the fate of the save. Returns whether it is."""
+        """Stops this rank if `fate`, the decided outcome, is a cancellation. Returns whether it is."""
         cancelled = fate.startswith(_CANCELLED_BY)
         if cancelled:
             self._give_up(self._cancelled(int(fate.removeprefix(_CANCELLED_BY))))
         return cancelled
 
     def _settle_fate(self) -> None:
-        """Called before others learn of an error of this rank. Either the save was cancelled, and that is the error,
-        or it cannot be cancelled any more."""
+        """Decides the outcome before other ranks learn of an error of this rank: if the save was cancelled first, the
+        cancellation becomes the error; otherwise the save can no longer be cancelled."""
         if self.steps.error is not None:
             with suppress(StoreGoneError):
                 self._follow(self._fate.say(_FAILED))
@@ -197,48 +198,38 @@ class Save:
         return self._plan is not None and self._plan.state.all_ready
 
     def _write(self) -> bytes:
-        """Writes this rank's part. Returns what the coordinator needs from it."""
+        """Writes this rank's part. Returns the message for the coordinator."""
         if self.staged_plan is not None:
             self.stats = self.staged_plan.write()
             self._check_not_given_up()
         else:
             assert self._plan is not None
             layout, plan = self._layout, self._plan
-            total = cache(lambda: sum(words(plan.body_bytes())))  # rarely asked for
+            total = cache(lambda: sum(words(plan.body_bytes())))  # rarely needed
             self.timeline.progress = lambda: (layout.progress(), total())
             self.stats = RankSave(layout).write(plan)
         return self._layout.message()
 
     def _commit_all(self, messages: list[bytes] | None) -> None:
-        """Commits on the coordinator, or on the first rank of each node. `messages`: of all ranks, on the coordinator;
-        None if a rank has an error."""
+        """Commits on the coordinator, or on the first rank of each node. `messages`: those of all ranks, on the
+        coordinator; None if a rank has an error."""
         contents: list[tuple[bytes, ...]] | None = None
         if messages is not None and self._of_all is not None:
             contents = self.steps.take(self._layout.contents, self._of_all, messages)
-        mine = () if contents is None else contents[0]
-        if self._by_node:
-            if self.exchange.is_coordinator and contents is None:
-                contents = [()] * self.exchange.size
-            mine = self.exchange.scatter_contents(contents, self.steps.phase("metadata"))
-        if mine:
+        if mine := self._layout.hand_out(self.steps, contents):
             self.steps.take(self._commit, mine)
 
     def _commit(self, content: Sequence[bytes]) -> None:
-        """Commits. Raises before that if the other ranks may have timed out already."""
+        """Commits. Raises before it commits if the other ranks may have timed out."""
         self._check_not_given_up()
         if self._follow(self._fate.say(_COMMIT, self.exchange.timeout)):
             self._check_not_given_up()
         self.exchange.may_commit()
-        try:
-            self._layout.commit(*content)
-        except StorageFullError as error:
-            if self._by_node:
-                raise error.in_doubt() from error
-            raise
+        self._layout.commit(*content)
         self._committed = True
 
     def _raise_or_sum_up(self) -> None:
-        """Raises on all ranks if one has an error. Else all learn what the job did."""
+        """Raises on all ranks if any rank has an error; otherwise shares the job's statistics."""
         self._settle_fate()
         votes = self.timeline.votes(0 if self.stats is None else self.stats.bytes)
         self._job = self.timeline.job(self.steps.raise_together("commit", *votes))

@@ -1,4 +1,4 @@
-"""Starts a load of all ranks, for `vescale_ckpt.load` and managers."""
+"""Starts a collective load, for `vescale_ckpt.load` and managers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start_load(
     extra_files: dict[str, bytes] | None = None,
     node_files: NodeFiles | None = None,
 ) -> Iterator[CollectiveLoad]:
-    """A context that gives a load of `source`. `node_files`: that of `CollectiveLoad`."""
+    """A context manager that yields a load of `source`. `node_files`: see `CollectiveLoad`."""
     timeline = Timeline("load", source.path, f"loading {source.given_path}", *place_in(process_group))
     with timeline.here():
         exchange = Exchange.of(process_group, timeout, purpose="load")

@@ -1,4 +1,4 @@
-"""Starts and prepares saves of all ranks, each behind the one before it, for `vescale_ckpt.save` and managers."""
+"""Starts and prepares collective saves, each after the previous one has ended, for `vescale_ckpt.save` and managers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def start_save(
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
 ) -> SaveHandle:
-    """Saves `state` with all ranks, as `vescale_ckpt.save` does. Returns when training may go on.
+    """Saves `state`; collective, as `vescale_ckpt.save`. Returns when training may continue.
 
     Args:
-        given: the path for messages, equal on all ranks; `directory` is absolute.
-        layout: makes the layout on this rank. An error of it is one of the save's first step.
+        given: the path as shown in messages, equal on all ranks; `directory` is the absolute path.
+        layout: creates the layout on this rank. Its errors count as errors of the save's first step.
     """
     queue = BackgroundQueue.of(process_group)
     timeline = Timeline("save", directory, f"saving to {os.fspath(given)}", *place_in(process_group))
@@ -73,7 +73,7 @@ def start_save(
             queue.wait_until_done(limit)
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
-            # The ranks of that save timed out, and may time out again. So both waits share one timeout.
+            # Ranks of the previous save timed out, and may time out again: both waits share one timeout.
             limit = max(limit - (time.monotonic() - began), min(limit, STORE_SECONDS))
         exchange = Exchange.of(process_group, limit)
         timeline.begin(", asynchronously" if async_checkpoint else "")
@@ -110,7 +110,7 @@ def prepare_save(
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> None:
-    """Plans saves of `state`, and allocates what asynchronous ones need, as `vescale_ckpt.prepare` does."""
+    """Plans saves of `state` and allocates what asynchronous ones need; collective, as `vescale_ckpt.prepare`."""
     queue = BackgroundQueue.of(process_group)
     with queue.lock, calling("preparing to save", process_group):
         limit = settings.timeout(timeout)

@@ -1,7 +1,7 @@
-"""Proposes `stack=` and `rename=` for a folder of transformers, which stores some tensors in other forms and under
-older names than its models have.
+"""Proposes `stack=` and `rename=` for a folder written by transformers, which stores some tensors in other forms and
+under older names than its models use.
 
-The rules are transformers' own. A proposal is made only if it gives all tensors of the state.
+The rules are transformers' own. A proposal is made only if it produces all tensors of the state.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 
 import torch
 
+from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.stacking import Composite, restacked
 from .._state.key_selection import rename_function
-from .._state.stacking import Composite, restacked
 
-Shapes = Mapping[str, tuple[int, ...]]
 _MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"])
 
 
-def propose(folder: str, wanted: Shapes, stored: Sequence[Composite]) -> str:
-    """Returns advice for a load whose state has keys that the folder lacks. Empty if transformers was not imported by
-    the caller, or its rules do not give all of `wanted` (shapes by the state's keys) of what is stored."""
+def propose(checkpoint: Checkpoint, flat: Mapping[str, Any]) -> str:
+    """Returns advice for a load whose state `flat` has keys that the folder lacks. Empty if transformers was not
+    imported by the caller, or its rules do not give all tensors of the state of what is stored."""
+    folder = checkpoint.root
     if "transformers" in sys.modules and os.path.isfile(os.path.join(folder, "config.json")):
         with suppress(Exception):  # advice for an error: whatever another library raises must not replace that error
-            stack, rename = _rules(folder, [tensor.name for tensor in stored])
+            wanted = {key: tuple(value.shape) for key, value in flat.items() if isinstance(value, torch.Tensor)}
+            infos = {**checkpoint.tensors, **{key: checkpoint.tensors[of] for key, of in checkpoint.aliases.items()}}
+            stored = [Composite(key, info.shape, info.dtype, (key,)) for key, info in infos.items()]
+            stack, rename = _rules(folder, list(infos))
             rename = {name: key for name, key in rename.items() if name in wanted}
             for mapping in (_by_prefix(rename), rename):
                 name_of = rename_function(mapping)
@@ -39,7 +43,7 @@ def propose(folder: str, wanted: Shapes, stored: Sequence[Composite]) -> str:
 
 
 def _rules(folder: str, keys: Sequence[str]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Returns rules that stack, and {name in the model: name in the folder}, both by the model in `config.json`."""
+    """Returns stacking rules and {name in the model: name in the folder}, for the model that `config.json` names."""
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -74,7 +78,7 @@ def _starred(key: str) -> str:
 
 
 def _by_prefix(rename: Mapping[str, str]) -> dict[str, str]:
-    """Returns the same mapping by prefixes, as far as they do not contradict each other."""
+    """Shortens the mapping to prefixes where these do not contradict each other."""
     result: dict[str, str] = {}
     for name, key in rename.items():
         ours, theirs = name.split("."), key.split(".")

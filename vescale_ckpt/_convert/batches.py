@@ -1,4 +1,4 @@
-"""Moves tensors from a source to a file in batches, for all formats: reading, converting and writing overlap."""
+"""Moves tensors of a view to a file in batches, for all formats: reading, converting and writing overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from .. import settings
-from .._checkpoint.checkpoint import Checkpoint, cut
+from .._checkpoint.checkpoint import Read, cut
+from .._checkpoint.view import View
 from .._engine.overlap import overlap
 from .._engine.page_buffers import PageBuffers
 from .plan import Output
@@ -114,17 +115,16 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(segments: Iterable[Segment], source: Checkpoint, file: File, buffers: Buffers) -> None:
-    """Moves all segments from the source to the file. Raises their errors, after reading and writing have stopped."""
+def transfer(segments: Iterable[Segment], view: View, file: File, buffers: Buffers) -> None:
+    """Moves all segments from the view to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:
         for batch in _batches(segments, buffers):
-            source.read(
+            view.read(
                 [
-                    read
+                    Read(placed.segment.output.name, placed.segment.offsets, placed.stored)
                     for placed in batch.segments
                     if isinstance(placed.segment, Piece)
-                    for read in placed.segment.output.reads(placed.segment.offsets, placed.stored)
                 ]
             )
             yield batch

@@ -39,13 +39,13 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion of all ranks together did."""
+    """The result of a conversion, over all ranks."""
 
     seconds: float
     tensors: int
     objects: int
     bytes: int  #: size of the tensors as written
-    files: int  #: how many hold tensors
+    files: int  #: number of files with tensors
     left_out: list[str] = field(default_factory=list)  #: objects that the format cannot hold
 
 
@@ -64,38 +64,43 @@ def convert(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint `src` in another format, between DCP and safetensors in bounded memory
-    (`VESCALE_CKPT_MEMORY_BYTES`, and as much for the slots).
+    """Writes the checkpoint `src` in another format. Collective: all ranks of the group call it and share the work.
 
-    All ranks of the group call it together and share the work. Data is verified while it is read, as loads do. The
-    result is durable, and appears under its name only when it is complete. See docs/converting.md.
+    Between DCP and safetensors, memory is bounded (`VESCALE_CKPT_MEMORY_BYTES`, and as much for transfer buffers). Data
+    is verified as in a load. The result is durable, and appears under its name only when it is complete. See
+    docs/converting.md. If any rank fails, all ranks raise, and `dst` is unchanged.
 
     Args:
         src: a directory of DCP, a safetensors file or a folder of them, or a file of torch.save. The format is
-            recognised from the files.
-        dst: a directory for "dcp". For "safetensors" a file if it ends in `.safetensors`, else a folder of shards with
-            `model.safetensors.index.json`. For "torch" a file.
+            detected from the files.
+        dst: for "dcp", a directory. For "safetensors", a file if the name ends in `.safetensors`, otherwise a folder of
+            shards with `model.safetensors.index.json`. For "torch", a file.
         format: "dcp", "safetensors" or "torch".
-        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match counts
+        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match applies
             (`{"model": ""}`); or pairs of a regular expression and its replacement, applied one after another.
-        keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. A pattern that
-            begins with `!` excludes (`"!optimizer"`).
+        keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. An entry that
+            starts with `!` excludes (`"!optimizer"`).
         dtype: the dtype for floating-point tensors; or a mapping of (new) names or patterns to dtypes. Rounds to
-            nearest even. Other tensors are converted only if a mapping has their exact name. Of quantised models the
-            values are written, without the scales.
-        max_shard_size: most bytes of tensors in a shard, or text ("5GB"). A larger tensor has a shard of its own.
+            nearest even. Other tensors are converted only if a mapping has their exact name. For quantised models, the
+            dequantized values are written, without the scales.
+        max_shard_size: maximum bytes of tensors per shard, as an int or as text ("5GB"). A larger tensor gets its own
+            shard.
         stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers;
             `{"layers.w": "layers.*.w"}` splits them; `{("q", "k", "v"): "qkv"}` concatenates along the first dimension.
             Names are those after `rename`.
-        on_objects: what to do with values that are no tensors, in "safetensors", which holds tensors only: "warn"
-            and leave them out, "drop" them silently, or "error".
+        on_objects: what to do with values that are not tensors if the format is "safetensors": "warn" and omit them,
+            "drop" them silently, or raise an "error".
         overwrite: whether an existing `dst` may be replaced.
-        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
-        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+        process_group: the ranks that convert. None: all ranks, or this process alone if torch.distributed is not
+            initialized.
+        timeout: seconds to wait for other ranks in each step; None: `VESCALE_CKPT_TIMEOUT`.
 
-    Raises on all ranks if any fails; `dst` is then unchanged. ValueError and TypeError for arguments (with several
-    ranks, `SaveFailedError` with them as `cause`), before anything is written; `MissingKeysError` for `keys` that
-    select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`, `StorageFullError`, `CheckpointError`.
+    Raises:
+        ValueError, TypeError: an argument is invalid (with several ranks, `SaveFailedError` with that error as
+            `cause`); raised before anything is written.
+        MissingKeysError: `keys` selects nothing.
+        CorruptCheckpointError, UntrustedCheckpointError: `src` is damaged or unsafe.
+        StorageFullError, CheckpointError: `dst` could not be written.
     """
 
     def make(source: Checkpoint) -> Plan:
@@ -171,10 +176,10 @@ class _Conversion:
             self._buffers = Buffers()
             most_bytes = checked_bytes("max_shard_size", max_shard_size)
             source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
-            self._source = open_checkpoint(source_path)
-            self._closing.callback(self._source.close)
+            source = open_checkpoint(source_path)
+            self._closing.callback(source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
-            self.made = make(self._source)
+            self.made = make(source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
@@ -217,7 +222,7 @@ class _Conversion:
             logger.warning("%s: they are left out", text)
 
     def _objects(self) -> dict[str, Any]:
-        loaded = self._source.load_objects(self.made.objects.values())
+        loaded = self.made.view.source.load_objects(self.made.objects.values())
         return {name: loaded[key] for name, key in self.made.objects.items()}
 
     def write(self) -> int:
@@ -247,7 +252,7 @@ class _Conversion:
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
                 if rank == self._exchange.rank:
-                    write_file(file, directory, self._source, self._buffers)
+                    write_file(file, directory, self.made.view, self._buffers)
                     written.append(file.name)
 
         try:
@@ -269,7 +274,7 @@ class _Conversion:
         rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank, self._overwrite), "begin")
         try:
             written = self._together(
-                lambda: rank_files.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
+                lambda: rank_files.write(pieces, self._values, self.made.paths, self.made.view, self._buffers), "write"
             )
             gathered = exchange.gather(written, self._phase("gather"))
         except BaseException:

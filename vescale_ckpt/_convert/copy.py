@@ -20,9 +20,8 @@ from .. import settings
 from .._checkpoint.check_records import Progress
 from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
 from .._checkpoint.damage import raise_damage
-from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
@@ -48,14 +47,21 @@ def copy(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copies the checkpoint `src` to `dst`, which appears whole or not at all, and durably.
+    """Copies the checkpoint `src` to `dst`, atomically and durably. Runs in this process alone.
 
-    Of a folder it copies the files of the checkpoint, and other files beside them, as a model's configuration. Folders
-    and what dead saves have left stay behind. `progress` is called with the bytes copied or checked so far, and in all.
+    From a folder, it copies the files of the checkpoint and other files beside them, such as a model's configuration.
+    Subfolders and files left by dead saves are not copied. If it raises, `dst` is unchanged.
 
-    Raises `CheckpointError` if there is no checkpoint, `dst` exists, or the source changes meanwhile;
-    `CorruptCheckpointError` and `UntrustedCheckpointError` for a damaged source; `StorageFullError`. `dst` is then
-    unchanged.
+    Args:
+        src: a checkpoint's directory or file.
+        dst: where to copy it.
+        overwrite: whether an existing `dst` may be replaced.
+        progress: called with the bytes copied or verified so far, and in total.
+
+    Raises:
+        CheckpointError: there is no checkpoint, `dst` exists, or the source changed during the copy.
+        CorruptCheckpointError, UntrustedCheckpointError: the source is damaged or unsafe.
+        StorageFullError: there is not enough space.
     """
     checked_flag("overwrite", overwrite)
     settings.check()

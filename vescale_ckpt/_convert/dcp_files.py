@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.view import View
 from .._engine import _C
 from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors
@@ -50,7 +50,7 @@ class DcpRankFiles:
         pieces: Sequence[Piece],
         values: Mapping[str, Any],
         paths: Mapping[str, Path],
-        source: Checkpoint,
+        view: View,
         buffers: Buffers,
     ) -> bytes:
         """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
@@ -61,7 +61,7 @@ class DcpRankFiles:
             if not names:
                 return pack(_C.pack_inventory([], [], 0), b"", b"")
             self._files.open(array("q", [piece.bytes for piece in pieces]))
-            transfer(pieces, source, _Written(self._files), buffers)
+            transfer(pieces, view, _Written(self._files), buffers)
             if contents:
                 self._files.write_records(contents, list(values), range(len(pieces), len(names)), of_tensors=False)
             self._files.finish()

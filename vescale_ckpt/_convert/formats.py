@@ -9,9 +9,9 @@ from typing import IO, Any
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.recognize import Format
 from .._checkpoint.safetensors.model_names import holds_export
+from .._checkpoint.view import View
 from .._state.flatten import nest
 from .._state.structure import Structure
 from .._storage.open_storage import is_folder as is_directory
@@ -104,8 +104,8 @@ def torch_file(plan: Plan, values: Mapping[str, Any]) -> Files:
     All of them are in memory while it is written."""
     outputs, structure = [output for output in plan.outputs if output.name not in plan.ties], plan.structure
 
-    def save(stream: IO[bytes], source: Checkpoint) -> None:
-        read = {output.name: read_whole(output, source) for output in outputs}
+    def save(stream: IO[bytes], view: View) -> None:
+        read = {output.name: read_whole(output, view) for output in outputs}
         tensors = {output.name: read[plan.ties.get(output.name, output.name)] for output in plan.outputs}
         state = nest({**tensors, **values}, plan.paths, None if structure is None else Structure.unpack(structure))
         try:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint, Read
-from .._checkpoint.quantized_names import holders_of_config, scales_of
-from .._checkpoint.quantized_tensors import check_cast, stacked_with_scales
+from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.quantized_names import config_for
+from .._checkpoint.stacking import Composite
+from .._checkpoint.stacking import Stack as Stack
+from .._checkpoint.view import View
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
-from .._state.stacking import Composite, check_names
-from .._state.stacking import Stack as Stack
 from .._state.structure import Path
 
 #: The same as for `load`, or pairs of a regular expression and its replacement.
@@ -43,30 +42,12 @@ class Output(Composite):
         """Whether the written dtype differs from the stored one."""
         return self.dtype != self.stored_dtype
 
-    def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
-        """The reads that fill `target` with the box at `offsets` that has the sizes of `target`."""
-        if self.index is not None:
-            yield Read(self.keys[0], (self.index, *offsets), target.unsqueeze(0))
-        elif self.stacked:
-            for number in range(target.shape[0]):
-                yield from self._reads_of_layer(offsets[0] + number, offsets[1:], target[number])
-        else:
-            yield from self._reads_of_layer(0, offsets, target)
-
-    def _reads_of_layer(self, layer: int, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
-        for key, begin, rows in self.parts_of_layer(layer):
-            if rows is None:
-                yield Read(key, offsets, target)
-                continue
-            start, end = max(offsets[0], begin), min(offsets[0] + target.shape[0], begin + rows)
-            if start < end:
-                yield Read(key, (start - begin, *offsets[1:]), target[start - offsets[0] : end - offsets[0]])
-
 
 @dataclass(frozen=True)
 class Plan:
     """All that a conversion writes. Equal on all ranks."""
 
+    view: View = field(repr=False)  #: of the source; it has a tensor for each output
     outputs: list[Output]
     objects: dict[str, str]  #: the source's key, by new name
     paths: dict[str, Path]  #: path in the nested state, by name; nothing for names of the top level
@@ -85,20 +66,22 @@ def plan(
     themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
     of_dtype, new_name = casting(dtype), renaming_by_rules(rename)
-    tensors = source.dequantized(lambda key: of_dtype(new_name(key), torch.float8_e4m3fn))
-    stored = [*tensors, *source.objects]
-    selection.check(stored)
-    names = rename_keys([key for key in stored if key in selection], new_name)
-    selected = [Composite(names[key], info.shape, info.dtype, (key,)) for key, info in tensors.items() if key in names]
-    objects = {names[key]: key for key in source.objects if key in names}
-    made = stacked_with_scales(selected, {} if stack is None else stack, source.tensors, {}, {})
-    check_names(made, objects)
-    kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
-    outputs = [Output(**vars(of), dtype=of_dtype(of.name, of.stored_dtype)) for of in made]
+
+    def choose(stored: Sequence[str]) -> dict[str, str]:
+        selection.check(stored)
+        return rename_keys(selection.of(stored), new_name)
+
+    view = View.of(
+        source, choose, {} if stack is None else stack, lambda key, numbers: of_dtype(new_name(key), numbers)
+    )
+    objects = {view.names[key]: key for key in source.objects if key in view.names}
+    kept = {key: path for key, path in source.paths.items() if view.names.get(key) == key}
+    outputs = [Output(**vars(of), dtype=of_dtype(of.name, of.stored_dtype)) for of in view.tensors.values()]
     for output in outputs:
         for key in output.keys:
-            check_cast(key, output.stored_dtype, output.dtype, source.tensors, source.not_dequantized)
+            view.check_cast(key, output.stored_dtype, output.dtype)
     return Plan(
+        view,
         outputs,
         objects,
         {name: kept[name] for name in (*(output.name for output in outputs), *objects) if name in kept},
@@ -126,18 +109,10 @@ def _structure(source: Checkpoint, selection: Selection, with_other_names: bool)
     return replace(structure, empty=empty).pack()
 
 
-# --- The configuration beside the weights
-
-
 def fitting(content: bytes, planned: Plan) -> bytes:
-    """Returns a model's `config.json` without `quantization_config` if the weights are plain values. Raises ValueError
-    if it is no JSON."""
+    """Returns a model's `config.json` as it fits the weights that a plan writes. Raises ValueError if it is no JSON."""
     kinds = {output.name: str(output.dtype).removeprefix("torch.") for output in planned.outputs}
-    if any(scales_of(name, dtype, kinds) for name, dtype in kinds.items()):
-        return content
-    text = json.loads(content)
-    found = [holder for holder in holders_of_config(text) if holder.pop("quantization_config", None) is not None]
-    return json.dumps(text, indent=2, ensure_ascii=False).encode() if found else content
+    return config_for(content, kinds)
 
 
 # --- New names

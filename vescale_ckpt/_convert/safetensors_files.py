@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.safetensors.header_texts import with_ties
 from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
+from .._checkpoint.view import View
 from .._engine import _C
 from .._engine.dtype_codes import DTYPE_CODES, SAFETENSORS_DTYPES
 from .._engine.engine_errors import named_errors
@@ -73,17 +73,17 @@ def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
     """The content of one file, in bounded memory. An object is sent in order, and its head holds checksums of the
     tensors: these are read twice."""
 
-    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
+    def write(directory: str, create: Create, view: View, buffers: Buffers) -> None:
         head = b""
         if not storage_at(directory).renames:
             summed, written = _Layout(outputs, ties), buffers.written
             buffers.written = None
-            transfer(summed.segments(buffers.most_bytes), source, _Pages(summed, None, b""), buffers)
+            transfer(summed.segments(buffers.most_bytes), view, _Pages(summed, None, b""), buffers)
             buffers.written, head = written, summed.head()
         layout = _Layout(outputs, ties)
         with named_errors(str, directory, layout.length):
             writer = begin(directory, create, layout.length)
-            transfer(layout.segments(buffers.most_bytes), source, _Pages(layout, writer, head), buffers)
+            transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer, head), buffers)
             if head and head != layout.head():
                 raise CheckpointError(f"what becomes {directory} has changed while it was converted", path=directory)
             writer.finish_bytes(b"" if head else layout.head(), sync=True)

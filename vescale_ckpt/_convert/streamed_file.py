@@ -10,7 +10,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.checkpoint import Read
+from .._checkpoint.view import View
 from .._engine import _C
 from .._engine.engine_errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
@@ -23,7 +24,7 @@ from .plan import Output
 #: Calls the function that it gets with the path of a file to create.
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 #: Writes the content of a file into a folder or store, and syncs it.
-Write = Callable[[str, Create, Checkpoint, Buffers], None]
+Write = Callable[[str, Create, View, Buffers], None]
 
 _LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
 
@@ -50,32 +51,32 @@ class Files:
         return cls([OutputFile("", sum(output.bytes for output in outputs), write)])
 
 
-def write_file(file: OutputFile, path: str, source: Checkpoint, buffers: Buffers) -> None:
+def write_file(file: OutputFile, path: str, view: View, buffers: Buffers) -> None:
     """Writes a file into the folder `path`: its content is durable, its directory entry is not yet. A file without a
     name appears as `path` when it is complete and durable, or not at all, as every file in an object store does."""
     if not storage_at(path).renames:
         url = os.path.join(path, file.name) if file.name else path
-        file.write(url, lambda make: make(url), source, buffers)
+        file.write(url, lambda make: make(url), view, buffers)
     elif file.name:
-        file.write(path, lambda make: make(os.path.join(path, file.name)), source, buffers)
+        file.write(path, lambda make: make(os.path.join(path, file.name)), view, buffers)
     else:
         with PendingFile(path) as pending:
-            file.write(pending.directory, pending.create, source, buffers)
+            file.write(pending.directory, pending.create, view, buffers)
             pending.commit()
 
 
 # --- Files that a library writes
 
 
-def streamed(outputs: Sequence[Output], save: Callable[[IO[bytes], Checkpoint], None]) -> Write:
+def streamed(outputs: Sequence[Output], save: Callable[[IO[bytes], View], None]) -> Write:
     """The content is what `save` writes to a stream."""
     estimate = _LIBRARY_BYTES + sum(output.bytes + _LIBRARY_BYTES for output in outputs)
 
-    def write(directory: str, create: Create, source: Checkpoint, buffers: Buffers) -> None:
+    def write(directory: str, create: Create, view: View, buffers: Buffers) -> None:
         with named_errors(str, directory, estimate):
             stream = _Stream(begin(directory, create, estimate), buffers)
             try:
-                save(cast(IO[bytes], stream), source)
+                save(cast(IO[bytes], stream), view)
             finally:
                 stream.raise_error()
             stream.finish()
@@ -133,10 +134,10 @@ class _Stream(io.RawIOBase):
         self._writer.finish_bytes(b"", sync=True)
 
 
-def read_whole(output: Output, source: Checkpoint) -> torch.Tensor:
+def read_whole(output: Output, view: View) -> torch.Tensor:
     """Reads all of an output into memory of its own."""
     stored = torch.empty(output.shape, dtype=output.stored_dtype, device="cpu")
-    source.read([*output.reads((0,) * len(output.shape), stored)])
+    view.read([Read(output.name, (0,) * len(output.shape), stored)])
     return stored.to(output.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Loads the `ReadItem`s of a plan, which any DCP planner may have made, by the checkpoint's metadata."""
+"""Loads the `ReadItem`s of a plan made by any DCP planner, located by the checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..reports import LoadStats
 
 @dataclass(frozen=True)
 class ItemTargets:
-    """Where the items of a load are loaded to."""
+    """The targets of a load's items."""
 
     planner: LoadPlanner
     #: whether the tensors that the planner resolves are views of its state, which live for the whole load. Other
@@ -218,7 +218,7 @@ class ItemLoad:
         wrapper = is_wrapper(tensor)
         tensor = tensor if wrapper else tensor.detach()  # a class may copy inner tensors, and lose its dtype
         _check_fits(key, tensor, item.lengths, dtype, self._load.options.allow_cast or wrapper)
-        self._load.check_cast(item.storage_index.fqn, dtype, tensor.dtype)
+        self._load.view.check_cast(item.storage_index.fqn, dtype, tensor.dtype)
         return tensor
 
     def _target(self, item: ReadItem, record: Record) -> Target:

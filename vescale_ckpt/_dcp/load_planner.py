@@ -1,4 +1,4 @@
-"""`LoadPlanner` plans loads for DCP as its default planner does, but faster, and reports all keys that do not fit."""
+"""`LoadPlanner` plans DCP's loads like the default planner, but faster, and reports all keys that do not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.tensor_checks import holds_any, is_plain_tensor
-from .._load.check_fit import check_all_there, mismatch, mismatches_on_index
+from .._load.fill_plan import check_all_there, mismatch, mismatches_on_index
 from .._plan.read_plan import Reads
 from .._state import objects
 from .._state.chunks import Chunks, chunks_to_read, copy_protocol, shard_at, tells_chunks
@@ -40,7 +40,7 @@ from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
 from .item_load import ItemTargets, target_elements
 from .overrides import is_method_of
-from .packed_reads import PackedReads
+from .packed_lists import PackedReads
 
 _Found = TypeVar("_Found")
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
@@ -51,14 +51,17 @@ _FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor"
 class LoadPlanner(DefaultLoadPlanner):
     """Plans the same reads as `DefaultLoadPlanner`, in less time, and checks shapes and dtypes.
 
+    Pass it as `planner` of `dcp.load`, which is collective and wraps errors in DCP's `CheckpointException`.
+
     Args:
-        flatten_state_dict, flatten_sharded_tensors: the same as on saving.
+        flatten_state_dict, flatten_sharded_tensors: as in the save.
         allow_partial_load: True leaves values whose key is not in the checkpoint unchanged.
         allow_cast: True converts a stored tensor to its target's dtype; False raises `IncompatibleStateError` for
             another dtype.
 
-    Raises (inside DCP's `CheckpointException`) `MissingKeysError` with all missing keys, `IncompatibleStateError` for a
-    tensor of another shape.
+    Raises:
+        MissingKeysError: with all missing keys.
+        IncompatibleStateError: a tensor has another shape, or another dtype without `allow_cast`.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ def _on_the_host() -> AbstractContextManager[Any]:
 
 def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
     """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
-    return holds_any(flat, ShardedTensor) or any(
+    return holds_any(flat, (ShardedTensor,)) or any(
         value.is_meta for value in flat.values() if isinstance(value, torch.Tensor)
     )
 

@@ -1,4 +1,4 @@
-"""Finds out whether a user has overridden a planner's method, for planners and storage writers."""
+"""Detects whether a subclass overrides a planner's method, for planners and storage writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SavePlanner` lets DCP plan by a `Planner`: in C++, and only if the form of the state has changed."""
+"""`SavePlanner` plans DCP's saves by a `Planner`: in C++, and only when the form of the state has changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .._state.chunks import has_fields
 from ..errors import CheckpointError
 from ..settings import checked_flag
 from .overrides import is_method_of
-from .packed_plans import PackedItems, PackedSavePlan, SavePlans, request_of
+from .packed_lists import PackedItems, PackedSavePlan, SavePlans, request_of
 
 NO_COLLECTIVES = (
     "use_collectives=False: with the planner or the writer of this package all ranks save together. Leave it out: "
@@ -31,18 +31,20 @@ NO_COLLECTIVES = (
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans that each byte of replicated state is written once, evenly over all ranks. Plans again only on a change.
+    """Plans saves so that replicated bytes are written once, evenly over all ranks. Caches the plan from save to save.
+
+    Pass one object as `planner` of every `dcp.save`, which is collective.
 
     Args:
-        flatten_state_dict: nested containers become dotted keys.
-        flatten_sharded_tensors: ShardedTensors inside ShardedTensors become one.
-        enable_plan_caching: keep plans and reuse them while the state has the same keys, kinds, dtypes, shapes and
-            shards on every rank. The cache belongs to this object. If one rank does not keep plans, all ranks plan at
+        flatten_state_dict: True flattens nested containers to dotted keys.
+        flatten_sharded_tensors: True merges ShardedTensors inside ShardedTensors.
+        enable_plan_caching: True caches plans and reuses them while the state has the same keys, kinds, dtypes, shapes
+            and shards on every rank. The cache belongs to this object. If it is False on one rank, all ranks plan at
             each save.
-        placement: which rank writes what several ranks hold. "balanced": all evenly, large tensors in pieces.
+        placement: which rank writes what several ranks hold. "balanced": all of them evenly, large tensors in pieces.
             "lowest_rank": the lowest rank that holds it.
 
-    A subclass that overrides a step of planning gets DCP's own lists of items, and whole tensors.
+    A subclass that overrides a planning step receives DCP's own lists of items, and whole tensors.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ _Path = tuple[Any, ...]  # where a tensor is in a state
 
 
 class StagedChunks(torch.Tensor):
-    """The copy of a tensor that tells its chunks itself. What it told is kept: its methods may hold the tensors that
-    were copied, and processes of `dcp.async_save` get tensors without the attributes of instances."""
+    """The copy of a tensor that reports its own chunks. The report is stored, because the tensor's methods may hold the
+    original tensors, and processes of `dcp.async_save` receive tensors without instance attributes."""
 
     told: Chunks
 
@@ -53,13 +53,13 @@ class StagedChunks(torch.Tensor):
 
 
 class Stager(AsyncStager):
-    """Copies a state in parallel into memory that is reused by later saves. Tensors that share memory still share it.
+    """Copies a state in parallel into memory that later saves reuse. Copies of tensors that share memory share it, too.
 
-    With `dcp.async_save(state, async_stager=Stager(), storage_writer=…)` the copy is complete when `async_save`
-    returns, and its memory is free again when the save is done.
+    With `dcp.async_save(state, async_stager=Stager(), storage_writer=…)`, the copy is complete when `async_save`
+    returns, and its memory is released when the save is done.
 
     Args:
-        budget_bytes: most memory for snapshots in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
+        budget_bytes: maximum bytes for snapshots in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
     """
 
     def __init__(self, *, budget_bytes: int | None = None) -> None:

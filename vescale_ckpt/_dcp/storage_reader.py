@@ -20,6 +20,7 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.record_reader import ReadOptions
+from .._checkpoint.stacking import Stack, checked_rules
 from .._load.load_packed import load_packed
 from .._load.rank_load import RankLoad
 from .._load.source import Source
@@ -27,8 +28,7 @@ from .._observe.timeline import Timeline
 from .._ranks.exchange import Exchange
 from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
-from .._state.stacking import Stack, checked_rules
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _BroadcastDecision:
-    """The coordinator's decision that all ranks broadcast reads, and how. It is sent to all ranks: ranks that decided
-    differently would wait for each other until the timeout."""
+    """The coordinator's decision that all ranks broadcast reads, and how. It is sent to all ranks, because ranks with
+    different decisions would wait for each other until the timeout."""
 
     broadcast: Literal["auto", True]
 
@@ -50,21 +50,25 @@ class _BroadcastDecision:
 class StorageReader(DcpStorageReader):
     """Reads and verifies DCP checkpoints, of this package and of any version of torch, and safetensors files.
 
+    Pass it as `storage_reader` of `dcp.load`, which is collective and wraps errors in DCP's `CheckpointException`.
+
     Args:
-        path: the checkpoint's directory, or one safetensors file. A path or a `file://` URL.
-        thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
+        path: the checkpoint's directory, or one safetensors file, as a path or a `file://` URL.
+        thread_count: number of worker threads; None: `VESCALE_CKPT_THREADS`.
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
-        weights_only: False lets objects run code while they are loaded. Only for checkpoints that you trust.
+        weights_only: False lets objects run code while they are loaded. Use it only for checkpoints that you trust.
         broadcast_checkpoint: True: each byte that several ranks need is read by one of them, which sends it to the
-            others. "auto": the rule of docs/tuning.md decides. For loads that all ranks of the group make together: the
-            setting of DCP's coordinator counts for all ranks. See docs/loading.md.
-        direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if it is not
+            others. "auto": the rule of docs/tuning.md decides. Only for loads that all ranks of the group make
+            together; the value on DCP's coordinator applies to all ranks. See docs/loading.md.
+        direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if that is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
-        stack: that of `vescale_ckpt.load`.
+        stack: as for `vescale_ckpt.load`.
 
-    Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
-    for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
+    Raises:
+        CorruptCheckpointError: data is damaged.
+        IncompatibleStateError: a target has another dtype (unless the planner is `LoadPlanner(allow_cast=True)`).
+        UntrustedCheckpointError: the checkpoint is unsafe to load.
     """
 
     def __init__(
@@ -153,7 +157,10 @@ class StorageReader(DcpStorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         """The checkpoint as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
         self._checkpoint = None
-        self._checkpoint = found = self._source.open(rank, by_index=type(self) is StorageReader)
+        found = self._source.open(rank)
+        if type(self) is not StorageReader:  # a subclass may change the metadata that it gets
+            found = found.without_index()
+        self._checkpoint = found
         load_id = self.load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
@@ -199,8 +206,7 @@ class StorageReader(DcpStorageReader):
         broadcast = None
         if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
-            cached = not storage_at(self.path).by_requests
-            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, f"{phase}: read for each other", cached)
+            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, f"{phase}: read for each other", self.path)
         allow_cast = bool(getattr(planner, "allow_cast", False))
         self._source.options = replace(self._source.options, allow_cast=allow_cast)
         measured = Timeline("load", self.path, phase, *place_in(self.process_group))

@@ -27,7 +27,7 @@ from .._write.safetensors_layout import Safetensors, SaveFormat, chosen_format
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .packed_plans import PackedResults
+from .packed_lists import PackedResults
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
@@ -35,24 +35,26 @@ from .writer_steps import NativeSteps, SafetensorsSteps, WriterSteps, write
 
 
 class StorageWriter(DcpStorageWriter, Stager):
-    """Writes a DCP checkpoint that every DCP reads, with checksums and an atomic commit.
+    """Writes a checkpoint that every DCP reads, with checksums and an atomic commit.
+
+    Pass it as `storage_writer` of `dcp.save` or `dcp.async_save`, which are collective.
 
     Args:
-        path: the checkpoint's directory, made if missing. A path or a `file://` URL.
+        path: the checkpoint's directory, created if missing; a path or a `file://` URL.
         format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
             their index; a `Safetensors` has options. All ranks write into the same files, which any reader of that
-            format reads. They hold tensors only, and always have checksums.
-        thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
-        single_file_per_rank: False writes each tensor and object to a file of its own, as DCP's option does.
-        sync_files: False skips syncing data; a crash of the machine may then tear a committed checkpoint.
+            format reads. These hold only tensors, and always have checksums.
+        thread_count: number of worker threads; None: `VESCALE_CKPT_THREADS`.
+        single_file_per_rank: False writes each tensor and object to its own file, like DCP's option.
+        sync_files: False skips syncing data; a machine crash may then tear a committed checkpoint.
         overwrite: False raises if the directory holds a checkpoint.
-        checksums: False writes no checksums: loads cannot verify the data then.
-        direct_io: "auto" bypasses the page cache where the file system allows it, False never does, True raises if it
+        checksums: False writes no checksums, so that loads cannot verify the data.
+        direct_io: "auto" bypasses the page cache where the file system allows it, False never does, True raises if that
             is not possible.
-        process_group: has no effect: DCP tells the writer its rank.
+        process_group: no effect: DCP passes the rank to the writer.
 
-    `dcp.async_save` uses the writer as a `Stager` unless another is given: torch's own stager ignores that a tensor is
-    lazily conjugated or negated, and saves wrong values.
+    `dcp.async_save` uses the writer as its `Stager` unless another stager is given: torch's own stager ignores the lazy
+    conjugate or negation of a tensor, and saves wrong values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
     It can be pickled between saves. `last_stats` holds the statistics of this rank's last save.

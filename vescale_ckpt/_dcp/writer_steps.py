@@ -1,4 +1,4 @@
-"""`WriterSteps` take a layout through the steps in which DCP calls a storage writer."""
+"""`WriterSteps` runs a layout through the calls that DCP makes to a storage writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._write.rank_save import RankSave
 from .._write.safetensors_layout import Safetensors, SafetensorsLayout, refuse_wrappers
 from ..errors import CheckpointError
 from ..reports import SaveStats
-from .packed_plans import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
+from .packed_lists import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
 from .save_planner import SavePlanner as OurSavePlanner
 from .write_items import write_items
 

@@ -18,7 +18,7 @@ def is_plain_tensor(value: object) -> bool:
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 
-def holds_any(flat: Mapping[Any, Any], kind: type) -> bool:
+def holds_any(flat: Mapping[Any, Any], kind: tuple[type, ...]) -> bool:
     """Whether one of the values is an instance of `kind`. It checks each distinct type once."""
     return any(issubclass(type_, kind) for type_ in set(map(type, flat.values())))
 

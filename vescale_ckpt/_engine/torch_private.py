@@ -201,8 +201,8 @@ def shut_down_connections(own: bytes, others: Iterable[bytes]) -> None:
     """Shuts down the connections of a group of `gloo_of_addresses` with other ranks. `own`, `others`: addresses, as it
     gave them.
 
-    gloo closes these alone. A wait that ends would also close a connection that is being made, and gloo ends the
-    process if that comes later.
+    `abort` of torch's gloo group does nothing in torch 2.11 to 2.14 (`Backend.hpp`). A wait that ends closes all pairs,
+    also one that is still connecting, and gloo ends the process if that connection comes later.
     """
     mine, listeners = _listener_of(own), {_listener_of(address) for address in others}
     for name in os.listdir("/proc/self/fd"):

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,14 +117,8 @@ class _Renamed(Checkpoint):
         self._of = of
         self._key_of = {name: key for key, name in names.items()}
         self.format, self.path, self.root = of.format, of.path, of.root
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: self._of.tensors[key] for name, key in self._key_of.items() if key in self._of.tensors}
-
-    @cached_property
-    def objects(self) -> Mapping[str, Chunk]:
-        return {name: self._of.objects[key] for name, key in self._key_of.items() if key in self._of.objects}
+        self.tensors = {name: of.tensors[key] for name, key in self._key_of.items() if key in of.tensors}
+        self.objects = {name: of.objects[key] for name, key in self._key_of.items() if key in of.objects}
 
     def load_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         names = {self._key_of[name]: name for name in keys}

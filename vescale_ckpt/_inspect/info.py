@@ -28,18 +28,22 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> CheckpointInfo:
-    """What a checkpoint holds: one of DCP, of safetensors, or a file of torch.save.
+    """Returns the contents of a checkpoint: a DCP directory, safetensors files, or a file of torch.save.
 
-    It reads metadata or headers, no tensor, and of a DCP checkpoint the first 200 objects (20 in an object store), for
-    the values of numbers, texts and short lists. It runs no code of the checkpoint. A file of torch.save is one pickle,
-    which is loaded with `weights_only=True`, without its tensors. Where each rank has saved for itself, the parts of
-    all ranks are put together.
+    Reads metadata or headers, but no tensors. From a DCP checkpoint it also reads the first 200 objects (20 in an
+    object store), to show numbers, strings and short lists. It runs no code of the checkpoint. A file of torch.save is
+    one pickle, which is loaded with `weights_only=True`, without its tensors. If ranks saved without collectives, the
+    parts of all ranks are merged.
 
     Args:
-        keys: only these: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
+        path: the checkpoint's directory or file.
+        keys: names, prefixes up to a dot, or `fnmatch` patterns to select; entries that start with `!` exclude. None:
+            all keys.
 
-    Raises `CheckpointError` if there is no checkpoint, `CorruptCheckpointError`, `UntrustedCheckpointError`, and
-    `MissingKeysError` for `keys` that match nothing.
+    Raises:
+        CheckpointError: there is no checkpoint.
+        CorruptCheckpointError, UntrustedCheckpointError: the metadata is damaged or unsafe.
+        MissingKeysError: `keys` matches nothing.
     """
     settings.check()
     where = checkpoint_path(checked_path("path", path))

@@ -25,10 +25,12 @@ def load_packed(
     state: object,
     put_object: Callable[[str, Any], None],
     broadcast: BroadcastLoad | None,
+    fill_values: Callable[[], int] = lambda: 0,
 ) -> LoadStats:
     """Fills the tensors of `reads`, which are views of `state`, and calls `put_object` with each object and its key.
 
-    With `broadcast`, other ranks, which call this together, read some of it.
+    With `broadcast`, other ranks, which call this together, read some of it. `fill_values`: fills what is made of
+    stored tensors, and returns the number of these tensors.
     """
     names = reads.state.names
     of_objects = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
@@ -39,7 +41,7 @@ def load_packed(
         if load.options.allow_cast:
             for row in reads.tensors():
                 tensor, _ = reads.state.source(row.item)
-                load.check_cast(names[row.item], row.dtype, tensor.dtype)
+                load.view.check_cast(names[row.item], row.dtype, tensor.dtype)
         load.begin(reads.state, state)
         return reads, of_objects
 
@@ -49,7 +51,7 @@ def load_packed(
             put_object(record.key, objects.load(data, weights_only=load.options.weights_only, key=record.key))
         if own is not None:
             fill_packed(load, own)
-        return reads.count_tensors(), len(of_objects)
+        return reads.count_tensors() + fill_values(), len(of_objects)
 
     return load.run(work)
 

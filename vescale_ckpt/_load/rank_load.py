@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from .. import settings
-from .._checkpoint.checkpoint import Read
 from .._checkpoint.loadable import LoadableCheckpoint
-from .._checkpoint.quantized_tensors import Quantized, check_cast, fill
 from .._checkpoint.record_reader import ReadOptions, RecordReader
 from .._checkpoint.seen_files import SeenFiles
+from .._checkpoint.view import View
 from .._engine import _C, device_streams
 from .._engine.options import used_paths
 from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
+from .._engine.torch_types import dtensor_type
 from .._ranks.groups import resolve_group
 from .._routes.rounds import FailedElsewhereError
 from .._state.state import State
-from .._state.tensor_table import narrowed
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError
 from ..reports import LoadStats
@@ -39,9 +36,8 @@ class RankLoad(RecordReader):
     def __init__(self, checkpoint: LoadableCheckpoint, options: ReadOptions, seen: SeenFiles) -> None:
         super().__init__(checkpoint, options, seen)
         self.checkpoint = checkpoint
+        self.view = View(checkpoint)
         self._filled: list[torch.Tensor] = []
-        #: tensors of values, under the keys of `checkpoint.quantized`, which `run` fills at its end
-        self.quantized: State | None = None
         self.shared_bytes = 0  #: those of `bytes` that several ranks needed and one of them read
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
@@ -57,7 +53,6 @@ class RankLoad(RecordReader):
         try:
             with suppress(FailedElsewhereError):
                 tensors, objects = work()
-                tensors += self._fill_quantized()
                 self.finish()
                 device_notes()  # logs new ones
         finally:
@@ -95,44 +90,10 @@ class RankLoad(RecordReader):
         phase = f"loading {self.where}: wait until a save has copied the state"
         wait_until_copied(phase, settings.timeout(self.options.timeout))
         self._filled += tensors
-        if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
-            self._filled += [value for value in state.values() if isinstance(value, DTensor)]
+        dtensor = dtensor_type()
+        if isinstance(state, dict) and holds_any(state, dtensor):  # a DTensor has a version counter of its own
+            self._filled += [value for value in state.values() if isinstance(value, dtensor)]
         increment_version(self._filled)
-
-    def check_cast(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-        """Raises `CheckpointError` if a cast of a stored tensor would leave out its scales."""
-        if stored != wanted:
-            name, why = self.checkpoint.aliases.get(key, key), self.checkpoint.not_dequantized
-            if name != key:
-                why = f"{key} is another name of it, and values are made for the stored name only"
-            check_cast(name, stored, wanted, self._keys, why)
-
-    @cached_property
-    def _keys(self) -> frozenset[str]:
-        return frozenset(self.checkpoint.keys())
-
-    def _fill_quantized(self) -> int:
-        """Fills the tensors of `quantized` with values, and returns their number. Each rank reads for itself."""
-        if self.quantized is None:
-            return 0
-        self.begin(self.quantized, None)
-        description = self.quantized
-        shared = self.options.direct_io == "auto" and ranks_of_node() > 1
-
-        def boxes() -> Iterator[tuple[Quantized, Sequence[int], torch.Tensor]]:
-            for row, (name, *_, offset, size) in enumerate(description.items):
-                tensor, inside = description.source(row)
-                yield self.checkpoint.quantized[name], offset, narrowed(tensor.detach(), inside, size)
-
-        def read(reads: list[Read]) -> None:
-            parts = self.checkpoint.parts(reads)
-            self.fill(
-                (self.target(self.record(of.key, of.chunk, of.dtype), of.inside, of.target) for of in parts),
-                through_cache=shared,
-            )
-
-        fill(boxes(), read, self.threads)
-        return len(set(description.names))
 
 
 def ranks_of_node() -> int:

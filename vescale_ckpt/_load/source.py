@@ -14,10 +14,10 @@ from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.safetensors.headers import ExportedMeanwhileError
 from .._checkpoint.safetensors.safetensors_checkpoint import was_exported_since
 from .._checkpoint.seen_files import SeenFiles
+from .._checkpoint.stacking import Stack
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._observe import timeline
-from .._state.stacking import Stack
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -50,12 +50,12 @@ class Source:
         self._look_anew(None)
         return fingerprint(self.path)
 
-    def open(self, rank: int | None = None, *, by_index: bool = True) -> LoadableCheckpoint:
+    def open(self, rank: int | None = None) -> LoadableCheckpoint:
         """Opens the checkpoint; with `rank`, what that rank saved without collectives. Raises as `open_to_load`."""
         with storage_at(self.path).look():
             self._look_anew(rank)
             self._share_lock(rank)
-            return self._stacked(open_to_load(self.path, rank, self.options.verify, by_index=by_index))
+            return self._stacked(open_to_load(self.path, rank, self.options.verify))
 
     def unpack(self, message: bytes) -> LoadableCheckpoint:
         """The checkpoint from a message of `pack_for_ranks`. `fingerprint` must be equal on both ranks. Raises as

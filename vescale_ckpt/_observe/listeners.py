@@ -1,4 +1,4 @@
-"""Calls the functions that a program has registered at the end of each save and load, for metrics."""
+"""Calls the registered listeners at the end of each save and load, for metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finished:
-    """A save or load that is over on this rank. Exactly one of `stats` and `error` is set."""
+    """A save or load that has ended on this rank. Exactly one of `stats` and `error` is set."""
 
     kind: Literal["save", "load"]
     path: str
@@ -28,7 +28,7 @@ class Finished:
 
     @property
     def step(self) -> int | None:
-        """The number at the end of the path, as in `step-1000`. None if there is none."""
+        """The number at the end of the path, as in `step-1000`; None without one."""
         found = re.search(r"(\d+)/*$", self.path)
         return None if found is None else int(found[1])
 
@@ -41,7 +41,7 @@ _listeners: list[Listener] = []  # each change is one operation of the list, so 
 def on_finish(listener: Listener) -> Callable[[], None]:
     """Calls `listener` with a `Finished` at the end of each save and load of this process, on the thread that ends it.
 
-    An exception of the listener is logged and goes no further. Returns a function that removes the listener.
+    An exception in the listener is logged and not propagated. Returns a function that removes the listener.
     """
     _listeners.append(listener)
 

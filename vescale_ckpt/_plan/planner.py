@@ -9,11 +9,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-
-from .._engine import _C
+from .._engine import _C, torch_private
 from .._engine.tensor_checks import holds_any
-from .._engine.torch_private import flatten_sharded_tensors
+from .._engine.torch_types import sharded_tensor_type
 from .._engine.wrapper_tensors import type_name
 from .._ranks.node import node_of_this_process
 from .._state import objects
@@ -71,8 +69,8 @@ class Planner:
                 _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
         else:
             values, _ = unwrap_per_rank(state, {})
-        if sharded and holds_any(values, ShardedTensor):
-            values = flatten_sharded_tensors(values)
+        if sharded and holds_any(values, sharded_tensor_type()):
+            values = torch_private.flatten_sharded_tensors(values)
         return values, paths, packed
 
     def describe(self, values: dict[str, Any], paths: dict[str, Any] | None, structure: str) -> State:

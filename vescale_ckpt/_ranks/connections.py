@@ -1,22 +1,22 @@
 """Connects the ranks of a group by gloo for the collectives of `Exchange`, with a deadline for every wait.
 
-No wait is longer than the timeout of the call plus `GRACE`. That holds for waits for a rank, for the store, while
-connecting and while closing; it holds whether a peer is late, stopped, dead or cut off. A rank uses `GRACE` to find out
-which ranks to name: those whose notes are missing in the store. If it cannot reach the store, its error says so.
+No wait is longer than the timeout of the call plus `GRACE`. This applies to waits for a rank and for the store, while
+connecting and while closing, whether a peer is late, stopped, dead or cut off. A rank uses `GRACE` to find out which
+ranks to name: those whose notes are missing in the store. If it cannot reach the store, its error reports that.
 
-A rank connects to its neighbours in the tree of ranks at the beginning, and to another rank at the first collective of
-`peers` with it. So sockets do not grow with the number of ranks.
+A rank connects to its neighbours in the tree of ranks at first use, and to another rank at the first collective of
+`peers` with it, so the number of sockets does not grow with the number of ranks.
 
-The connections are not made by `new_group`. That numbers groups by how many each rank has made, which differs between
-the ranks of subgroups; and a group that failed cannot be made again under its number.
+`new_group` is not used: it numbers groups by how many a rank has created, which differs between ranks of subgroups, and
+a failed group cannot be created again under its number.
 
-The first failure ends a generation of connections. The rank that notices it writes a failure report to the store, then
-closes its connections. Its neighbours notice that, read the report, raise the same error and close theirs.
+The first failure ends a generation of connections. The rank that detects it writes a failure report to the store, then
+closes its connections. Its neighbours detect that, read the report, raise the same error and close theirs.
 
-If a connection ends, gloo wakes only a rank that waits for a message of which no byte has come yet. It does not wake a
-rank that waits for a send or for the rest of a message (`signalException` in its `tcp/pair.cc`). So ranks wait only for
-messages of the first kind: a short message, the trailer, follows a long one, and the receiver may answer with a
-receipt.
+If a connection ends, gloo wakes only a rank that waits for a message of which no byte has arrived. It does not wake a
+rank that waits for a send or for the remainder of a message (`signalException` in its `tcp/pair.cc`). So ranks wait
+only for messages of the first kind: a long message is followed by a short one, the trailer, and the receiver may
+confirm it with a receipt.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _GREETING_BYTES = 160
 DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _SHORTEST = timedelta(milliseconds=1)
-_LONGEST_END = 5.0  # after a failure a rank waits at most so many seconds for others: less than GRACE
+_LONGEST_END = 5.0  # seconds that a rank waits for others after a failure, at most; less than GRACE
 # Messages with one gloo tag arrive in the order in which they are sent.
-_MESSAGES, _TRAILERS, _RECEIPTS, _HELLOS, _NOTHING = range(5)  # nobody sends the last
-_SHORT_BYTES = 1024  # a message of at most so many bytes fits in one packet of any network, so it has no trailer
+_MESSAGES, _TRAILERS, _RECEIPTS, _HELLOS, _NOTHING = range(5)  # the last is never sent
+_SHORT_BYTES = 1024  # messages up to this size fit in one packet of any network, so they have no trailer
 
 
 class Arrival(Protocol):
-    """A message that a rank waits for, or a word in memory that it shares with the peer."""
+    """A message that a rank waits for, or a flag in memory shared with the peer."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Raises RuntimeError if it does not arrive in time, and as soon as it cannot arrive any more."""
+        """Raises RuntimeError if it does not arrive in time, or as soon as it can no longer arrive."""
 
 
 class _Awaited(NamedTuple):
-    """An arrival from `peer` that a rank waits for: the last of `works`. The others must live until then."""
+    """An arrival from `peer` that a rank waits for: the last of `works`, which keeps the others alive until then."""
 
     peer: int
     works: list[Arrival]
@@ -72,7 +72,7 @@ class _Awaited(NamedTuple):
 
 
 def subtree(rank: int, size: int) -> list[int]:
-    """Returns a rank and all below it in the tree of ranks: each before those below it, and lower ones first."""
+    """Returns a rank and its descendants in the tree of ranks: parents before children, lower ranks first."""
     found = [rank]
     for child in children_of(rank, size):
         found += subtree(child, size)
@@ -91,8 +91,8 @@ def parent_of(rank: int) -> int | None:
 class Connections:
     """One rank's connections of one generation. `ranks`: the ranks of the group, as the default group numbers them.
 
-    All ranks make it together. Raises CheckpointTimeoutError that names the ranks that did not come within `timeout`
-    seconds.
+    The constructor is collective. Raises a CheckpointTimeoutError that names the ranks that did not arrive within
+    `timeout` seconds.
     """
 
     def __init__(self, rendezvous: Rendezvous, ranks: list[int], timeout: float) -> None:
@@ -107,13 +107,13 @@ class Connections:
         self.failure: FailureReport | None = None
         self.devices: DeviceGroup | None = None  #: the connections among the ranks' devices, once `devices_tried`
         self.devices_tried = False
-        self.kept: dict[str, object] = {}  #: users keep values here as long as these connections are good
+        self.kept: dict[str, object] = {}  #: values of users that are valid for as long as these connections
         self._device_groups = 0  # the number of groups made so far
         self.ranks = ranks
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
-        self._farthest = 0  # the largest distance of two ranks in the tree
+        self._farthest = 0  # the diameter of the tree
         at = parent_of(self.size - 1)
         while at is not None:
             self._farthest += 2
@@ -122,10 +122,10 @@ class Connections:
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()
         self._sent: deque[tuple[int, list[Arrival]]] = deque()  # (number of the collective, sends without a receipt)
-        self._short_message = torch.zeros(1, dtype=torch.uint8, device="cpu")  # every trailer and receipt is this
+        self._short_message = torch.zeros(1, dtype=torch.uint8, device="cpu")  # used for every trailer and receipt
         self._connected = {self.rank}  # ranks that this one can send to and receive from
         self._addresses: dict[int, bytes] = {}  # {rank: its address}, of this rank and those that it has connected to
-        # gloo ends the process if it is closed while it connects, and then cannot connect.
+        # gloo terminates the process if it is closed while connecting and the connection then fails.
         self._connects = False
         self._gloo: dist.ProcessGroupGloo | None = None
         failed: Exception | None = None
@@ -155,8 +155,8 @@ class Connections:
         return [*self.children] if self.parent is None else [self.parent, *self.children]
 
     def _connect(self, peers: Iterable[int]) -> None:
-        """Connects this rank to others, which connect to it at the same time. It waits for each in turn, from the
-        lowest rank on: so of all pairs that are not connected, the two ranks of the first wait for each other."""
+        """Connects this rank to others, which connect to it at the same time. It waits for each in turn, in ascending
+        order; so, of all pairs not yet connected, the two ranks of the first pair always wait for each other."""
         fresh = sorted({*peers} - self._connected)
         if not fresh:
             return
@@ -187,24 +187,24 @@ class Connections:
         self.wait()
 
     def _others_have_failed(self) -> bool:
-        """Whether there is a failure report. A rank that waits for a first connection does not notice that others have
+        """Whether there is a failure report. A rank that waits for a first connection does not detect that others have
         closed theirs."""
         with suppress(StoreGoneError):
             return self._rendezvous.failure() is not None
         return False
 
     def make_devices(self, device: CudaDevice, timeout: float) -> None:
-        """Makes `devices`. NCCL connects at the first swap."""
+        """Creates `devices`. NCCL connects at the first swap."""
         self._device_groups += 1
         store = self._rendezvous.store_for_devices(self._device_groups)
         self.devices = DeviceGroup(device, nccl.nccl_backend(store, self.rank, self.size, timeout), timeout)
 
     @contextmanager
     def collective(self, kind: str, phase: str, timeout: float, peers: Iterable[int] = ()) -> Iterator[None]:
-        """A context for this rank's part of a collective, made of `send`, `receive` and `wait` to and from neighbours
-        in the tree and `peers`, whose own `peers` must have this rank.
+        """A context manager for this rank's part of a collective: `send`, `receive` and `wait` with neighbours in the
+        tree and with `peers`, whose own `peers` must contain this rank.
 
-        It begins with a greeting between neighbours. It ends when all messages of this rank are done, as after `wait`.
+        It begins with a greeting between neighbours, and ends when all messages of this rank are done, as after `wait`.
         Any exception raised inside ends these connections on all ranks.
         """
         with self._lock:
@@ -229,26 +229,26 @@ class Connections:
                 raise
 
     def _awaited(self) -> str:
-        """Names the ranks that this one waits for, as far as known; empty if a lower rank has arrived, which logs
-        them. Any thread may call it."""
+        """Names the ranks that this one waits for, as far as known; empty if a lower rank has arrived, which logs them
+        instead. Any thread may call it."""
         rendezvous = self._rendezvous
         if not all(late_ranks(rendezvous.notes([lower]), self.calls) for lower in range(self.rank)):
             return ""
         notes = rendezvous.notes()
         if late := late_ranks(notes, self.calls) or ranks_behind(notes, self.calls, self._progress):
             return f"{rendezvous.named(late)}{rendezvous.last_seen(late)}"
-        with suppress(IndexError):  # the message may just have come
+        with suppress(IndexError):  # the message may just have arrived
             return f"a message of rank {(self._pending or self._receipts)[0].peer} of {self.size}"
         return "other ranks"
 
     def progress(self, progress: int) -> None:
-        """Notes the progress of this rank in a long collective, for the error of a rank that times out."""
+        """Records this rank's progress in a long collective, for the error of a rank that times out."""
         self._progress = progress
         self._rendezvous.note(self.calls, self._step, progress)
 
     def may_commit(self, timeout: float) -> None:
-        """Call this before a step that cannot be undone. Raises if other ranks have given up, or if the store does not
-        answer. After it returns, the error of a rank that gives up says that the commit may have been made."""
+        """Called before a step that cannot be undone. Raises if other ranks have timed out, or if the store does not
+        answer. After it returns, the error of a rank that times out states that the commit may have been made."""
         with self._lock:
             if self.failure is None:
                 failure = self._rendezvous.may_commit(self.calls, timeout)
@@ -259,15 +259,15 @@ class Connections:
             raise self.failure.error()
 
     def first_word(self) -> FirstWord:
-        """A word to agree on after the last collective. All ranks must have run the same ones."""
+        """Returns a write-once cell to decide on after the last collective. All ranks must have run the same ones."""
         return self._rendezvous.first_word(self.calls)
 
     def send(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
         """Begins to send a CPU tensor.
 
         With `receipt`, `wait` returns only when the peer has the message. Without it, the tensor must never change, and
-        this rank must at some time wait for a message that the peer sends only after it has begun to receive this one.
-        The reason: gloo sends a message when the peer has begun to receive it.
+        this rank must later wait for a message that the peer sends only after it has started to receive this one,
+        because gloo sends a message only when the peer has started to receive it.
         """
         works: list[Arrival] = []
         if receipt:
@@ -288,12 +288,12 @@ class Connections:
             works.append(self._begin("recv", peer, self._short_message, _TRAILERS))
 
     def expect(self, peer: int, arrival: Arrival) -> None:
-        """Makes `wait` also wait for an arrival from `peer` that does not come over these connections."""
+        """Makes `wait` also wait for an arrival from `peer` outside these connections."""
         self._pending.append(_Awaited(peer, [arrival]))
 
     def wait(self, receipts: bool = True) -> None:
         """Returns when all receives and expected arrivals are done; with `receipts`, also all receipts."""
-        # Receives come first: the peers may wait for receipts of this rank.
+        # Receives first: peers may be waiting for this rank's receipts.
         for awaited in (self._pending, self._receipts) if receipts else (self._pending,):
             while awaited:
                 try:
@@ -332,13 +332,13 @@ class Connections:
         for peer, buffer in heard.items():
             if buffer != greeting:
                 raise ElsewhereError(peer, buffer[DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
-        # A greeting from a neighbour proves that ranks d hops away have finished collective n - d. So buffers that were
-        # sent earlier can be freed.
+        # A greeting from a neighbour proves that ranks d hops away have finished collective n - d, so buffers sent
+        # before that can be freed.
         while self._sent and self._sent[0][0] + self._farthest < self.calls:
             self._sent.popleft()
 
     def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
-        """Makes or reads the failure report, then closes the connections. All ranks get the same report."""
+        """Creates or reads the failure report, equal on all ranks, then closes the connections."""
         until, store_answers = time.monotonic() + _LONGEST_END, True
         failed = Failure(self._rendezvous, self.calls, phase, step, self._progress, timeout, error)
         try:
@@ -364,7 +364,7 @@ class Connections:
         return failure
 
     def close(self) -> None:
-        """Closes connections that no rank uses any more."""
+        """Closes connections that no rank uses any longer."""
         with self._lock:
             self._close()
 
@@ -391,13 +391,13 @@ class Connections:
         self.kept.clear()
 
     def _cut(self, gloo: Any) -> None:
-        """Closes the sockets. Without that gloo would go on reading a message whose tensor is gone, and never close
-        (`Loop::shutdown` in its `tcp/loop.cc` waits until nothing comes)."""
+        """Closes the sockets. Otherwise gloo would keep reading a message whose tensor is freed, and never close
+        (`Loop::shutdown` in its `tcp/loop.cc` waits until no data arrives)."""
         for peer in self._connected - {self.rank}:
-            with suppress(RuntimeError):  # a wait that ends closes all; one for a rank that is gone begins none
+            with suppress(RuntimeError):  # a wait that times out closes all sockets; one for a lost rank raises at once
                 gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NOTHING).wait(_SHORTEST)
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:
-    """Returns the buffer's own memory as a tensor of bytes."""
+    """Returns a byte tensor that shares the buffer's memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")

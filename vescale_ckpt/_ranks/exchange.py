@@ -1,9 +1,9 @@
 """`Exchange` runs the collectives of saves and loads for one group of ranks, each with a timeout.
 
-Messages travel along a tree of ranks, whose root is the coordinator; those of `peers` from rank to rank. They are
-point-to-point sends of plain tensors, so a failure shows which rank it comes from. Each collective begins with a
-greeting between neighbours in the tree, which names the collective. So ranks in different collectives raise before any
-data moves.
+Messages travel along a tree of ranks with the coordinator as its root; those of `peers` go directly from rank to rank.
+They are point-to-point sends of plain tensors, so a failure identifies the rank that caused it. Each collective begins
+with a greeting between neighbours in the tree, which names the collective, so that ranks in different collectives raise
+before any data is sent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .store_thread import StoreGoneError, of_default_group
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TEXT = 2000  # texts of errors are cut after so many characters before they are sent to other ranks
-_LONG_PART = 4096  # bytes that are worth connections between the ranks that get them
+_LONGEST_TEXT = 2000  # characters; longer error texts are truncated before they are sent to other ranks
+_LONG_PART = 4096  # bytes above which a part is worth new connections between its recipients
 _NO_ERROR = 1
 
 _Result = TypeVar("_Result")
@@ -50,11 +50,11 @@ class Exchange:
 
     Every rank calls the same methods in the same order. `phase` names the purpose of a call in errors. If ranks differ
     in the phase or the method, all raise CheckpointError. `phase` contains the save's path, so a rank that is one save
-    behind gets an error instead of being mixed in.
+    late gets an error instead of taking part in the wrong save.
 
-    Every method raises CheckpointTimeoutError, on every rank, if a rank does not come within `timeout` seconds of the
-    call, dies, or leaves with an error of its own. After that every call of this exchange raises; `Exchange.of` makes
-    the next one. Any thread may call, but only one at a time.
+    Every method raises CheckpointTimeoutError, on every rank, if a rank does not arrive within `timeout` seconds of the
+    call, dies, or leaves with an error of its own. After that, every call of this exchange raises; `Exchange.of`
+    creates the next one. Any thread may call, but only one at a time.
     """
 
     def __init__(self, links: Connections | None, timeout: float) -> None:
@@ -72,8 +72,8 @@ class Exchange:
 
         Each `purpose` has its own connections, so that a background save and a load can run at the same time.
 
-        At first use and after a failure all ranks of the group connect together. The connections are kept while the
-        group lives. The group itself is not used. `timeout`: seconds; None: the setting. Raises as the methods do.
+        Collective at first use and after a failure: all ranks of the group connect. The connections are kept while the
+        group exists. The group itself is not used. `timeout`: seconds; None: the setting. Raises like the methods.
         """
         limit = settings.timeout(timeout)
         group = resolve_group(process_group)
@@ -91,8 +91,8 @@ class Exchange:
 
     @staticmethod
     def begin_connecting(process_group: dist.ProcessGroup | None) -> None:
-        """Begins what `of` waits for at its first call and needs no other rank: the connection to the store, which
-        takes seconds where no name server answers. Returns at once."""
+        """Starts to connect to the store, in the background: the part of the first `of` that needs no other rank, and
+        takes seconds if no name server answers."""
         group = resolve_group(process_group)
         if group is not None and dist.get_world_size(group) > 1:
             of_default_group().begin_connecting()
@@ -103,17 +103,17 @@ class Exchange:
 
     @property
     def generation(self) -> int:
-        """Another number after each failure, equal on all ranks; 0 for a single rank."""
+        """A number that changes after each failure, equal on all ranks; 0 for a single rank."""
         return 0 if self._links is None else self._links.generation
 
     @property
     def kept(self) -> dict[str, object]:
-        """The values that users keep for the next exchange, as long as it has the same connections."""
+        """Values that users keep from one exchange to the next, while these have the same connections."""
         return {} if self._links is None else self._links.kept
 
     def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
-        """Returns the minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo 2^64. All are
-        64-bit integers, and every rank gives equally many."""
+        """All-reduce: returns the minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo
+        2^64. All are 64-bit integers; every rank passes equally many."""
         links = self._links
         least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
         if links is not None:
@@ -136,8 +136,8 @@ class Exchange:
         return result
 
     def gather(self, data: bytes, phase: str) -> list[bytes] | None:
-        """Returns every rank's bytes, by rank, on the coordinator; None on other ranks. The coordinator holds all at
-        once."""
+        """Returns every rank's bytes, by rank, on the coordinator, which holds all of them in memory; None on other
+        ranks."""
         links = self._links
         if links is None:
             return [data]
@@ -160,14 +160,14 @@ class Exchange:
         parts = dict.fromkeys(range(self.size), data)
         buffers.reverse()
         for ranks, of_ranks in zip(below, lengths, strict=True):
-            buffer = buffers.pop()  # it is freed after its copy, so memory never holds all twice
+            buffer = buffers.pop()  # freed after its copy, so that memory never holds everything twice
             parts.update(zip(ranks, _parts_of(buffer, of_ranks), strict=True))
         return list(parts.values())
 
     def gather_distinct(self, parts: Sequence[bytes], phase: str) -> list[list[bytes]] | None:
-        """Returns every rank's `parts`, by rank, on the coordinator; None on other ranks. All ranks give equally many.
+        """Returns every rank's `parts`, by rank, on the coordinator; None on other ranks. All ranks pass equally many.
 
-        Equal parts travel once and are one object on the coordinator. So the replica of a table costs 16 bytes.
+        Equal parts are sent once, and are a single object on the coordinator: a replica of a table costs 16 bytes.
         """
         if self._links is None:
             return [list(parts)]
@@ -188,8 +188,7 @@ class Exchange:
         return [[found[digest] for digest in row] for row in rows]
 
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
-        """Returns this rank's element of `parts`. The coordinator gives one part for each rank; other ranks give
-        None."""
+        """Returns this rank's element of `parts`. The coordinator passes one part per rank; other ranks pass None."""
         links = self._links
         if links is not None:
             with links.collective("scatter", phase, self.timeout):
@@ -208,15 +207,15 @@ class Exchange:
         return parts[0]
 
     def scatter_contents(self, contents: Sequence[tuple[bytes, ...]] | None, phase: str) -> tuple[bytes, ...]:
-        """Returns this rank's element of `contents`, which the coordinator gives, one for each rank; most may be empty.
+        """Returns this rank's element of `contents`. The coordinator passes one element per rank; most may be empty.
 
-        First parts that are the same object for several ranks, of which the first is long, travel along a tree of the
-        ranks that get them. So the coordinator neither holds nor sends them as often as there are such ranks.
+        If several recipients' first part is the same long object, it is broadcast along a tree of these ranks, so that
+        the coordinator neither holds nor sends it once per rank.
         """
         messages: list[bytes] | None = None
         if contents is not None:
             messages = [b""] * len(contents)
-            alike = defaultdict[int, list[int]](list)  # ranks by their first part, or each for itself
+            alike = defaultdict[int, list[int]](list)  # ranks by their first part; otherwise one entry per rank
             for rank, content in enumerate(contents):
                 if content:
                     alike[id(content[0]) if len(content[0]) >= _LONG_PART else -rank].append(rank)
@@ -254,25 +253,25 @@ class Exchange:
         return data
 
     def first_word(self) -> FirstWord:
-        """A word on which the ranks can agree from now on, while they are in other collectives. All ranks make it
-        between the same two collectives, at most one there."""
+        """Returns a write-once cell that the ranks share from now on, while they are in other collectives. All ranks
+        create it between the same two collectives, at most one there."""
         return FirstWord(None, "", 0) if self._links is None else self._links.first_word()
 
     def share(self, data: bytes, phase: str) -> list[bytes]:
-        """Returns every rank's bytes, by rank, on every rank. For short messages: each rank holds all at once."""
+        """All-gather: returns every rank's bytes, by rank, on every rank. For short messages."""
         gathered = self.gather(data, phase)
         return unpack(self.broadcast(None if gathered is None else pack(*gathered), phase))
 
     def may_commit(self) -> None:
-        """Call this after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError if
-        other ranks have given up, or if the store does not answer."""
+        """Called after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError if other
+        ranks have timed out, or if the store does not answer."""
         if self._links is not None:
             self._links.may_commit(self.timeout)
 
     @contextmanager
     def commit_in_doubt(self, committed: Callable[[], bool], by_others: bool = False) -> Iterator[None]:
-        """A context for the steps after `may_commit`. A CheckpointTimeoutError within it says whether the commit was
-        made. `committed`: whether this rank has made the commit. `by_others`: whether one of each node makes it."""
+        """A context manager for the steps after `may_commit`. It sets `committed` of a CheckpointTimeoutError.
+        `committed`: whether this rank has committed. `by_others`: whether one rank of each node commits."""
         links = self._links
         since = 0 if links is None else links.calls
         try:
@@ -291,9 +290,9 @@ class Exchange:
 
     @contextmanager
     def peers(self, kind: str, phase: str, whom: Iterable[int]) -> Iterator[Connections]:
-        """A context for a collective of messages from rank to rank. All of them must be sent and received within it. An
-        exception raised inside ends the exchange. Needs at least two ranks. `whom`: the ranks that this one sends to or
-        receives from. They are connected at their first collective, which costs each of the two ranks a socket."""
+        """A context manager for a collective of messages from rank to rank, all of which are sent and received within
+        it. An exception raised inside ends the exchange. Needs at least two ranks. `whom`: the ranks that this one
+        sends to or receives from; the first such collective of two ranks connects them, which costs each a socket."""
         assert self._links is not None
         with self._links.collective(kind, phase, self.timeout, whom):
             yield self._links
@@ -309,8 +308,8 @@ class Exchange:
         )
 
     def device_group(self, device: CudaDevice, phase: str) -> DeviceGroup | None:
-        """Returns the connections among the devices of all ranks, made at the first call. None on all ranks if they
-        cannot be made, for instance because ranks share a device. `may_swap_on` must be true on all ranks."""
+        """Returns the connections among the devices of all ranks, created at the first call; collective. None on all
+        ranks if that fails, for example because ranks share a device. `may_swap_on` must be true on all ranks."""
         links = self._links
         assert links is not None
         if links.devices_tried:
@@ -324,8 +323,8 @@ class Exchange:
         return links.devices
 
     def end_device_group(self, phase: str) -> None:
-        """Ends the connections of `device_group`, if there are any: their buffers take hundreds of MiB on each device.
-        The next `device_group` makes new ones. All ranks call it together, each when its last swap is done."""
+        """Ends the connections of `device_group`, if any, whose buffers take hundreds of MiB on each device. The next
+        `device_group` creates new ones. Collective; called on each rank when its last swap is done."""
         links = self._links
         if links is None or links.devices is None:
             return
@@ -353,7 +352,7 @@ class Exchange:
     def together(
         self, step: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> _Result:
-        """Runs a step on all ranks. If it fails on one, all ranks raise as `fail_together` says."""
+        """Runs a step on all ranks; collective. If it fails on any, all ranks raise as in `fail_together`."""
         results: list[_Result] = []
         error = None
         try:
@@ -366,8 +365,8 @@ class Exchange:
     def from_coordinator(
         self, find: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> _Result:
-        """Calls `find` on the coordinator alone. Returns its result, which JSON can hold, on all ranks. If it fails,
-        all raise as `fail_together` says."""
+        """Calls `find` on the coordinator only. Returns its result, which must be JSON, on all ranks. If it fails, all
+        ranks raise as in `fail_together`."""
         found = self.together(lambda: json.dumps(find()).encode() if self.is_coordinator else None, phase, kind)
         result: _Result = json.loads(self.broadcast(found, phase))
         return result
@@ -386,7 +385,7 @@ class Exchange:
         All ranks raise the error of the lowest failed rank, with the texts of all failed ranks in `failures`. An error
         of this package keeps its class, so that StorageFullError can be caught on every rank, and gets the attribute
         `rank`. Any other error becomes a `kind`. If an exception cannot be pickled, its text is sent. A rank whose
-        error is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this
+        error is not an `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this
         package unchanged.
         """
         if self._links is None:
@@ -395,7 +394,7 @@ class Exchange:
             if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise error
             text = f"{type(error).__name__}: {error}"
-            # The new error takes over the traceback, so that it is shown once.
+            # The new error takes over the traceback, so that it is printed once.
             raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
         fine, *agreed = self.agree([_NO_ERROR if error is None else 0, *least], phase, sums)
         if fine == _NO_ERROR:
@@ -419,7 +418,7 @@ class Exchange:
 
 
 class _Group:
-    """The connections of one process group: a place for each purpose."""
+    """The connections of one process group: one place per purpose."""
 
     def __init__(self) -> None:
         self._places: dict[Purpose, _Place] = {}
@@ -439,7 +438,7 @@ class _Group:
         with _places_lock:
             for failed in self._places.values():
                 for in_background in failed.new_failures():
-                    # After a call has failed all places begin a new generation: another rank may have been at any.
+                    # After a failed call, all places start a new generation, because other ranks may have been in any.
                     self._failures += not in_background
                     for place in [failed] if in_background else self._places.values():
                         place.failures += 1
@@ -465,8 +464,8 @@ class _Place:
         return found
 
     def missed(self) -> CheckpointError | None:
-        """Looks for a failure of other ranks, unless this one has failed. Returns their error if they have given up in
-        a collective that this rank has not reached yet."""
+        """Checks for a failure of other ranks, unless this one has failed. Returns their error if they have timed out
+        in a collective that this rank has not reached yet."""
         with self._lock:
             links, rendezvous = self._links, self._rendezvous
             if links is None or rendezvous is None or self.failures:
@@ -508,7 +507,7 @@ atexit.register(_groups.clear)
 
 @contextmanager
 def calling(name: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context of a call that all ranks of the group make. If it waits for long, a line names the late ranks."""
+    """A context manager for a collective call. If it waits for long, a log line names the late ranks."""
     with Call(name, *place_in(process_group)).here():
         yield
 
@@ -519,7 +518,7 @@ def digest(data: bytes) -> int:
 
 
 def _first_of_each(rows: list[list[bytes]]) -> list[bytes]:
-    """Returns a mask for each row: 1 where a value occurs for the first time, otherwise 0."""
+    """Returns a mask per row: 1 where a value occurs for the first time, otherwise 0."""
     seen: set[bytes] = set()
     masks = []
     for row in rows:

@@ -138,16 +138,13 @@ class DeviceGroup:
             ended, self.usable = not self.usable, False
             if ended or self._connecting:
                 return
-        aborting = threading.Thread(target=self._abort, name="vescale_ckpt abort", daemon=True)
+        seconds = min(ABORT_SECONDS, self.seconds / 4)  # other ranks wait for this one
         try:
-            aborting.start()
+            in_time(self._abort, seconds, "vescale_ckpt abort")
+        except TimeoutError:
+            logger.warning("the connections among devices have not ended within %g s", seconds)
         except RuntimeError:  # the interpreter is ending and starts no threads
             self._abort()
-            return
-        seconds = min(ABORT_SECONDS, self.seconds / 4)  # other ranks wait for this one
-        aborting.join(seconds)
-        if aborting.is_alive():
-            logger.warning("the connections among devices have not ended within %g s", seconds)
 
     def _swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         with self.device.queued():

@@ -1,12 +1,12 @@
 """Records each rank's current collective in the TCPStore for `Connections`, so that a timeout can name missing ranks.
 
-The notes are read only after a failure. A rank that times out learns from them which ranks are missing. The first rank
-that gives up writes a failure report to the store. Then all ranks raise the same error, and a rank that arrives later
-raises at once. A rank that waits repeats its note as a heartbeat; a rank that is stopped or cut off does not.
+The notes are read only after a failure. They show a rank that times out which ranks are missing. The first rank that
+times out writes a failure report to the store. Then all ranks raise the same error, and a rank that arrives later
+raises immediately. A waiting rank repeats its note as a heartbeat; a rank that is stopped or cut off does not.
 
-After a failure the ranks of a group connect again. Each attempt has a number, its generation. Each rank counts its own
-generations: one more for each failed call, for whatever purpose. So ranks that have failed equally often meet in the
-same one, even if one failed in a save and another in a load.
+After a failure, the ranks of a group connect again. Each attempt has a number, its generation. Each rank counts its own
+generations: one more per failed call, whatever its purpose. So ranks that failed equally often meet in the same
+generation, even if one failed in a save and another in a load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import store_thread
 from .store_thread import STORE_SECONDS, StoreThread
 
 GRACE = 6.0  # seconds after its timeout within which a rank raises
-_HEARTBEATS_OF_SILENCE = 5  # a waiting rank is silent if it has not repeated its note for so many heartbeats
+_HEARTBEATS_OF_SILENCE = 5  # a waiting rank counts as silent after this many missed heartbeats
 _COMMIT = "commit "  # replaces a failure report when a commit begins; the number of its collective follows
 
 _Result = TypeVar("_Result")
@@ -37,16 +37,16 @@ Purpose = Literal["save", "load", "manager", "busy", "convert", "pretrained", "c
 
 
 class Note(NamedTuple):
-    """The place of a rank: its `calls`-th collective, which is `step`, at `progress`. Not `inside`: it has left it."""
+    """Where a rank is: in its `calls`-th collective, `step`, at `progress`. `inside`: False if it has left that."""
 
     calls: int
     step: str
     progress: int
     inside: bool
-    heartbeat: int  #: it rises while the rank is inside
+    heartbeat: int  #: increments while the rank is inside
 
 
-Notes = dict[int, Note | None]  #: {rank: note, or None for a rank that has not come}
+Notes = dict[int, Note | None]  #: {rank: note, or None for a rank that has not arrived}
 
 
 def is_in_background() -> bool:
@@ -56,7 +56,7 @@ def is_in_background() -> bool:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The reason why a generation ended. `calls`: the number of the collective that failed; 0: the meeting itself."""
+    """Why a generation ended. `calls`: the number of the collective that failed; 0: connecting failed."""
 
     calls: int
     phase: str
@@ -100,8 +100,8 @@ class Rendezvous:
     def next(self, failures: int, timeout: float) -> Rendezvous:
         """Returns the rendezvous of this rank's next generation, which is one more after each of its `failures`.
 
-        If there were any, generations that have failed meanwhile without this rank are skipped. Otherwise a generation
-        that failed before this rank came has failed for this rank, too.
+        If there were any, generations that have since failed without this rank are skipped. Otherwise a generation that
+        failed before this rank arrived has failed for this rank, too.
         """
         key, steps = self._generation_key(self._purpose, self.rank), failures + (self.generation == 0)
         while True:
@@ -112,8 +112,8 @@ class Rendezvous:
             steps = 1
 
     def meet(self, phase: str, timeout: float, address: bytes, deadline: float) -> None:
-        """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not until the
-        deadline, `timeout` seconds after this rank came. `address`: this rank's."""
+        """Returns when all ranks have arrived in this generation. Raises CheckpointTimeoutError if one does not arrive
+        by `deadline`, `timeout` seconds after this rank. `address`: this rank's address."""
         outcome, present = self._key("outcome"), self._key("present")
         self.note(0, phase)
 
@@ -134,7 +134,7 @@ class Rendezvous:
             raise self.settle(diagnose).error()
 
     def addresses(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """Returns what ranks gave to `meet`, which has returned."""
+        """Returns the addresses that `ranks` passed to `meet`, which has returned."""
         keys = [self._key(f"address/{rank}") for rank in ranks]
 
         def read(some: list[str], store: Store) -> list[bytes]:
@@ -144,12 +144,12 @@ class Rendezvous:
         return {rank: bytes.fromhex(address.decode()) for rank, address in zip(ranks, found, strict=True)}
 
     def store_for_devices(self, number: int) -> Store:
-        """Returns the store as a new client, because the ranks' devices wait in it for each other. `number`: counts the
-        connections among devices, each of which begins with an empty store."""
+        """Returns a new client of the store, because the ranks' devices block in it until their peers arrive. `number`:
+        counts the connections among devices, each of which starts with an empty store."""
         return PrefixStore(self._key(f"devices/{number}"), self._store_thread.ask(torch_private.clone_of))
 
     def note(self, calls: int, step: str, progress: int = 0, inside: bool = True) -> None:
-        """Notes the place of this rank. The arguments are those of `Note`. Costs microseconds."""
+        """Records where this rank is; see `Note` for the arguments. Costs microseconds."""
 
         def text(heartbeat: int) -> str:
             return json.dumps(Note(calls, step, progress, inside, heartbeat))
@@ -161,8 +161,8 @@ class Rendezvous:
         return self._look_until(self._read_failure, time.monotonic() + wait)
 
     def may_commit(self, calls: int, timeout: float) -> FailureReport | None:
-        """Notes that a commit begins after the `calls`-th collective, and returns None. If there is a failure report,
-        returns the report and notes nothing. Reports that are written after the note say that the commit began."""
+        """Records that a commit begins after the `calls`-th collective, and returns None. If there is a failure report,
+        returns it and records nothing. Reports written after the record state that the commit had begun."""
         said = f"{_COMMIT}{calls}"
 
         def begin(there: str) -> str | None:  # in place of a commit of another rank or of an earlier save
@@ -172,7 +172,7 @@ class Rendezvous:
         return None if now == said else FailureReport.decode(now)
 
     def first_word(self, number: int) -> FirstWord:
-        """Of the generation; `number` rises."""
+        """Returns the write-once cell `number` of this generation; numbers increase."""
         return FirstWord(self._store_thread, self._key("first word"), number)
 
     def settle(self, diagnose: Callable[[Notes], FailureReport]) -> FailureReport:
@@ -186,12 +186,12 @@ class Rendezvous:
         return self._leave(diagnose(self.notes())) if failure is None else failure
 
     def acknowledge(self) -> None:
-        """Notes that this rank has the failure report."""
+        """Records that this rank has read the failure report."""
         self._store_thread.ask(lambda store: store.set(self._key(f"read/{self.rank}"), "1"))
 
     def wait_for_readers(self, late: list[int], seconds: float) -> None:
-        """Waits until all ranks except the `late` ones have the failure report, at most so long. The rank whose process
-        hosts the store calls it: if that process ended earlier, nobody could read the report, and all would name that
+        """Waits until all ranks except the `late` ones have read the failure report, at most `seconds`. Called on the
+        rank that hosts the store: if its process ended earlier, nobody could read the report, and all would name that
         rank."""
         keys = [self._key(f"read/{rank}") for rank in range(self.size) if rank != self.rank and rank not in late]
         self._look_until(lambda store: not keys or store.check(keys), time.monotonic() + seconds)
@@ -222,7 +222,7 @@ class Rendezvous:
         return notes
 
     def last_seen(self, ranks: list[int]) -> str:
-        """Returns a text with the last step that each of the first three ranks noted, for any purpose."""
+        """Returns a text with the last step that each of the first three ranks recorded, for any purpose."""
 
         def read(store: Store) -> str:
             text = ""
@@ -268,8 +268,8 @@ class Rendezvous:
         return FailureReport.decode(self._store_thread.ask(partial(_set, self._key("failure"), leave)))
 
     def _look_until(self, question: Callable[[Store], _Result], deadline: float) -> _Result:
-        """Asks until the answer is true or the deadline is over. It polls, because a wait inside the store would block
-        other questions."""
+        """Repeats a query until its result is true or the deadline has passed. It polls, because a wait inside the
+        store would block other queries."""
         nap = 0.002
         while True:
             left = deadline - time.monotonic()  # a store that does not answer now may answer before the deadline
@@ -290,22 +290,22 @@ class Rendezvous:
 
 
 class FirstWord:
-    """A word on which the ranks of a group agree without meeting: the first that any of them says about one thing. Any
-    thread may use it, also while another thread is in a collective.
+    """A write-once cell in the job's key-value store: the first write wins, and every rank reads the winner. Any thread
+    may use it, even while another thread is in a collective.
 
     Args:
-        store_thread: where the ranks say it; None for a single rank.
-        key: its place in the store. Later things take the same place.
-        number: of the thing. Numbers rise.
+        store_thread: the connection to the store; None for a single rank.
+        key: the cell's key. Later cells reuse it.
+        number: the number of the cell under this key; numbers increase.
     """
 
     def __init__(self, store_thread: StoreThread | None, key: str, number: int) -> None:
         self._store_thread, self._key, self._number = store_thread, key, number
-        self._own: list[str] = []  # what a single rank has said
+        self._own: list[str] = []  # the writes of a single rank
 
     def say(self, word: str, seconds: float = STORE_SECONDS) -> str:
-        """Says a word. Returns the first word, which is this one if nobody has said one before; "" if a later thing has
-        taken the place. Raises StoreGoneError if the store does not answer in so many seconds."""
+        """Writes `word` if the cell is empty. Returns the value that won; "" if a later cell has replaced this one.
+        Raises StoreGoneError if the store does not answer within `seconds`."""
         if self._store_thread is None:
             self._own.append(word)
             return self._own[0]
@@ -318,8 +318,8 @@ class FirstWord:
 
 
 def _set(key: str, change: Callable[[str], str | None], store: Store) -> str:
-    """Sets a key to what `change` returns for its value ("" if it has none), unless that is None. Returns the value
-    then. Of several callers at a time each sees what the one before it has set."""
+    """Compare-and-set loop: sets a key to what `change` returns for its value ("" if unset), unless that is None.
+    Returns the resulting value. Concurrent callers see each other's writes in order."""
     there = ""
     while (value := change(there)) not in (None, there):
         there = bytes(store.compare_set(key, there, value)).decode()
@@ -327,7 +327,7 @@ def _set(key: str, change: Callable[[str], str | None], store: Store) -> str:
 
 
 def _batched(keys: Iterable[str]) -> Iterator[list[str]]:
-    """In questions of many keys, other groups' questions would wait."""
+    """Splits keys into batches: during a query of very many keys, other groups' queries would wait."""
     left = iter(keys)
     while some := list(islice(left, 256)):
         yield some

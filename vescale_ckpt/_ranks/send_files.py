@@ -1,8 +1,8 @@
-"""Sends whole files between the folders of ranks for tiers on nodes, each checked before it has its name.
+"""Sends whole files between the folders of ranks, for tiers on nodes. Each file is verified before it gets its name.
 
-The files of each pair of ranks travel one behind another, in pieces of one round each. In a round a rank sends and
-receives at most a few pieces; meanwhile it reads those of the next round, and writes those of the last. In each round
-both ranks of a pair tell each other whether the file has failed, and from the next one on none of its bytes are sent.
+The files of each pair of ranks are sent one after another, one piece per round. In a round, a rank sends and receives
+at most a few pieces; at the same time it reads those of the next round, and writes those of the previous one. In each
+round, both ranks of a pair report whether the file has failed; from the next round on, no more of it is sent.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .connections import Connections, tensor_over
 from .exchange import Exchange, digest
 
 PIECE_BYTES = 8 << 20
-PEERS = 2  #: a rank sends to so many others at a time, and receives from so many. Each piece under way has a buffer,
-# and in each direction pieces of two rounds are: 8 buffers of PIECE_BYTES are the most that a rank has.
+PEERS = 2  #: how many ranks a rank sends to, and receives from, at a time. Each piece in flight has a buffer, and each
+# direction has pieces of two rounds in flight: a rank has at most 8 buffers of PIECE_BYTES.
 _PAGE = 4096
-_UNCHECKED = 8  # complete files of one rank that wait for their checks; each keeps some descriptors open
-_WORD_BYTES = 1000  # what the source of a piece tells with it: the text of its error, or nothing
+_UNCHECKED = 8  # complete files of one rank that wait to be verified; each keeps some descriptors open
+_WORD_BYTES = 1000  # of the status that precedes a piece: the text of the source's error, or zeros
 
 logger = logging.getLogger(__name__)
 
 FileError = CheckpointError | OSError
-Check = Callable[[str, str], None]  #: takes the path of a file and the name that it will have
+Check = Callable[[str, str], None]  #: (path of a file, its final name)
 
 
 class FileMessage(NamedTuple):
-    """One file that travels from a rank's folder to another rank's folder."""
+    """One file to send from a rank's folder to another rank's folder."""
 
     name: str  #: the same in both folders
     bytes: int
@@ -59,20 +59,20 @@ def send_files(
     check: Check,
     bytes_per_second: int = 0,
 ) -> dict[str, FileError]:
-    """Sends files between the folders of ranks. All ranks call it together, with equal `messages`.
+    """Sends files between the folders of ranks. Collective, with equal `messages` on all ranks.
 
-    A file gets its name, in place of an older one, when it is complete and durable and `check` has returned. When all
-    ranks return, the names are durable, too.
+    A file gets its name, replacing an older one, when it is complete and durable and `check` has returned. When all
+    ranks have returned, the names are durable, too. The timeout of the exchange applies to each round and to the check
+    of each file, not to the whole call.
 
     Args:
-        folder: this rank's own.
-        check: called with a temporary path in `folder` and the file's name. It raises `CheckpointError` if the bytes
-            are not those that were saved.
-        bytes_per_second: most that each rank sends; 0: no limit. Equal on all ranks.
+        folder: this rank's folder.
+        check: called with a temporary path in `folder` and the file's name. Raises `CheckpointError` if the bytes are
+            not those that were saved.
+        bytes_per_second: send limit per rank; 0: no limit. Equal on all ranks.
 
-    Returns {name: error} of the files that did not arrive on this rank, as their target. They stop no other file, and
-    leave nothing. Raises ValueError for messages that make no sense, and otherwise only what ends the exchange. Its
-    timeout holds for a round and for the check of one file, not for all together.
+    Returns {name: error} of the files that were to arrive on this rank and did not; they do not affect other files, and
+    leave nothing behind. Raises ValueError for inconsistent messages, and otherwise only errors that end the exchange.
     """
     _check_messages(messages, exchange.size)
     if not messages:
@@ -84,11 +84,11 @@ def send_files(
     number = digest(repr((*map(tuple, messages), bytes_per_second)).encode())
     try:
         for round_ in range(transfer.rounds):
-            # Ranks with other messages are in another collective: they fail, and do not mix their bytes.
+            # Ranks with other messages are in a different collective, so they fail instead of mixing their bytes.
             doing = f"files, round {round_} of {transfer.rounds}, plan {number:x}"
             with exchange.peers(doing, phase, transfer.peers) as peers:
                 transfer.run(peers, round_)
-        # Each check has the time of a collective: ranks wait for it here, and not in the caller's next one.
+        # Ranks wait for each check here, with the time of one collective, not in the caller's next collective.
         for count in range(1, max(Counter(message.target for message in messages).values()) + 1):
             transfer.finish_checks(count)
             exchange.agree([], f"{phase}: check files")
@@ -110,7 +110,7 @@ def _check_messages(messages: Sequence[FileMessage], ranks: int) -> None:
         raise ValueError("expected each name once for each target, got one twice")
 
 
-# --- What is sent when
+# --- The schedule
 
 
 class _Piece(NamedTuple):
@@ -126,7 +126,7 @@ class _Piece(NamedTuple):
 
 
 class _Stream:
-    """The files from one rank to another, a piece in each round from `first` until `end`."""
+    """The files from one rank to another, one piece per round from `first` until `end`."""
 
     def __init__(self, source: int, target: int, messages: list[FileMessage], piece_bytes: int) -> None:
         self.source, self.target = source, target
@@ -140,8 +140,7 @@ class _Stream:
 
 
 def _schedule(messages: Sequence[FileMessage], piece_bytes: int) -> list[_Stream]:
-    """Returns the streams. The longest first, each begins as soon as both of its ranks are free for it. All ranks find
-    the same."""
+    """Returns the streams, equal on all ranks. Longest first, each starts as soon as both of its ranks are free."""
     pairs: dict[tuple[int, int], list[FileMessage]] = {}
     for message in messages:
         pairs.setdefault((message.source, message.target), []).append(message)
@@ -168,7 +167,7 @@ def _schedule(messages: Sequence[FileMessage], piece_bytes: int) -> list[_Stream
 
 
 class _OutgoingFile:
-    """A file of this rank that another rank gets. `read` is called in a thread of its own."""
+    """A file that this rank sends. `read` runs on a separate thread."""
 
     def __init__(self, message: FileMessage, folder: str, options: _C.Options) -> None:
         self.error = ""
@@ -202,7 +201,7 @@ class _OutgoingFile:
 
 
 class _IncomingFile:
-    """A file that this rank gets. `write` is called in a thread of its own, and then `finish` in another one."""
+    """A file that this rank receives. `write` runs on a separate thread, and then `finish` on another one."""
 
     def __init__(self, message: FileMessage, folder: str, options: _C.Options) -> None:
         self.error: FileError | None = None
@@ -214,7 +213,7 @@ class _IncomingFile:
         self._writer: _C.FileWriter | None = None
 
     def write(self, piece: _Piece, address: int, failure: str) -> None:
-        """Writes a piece. `failure`: why the source could not read it; empty if it could."""
+        """Writes a piece. `failure`: why the source could not read it; otherwise empty."""
         if self.error is not None:
             return
         length, options = self._message.bytes, self._options
@@ -232,7 +231,7 @@ class _IncomingFile:
             self._fail(error)
 
     def finish(self, check: Check) -> None:
-        """Makes the file durable, checks it, and gives it its name."""
+        """Makes the file durable, verifies it, and renames it to its name."""
         if self.error is not None:
             return
         assert self._writer is not None
@@ -251,13 +250,13 @@ class _IncomingFile:
         if not isinstance(error, CheckpointError | OSError):
             logger.error("%s does not arrive", self._message.name, exc_info=error)
             error = CheckpointError(f"{self._message.name}: {type(error).__name__}: {error}")
-        # Otherwise its tracebacks keep this file, and what the check holds.
+        # Otherwise its traceback would keep this file and the objects of the check alive.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         self.error = error
         self.discard()
 
     def discard(self) -> None:
-        """Removes the file unless it has its name. May be called again."""
+        """Removes the file unless it has been renamed. Idempotent."""
         self._writer = None
         self._pending.discard()
 
@@ -265,11 +264,11 @@ class _IncomingFile:
 # --- One rank's part
 
 
-_Steps = Iterator[None]  # of a piece: it begins; begins to receive; to send; and has come
+_Steps = Iterator[None]  # the steps of a piece: start, start to receive, start to send, arrived
 
 
 class _Transfer:
-    """What one rank sends and receives. Of each stream it reads one piece, sends one, and writes one at a time."""
+    """What one rank sends and receives. At any time, each stream reads one piece, sends one, and writes one."""
 
     def __init__(
         self,
@@ -285,11 +284,11 @@ class _Transfer:
         self._check = check
         self._folder = folder
         self._rate = bytes_per_second
-        self._paid = 0.0  # when all that was sent is paid for
+        self._paid = 0.0  # the time until which `bytes_per_second` is used up
         options = engine_options(1, direct_io_setting("auto"))
         self._outgoing = {m: _OutgoingFile(m, folder, options) for m in messages if m.source == rank}
         self._incoming = {m: _IncomingFile(m, folder, options) for m in messages if m.target == rank}
-        # What two ranks send each other in a round they send in the order of these.
+        # Determines the order of messages between two ranks in a round.
         self._streams = [stream for stream in streams if rank in (stream.source, stream.target)]
         self.peers = {peer for stream in self._streams for peer in (stream.source, stream.target)}
         self._buffers = PageBuffers(piece_bytes)
@@ -299,10 +298,10 @@ class _Transfer:
         self._next: list[_Steps] = []
 
     def run(self, peers: Connections, number: int) -> None:
-        """Runs a round of this rank. Its pieces take their steps together."""
+        """Runs a round of this rank, all pieces in lockstep."""
         self._peers, pieces = peers, self._next if number else self._begin(0)
         _step(pieces)  # begins to receive
-        peers.progress(1)  # a rank that waits for its disk has less
+        peers.progress(1)  # a rank that waits for its disk has made less progress
         self._next = self._begin(number + 1)  # reads while this round is sent
         _step(pieces)  # begins to send
         peers.wait()
@@ -316,7 +315,7 @@ class _Transfer:
         return begun
 
     def _send(self, piece: _Piece) -> _Steps:
-        """Sends a piece behind a word about it: the text of an error, or zeros."""
+        """Sends the status of a piece (the text of an error, or zeros), then the piece."""
         target, file, buffer = piece.message.target, self._outgoing[piece.message], self._buffers.take()
         read = self._reading.submit(file.read, piece, buffer.data_ptr())
         yield
@@ -335,7 +334,7 @@ class _Transfer:
         self._buffers.give_back(buffer)
 
     def _receive(self, piece: _Piece) -> _Steps:
-        """Receives a piece, answers whether its file has failed here, and has it written."""
+        """Receives a piece, replies whether its file has failed here, and queues the write."""
         source, file = piece.message.source, self._incoming[piece.message]
         yield
         if file.is_over:
@@ -353,7 +352,7 @@ class _Transfer:
         self._written.append((buffer, self._writing.submit(self._write, file, piece, buffer.data_ptr(), failure)))
 
     def _pace(self, length: int) -> None:
-        """Waits until so many bytes may be sent."""
+        """Waits until `bytes_per_second` allows sending `length` bytes."""
         if self._rate:
             now = time.monotonic()
             time.sleep(max(0.0, self._paid - now))
@@ -373,7 +372,7 @@ class _Transfer:
             self._buffers.give_back(buffer)
 
     def finish_checks(self, count: int) -> None:
-        """Waits until `count` files of this rank are checked, or all that it gets."""
+        """Waits until `count` files of this rank, or all that it receives, are verified."""
         self._wait_for_writes()
         for checked in self._checked[:count]:
             checked.result()
@@ -390,7 +389,7 @@ class _Transfer:
         return errors
 
     def close(self) -> None:
-        """Removes what has not got its name, after running work has ended."""
+        """Removes files that were not renamed, after running work has ended."""
         for pool in (self._reading, self._writing, self._checking):
             pool.shutdown(cancel_futures=True)
         for file in self._incoming.values():

@@ -1,9 +1,9 @@
-"""Checks for saves that all ranks write to one directory, before they write anything.
+"""Checks that all ranks of a save see the same directory, before they write anything.
 
 A path may exist on every machine without being shared. Then each machine would hold a part of the checkpoint. So the
 coordinator makes a file with a random name in the directory, and the other ranks look for it; in object stores only at
-the first save to a bucket, because each look is a request. Where
-each node has its own directory, the ranks of a node compare its device and inode numbers.
+the first save to a bucket, because each look is a request. Where each node has its own directory, the ranks of a node
+compare its device and inode numbers.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import contextlib
 import secrets
 import struct
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from .._engine import _C
 from .._storage.open_storage import stat_of, storage_at
-from .._storage.paths import is_url, split
 from .._storage.storage import MARKER_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-NO_NUMBER = 1 << 62  # ranks without a marker file give this, so the minimum over all ranks is the coordinator's number
+NO_NUMBER = 1 << 62  # from ranks without a marker file, so that the minimum over all ranks is the coordinator's number
 _VISIBLE_SECONDS = 2.0  # a network file system shows a new file to all machines within this time
 _IDENTITY = struct.Struct("<qQQ")
 
 
 class SeparateDirectoriesError(CheckpointError):
-    """Ranks that should write to one directory do not."""
+    """Ranks that should write to the same directory do not."""
 
     path: str
     ranks: list[int]  #: these ranks do not see the files of the others
@@ -40,40 +39,49 @@ def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectories
     text = (
         f"{path} is not one directory: {who} would write to another than rank 0, which coordinates. Save to a "
         "directory that all nodes share (an absolute path, mounted alike on all nodes and in all containers); or, for "
-        "disks of each node, with vescale_ckpt.CheckpointManager(directory, local=…)"
+        "disks of each node, with vescale_ckpt.CheckpointManager(directory, tier=vescale_ckpt.Tier(local=…))"
     )
     return SeparateDirectoriesError(text, path=path, ranks=[*ranks])
 
 
 class MarkerFile:
-    """A file that the coordinator makes in the directory, and that the other ranks look for."""
+    """A file that the coordinator makes in the directory, and that the other ranks look for.
 
-    def __init__(self, directory: str) -> None:
+    `kept`: that of the ranks' exchange, which notes object stores that were found to be one for all ranks.
+    """
+
+    def __init__(self, directory: str, kept: dict[str, object] | None = None) -> None:
         self.directory = directory
-        self.bucket = split(directory)[0] if is_url(directory) else directory
         self.number = NO_NUMBER  #: a part of the file's name, after this rank has made the file
+        self._kept = {} if kept is None else kept
 
-    def make(self, checked: Container[str] = ()) -> None:
-        """`checked`: buckets that are known to be one for all ranks. Raises OSError."""
-        if self.bucket in checked:
-            return
-        number = secrets.randbelow(NO_NUMBER)
-        storage_at(self.directory).make_marker(_name(number))
-        self.number = number
+    def make(self) -> None:
+        """Raises OSError."""
+        storage = storage_at(self.directory)
+        if storage.store not in self._kept:
+            number = secrets.randbelow(NO_NUMBER)
+            storage.make_marker(_name(number))
+            self.number = number
 
     def look(self, number: int, rank: int) -> None:
-        """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory."""
+        """Raises SeparateDirectoriesError if the coordinator's marker file of that number is not in the directory, and
+        another `CheckpointError` if a store does not answer."""
         if number == NO_NUMBER or number == self.number:
             return
         directory = storage_at(self.directory)
         deadline = time.monotonic() + _VISIBLE_SECONDS
-        while not directory.sees_marker(_name(number)):
+        while not directory.has(_name(number)):
             if time.monotonic() >= deadline:
                 raise separate_directories(self.directory, [rank])
             time.sleep(0.05)
 
+    def note_shared(self) -> None:
+        """Notes that all ranks have found the file."""
+        if (store := storage_at(self.directory).store) is not None:
+            self._kept[store] = True
+
     def remove(self) -> None:
-        """May be called again. Raises nothing: a file that stays is an orphan."""
+        """Removes the file. Idempotent; raises nothing, because a file that remains is an orphan."""
         if self.number != NO_NUMBER:
             with contextlib.suppress(OSError, CheckpointError, _C.EngineError):
                 storage_at(self.directory).remove(_name(self.number))

@@ -1,4 +1,4 @@
-"""`Steps` runs the steps of a save on one rank, so that an error of one rank stops all ranks."""
+"""`Steps` runs the steps of a save on this rank, so that an error on one rank stops all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _Result = TypeVar("_Result")
 
 
 class Steps:
-    """After an error a rank takes no more steps until the next `raise_together`, where all ranks raise.
+    """Errors are sticky: after one, this rank skips all steps until the next `raise_together`, in which all ranks
+    raise.
 
     Args:
         doing: names the save in errors and phases; equal on all ranks.
@@ -29,7 +30,7 @@ class Steps:
     def take(
         self, step: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
     ) -> _Result | None:
-        """Returns the result of a step of this rank. None if this step or an earlier one has failed."""
+        """Runs a step and returns its result; None if this step or an earlier one has failed."""
         if self.error is None:
             try:
                 return step(*arguments, **options)
@@ -38,18 +39,17 @@ class Steps:
         return None
 
     def gather(self, step: Callable[[], bytes], phase: str) -> list[bytes] | None:
-        """Takes a step, whose result must not be empty. Returns the results of all ranks on the coordinator. Returns
-        None on other ranks, and if a rank has an error."""
+        """Runs a step, whose result must not be empty; collective. Returns the results of all ranks on the coordinator;
+        None on other ranks, and if any rank has an error."""
         gathered = self.exchange.gather(self.take(step) or b"", self.phase(phase))
         return gathered if gathered is not None and all(gathered) else None
 
     def gather_distinct(self, step: Callable[[], Sequence[bytes]], count: int, phase: str) -> list[list[bytes]] | None:
-        """Does the same for a step that returns `count` parts. The first part must not be empty. Equal parts of several
-        ranks travel once."""
+        """Like `gather`, for a step that returns `count` parts, the first of which must not be empty. Equal parts of
+        several ranks are sent once."""
         gathered = self.exchange.gather_distinct(self.take(step) or [b""] * count, self.phase(phase))
         return gathered if gathered is not None and all(parts[0] for parts in gathered) else None
 
     def raise_together(self, phase: str, least: Sequence[int] = (), sums: Sequence[int] = ()) -> list[int]:
-        """Raises on all ranks if one has an error. Returns the minima of `least` over all ranks and the sums of
-        `sums`."""
+        """Raises on all ranks if any has an error; collective. Returns the minima of `least` and the sums of `sums`."""
         return self.exchange.fail_together(self.error, self.phase(phase), least=least, sums=sums)

@@ -2,8 +2,8 @@
 
 `in_time` does that for single calls of torch that may exceed their own timeouts.
 
-A call to a store on a machine that is cut off returns only when TCP gives up, after minutes, and holds the client's
-lock until then. Such a call blocks only this thread. Its callers get an error after a bounded time.
+A call to a store on a machine that is cut off returns only when TCP times out, after minutes, and holds the client's
+lock until then. Such a call blocks only this thread; its callers get an error after a bounded time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 from .._engine.torch_private import Store, clone_of, default_store
 from ..errors import CheckpointTimeoutError
 
-STORE_SECONDS = 2.0  # a store has so long to answer, and a failed rank to write its report
+STORE_SECONDS = 2.0  # limit for the store to answer, and for a failed rank to write its report
 _SECOND = 1.0
 _NEVER = float("inf")
-_DELAY = 0.02  # a note is written after so many seconds; a later note within that time replaces it
+_DELAY = 0.02  # seconds before a note is written; a later note within that time replaces it
 
 _Result = TypeVar("_Result")
 _STORE_GONE = (
@@ -40,7 +40,7 @@ def in_time(
 ) -> _Result:
     """Calls a function of torch that may exceed its own timeout, on a new thread, and returns its result.
 
-    Raises TimeoutError after `seconds`, or if `in_vain`, asked once a second meanwhile, is true. The thread goes on
+    Raises TimeoutError after `seconds`, or when `in_vain`, polled once a second, returns true. The thread continues
     until the function returns.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
@@ -71,11 +71,11 @@ class StoreGoneError(CheckpointTimeoutError):
 class StoreThread:
     """One connection to the store, for all groups and purposes of this process.
 
-    `connect` makes it on the thread, at the first question or note. The thread ends with this object.
+    `connect` opens it on the thread, at the first query or note. The thread ends with this object.
     """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
-        self.answers = True  #: False after the first question without an answer
+        self.answers = True  #: False after the first query without an answer
         self._requests = _Requests(connect)
         thread = threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True)
         thread.start()
@@ -85,7 +85,7 @@ class StoreThread:
     def ask(self, question: Callable[[Store], _Result], seconds: float = STORE_SECONDS) -> _Result:
         """Returns the result of `question`. Raises StoreGoneError if the store fails or does not answer in `seconds`.
 
-        `question` must not wait inside the store, because notes are written after it.
+        `question` must not block in the store, because it delays notes.
         """
         future: Future[_Result] = Future()
         self._requests.take(question, future)
@@ -96,31 +96,31 @@ class StoreThread:
             raise StoreGoneError from error
 
     def begin_connecting(self) -> None:
-        """Makes the connection, which may take seconds where names are looked up, while the caller goes on."""
+        """Connects in the background; name resolution may take seconds."""
         self._requests.take(lambda store: None, Future())
 
     def note(self, key: str, text: Callable[[int], str], heartbeat: float | None) -> None:
-        """Writes `text(n)` under a key soon; n counts the writes. `heartbeat`: writes it again every so many seconds
-        until the next note under this key, or `forget`; None: once. Costs the caller microseconds. Does not report
-        failures: later questions raise an error."""
+        """Writes `text(n)` under a key soon; n counts the writes. `heartbeat`: repeats the write at this interval in
+        seconds, until the next note under this key, or `forget`; None: once. Costs the caller microseconds. Failures
+        are not reported here; later queries raise."""
         self._requests.note(key, text, heartbeat)
 
     def forget(self, key: str) -> None:
-        """Writes no more under a key."""
+        """Stops writing under a key."""
         self._requests.forget(key)
 
 
 class _Note:
-    """What is to be written under a key. `due`: when."""
+    """A pending write under a key. `due`: its time."""
 
     def __init__(self, text: Callable[[int], str], heartbeat: float | None, due: float) -> None:
         self.text, self.heartbeat, self.due = text, heartbeat, due
-        self.is_new = True  # it was not written yet
+        self.is_new = True  # not written yet
 
 
 class _Requests:
-    """The questions and notes for the thread. The thread holds no reference to the StoreThread, so that the end of the
-    StoreThread ends the thread."""
+    """The queries and notes for the thread. The thread holds no reference to the StoreThread, so that it ends with the
+    StoreThread."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
@@ -128,7 +128,7 @@ class _Requests:
         self._changed = threading.Condition()
         self._questions: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
         self._notes: dict[str, _Note] = {}
-        self._wakes = 0.0  # when the thread, which sleeps, looks again; 0: it is awake
+        self._wakes = 0.0  # when the sleeping thread wakes up; 0: it is awake
         self._writes = 0
         self._takes_notes = True
         self._ended = False
@@ -167,7 +167,7 @@ class _Requests:
                     self._wakes = 0.0
                 if self._ended:
                     break
-                # A rank notes its place before it asks, so notes are written first.
+                # A rank records where it is before it queries, so notes are written first.
                 notes = [*self._notes.items()]
                 question = self._questions.popleft() if self._questions else None
             for key, note in notes:
@@ -195,7 +195,7 @@ class _Requests:
         with self._changed:
             note.is_new = False
             if self._notes.get(key) is not note:
-                return  # there is a newer one
+                return  # a newer note exists
             if note.heartbeat is None:
                 del self._notes[key]
             else:
@@ -218,8 +218,8 @@ class _Requests:
 
 
 def of_default_group() -> StoreThread:
-    """The connection of this process to the store of torch.distributed's default group. A new one, if the last does not
-    answer: a client that waits for an answer waits until TCP gives up, perhaps long after the network is back."""
+    """Returns this process's connection to the store of torch.distributed's default group; a new one if the last does
+    not answer, because a waiting client waits until TCP times out, perhaps long after the network has recovered."""
     store = default_store()
     with _shared_lock:
         found = _shared.get(store)
@@ -234,8 +234,7 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, _Requests] = weakref.WeakK
 
 
 def _end_all() -> None:
-    """Ends all threads. If a call to the store returned while the interpreter ends, `std::terminate` would end the
-    process."""
+    """Ends all threads: a call to the store that returns while the interpreter ends would cause `std::terminate`."""
     threads = dict(_threads)
     for requests in threads.values():
         requests.end()

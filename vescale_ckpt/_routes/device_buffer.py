@@ -1,8 +1,8 @@
-"""Holds the memory of a broadcast load's rounds for targets on devices: files to host memory, messages over NCCL."""
+"""Buffers of a broadcast load for targets on devices: files are read to host memory, messages go over NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,15 +10,17 @@ import torch
 from .._ranks.connections import Connections
 from .._ranks.nccl import DeviceGroup
 from ..errors import CheckpointError
+from .pipeline import Buffers
 from .routes import Round
 
 _PAGE = 4096
 
 
-class DeviceBuffer:
-    """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device."""
+class DeviceBuffer(Buffers):
+    """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device.
 
-    sends_by_exchange = False
+    All ranks exchange messages over their devices, and NCCL's group ends with the connections.
+    """
 
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:
         self._group = group
@@ -31,13 +33,6 @@ class DeviceBuffer:
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._host[index % len(self._host)]
 
-    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """Does nothing: all ranks exchange messages over their devices."""
-        return None
-
-    def close(self) -> None:
-        """Does nothing: no other process opens a device's memory."""
-
     def release(self) -> None:
         """Returns the memory to torch's allocators, which keep it for the next load."""
         del self._host, self._on_device
@@ -45,7 +40,8 @@ class DeviceBuffer:
     def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Copies a round's data from the host to the device, and sends and receives its messages there.
 
-        Returns an error instead of raising it: other ranks may still wait for this one, and are told after the round.
+        Returns an error instead of raising it, because other ranks may still wait for this one; they learn of it after
+        the round.
         """
         host, on_device = self[index], self._on_device[index % len(self._on_device)]
         nothing = on_device[:0]
@@ -66,27 +62,21 @@ class DeviceBuffer:
         return None
 
     def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
-        """The buffers that the round's placements copy from, by peer (-1: this rank)."""
+        """Returns the source buffers of the round's placements, by peer (-1: this rank)."""
         return {-1: self._on_device[index % len(self._on_device)]}
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Queues the copies out of the device's buffer that are made within it, and waits for them at its end."""
+        """A context manager that queues copies out of the device's buffer, and waits for them at its end."""
         with self._device.queued():
             yield
         if not self._device.finish(self._group.seconds):
             raise CheckpointError(f"the device has not placed what it got within {self._group.seconds:g} s")
 
-    def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Does nothing: no rank reads another rank's buffer."""
-
-    def leave(self) -> None:
-        """Does nothing: NCCL's group ends with the connections."""
-
 
 def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tensor:
     memory = allocate(size)
-    # Locked memory starts at a page. A page more would make torch's allocator lock up to twice as much, for ever.
+    # Page-locked memory is page-aligned. One more page could make torch's allocator lock twice as much, permanently.
     if start := -memory.data_ptr() % _PAGE:
         memory = allocate(size + _PAGE)
         start = -memory.data_ptr() % _PAGE
@@ -94,7 +84,7 @@ def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tens
 
 
 def _not_received(round_: Round) -> list[tuple[int, int]]:
-    """The ranges of a round's memory that other ranks do not send."""
+    """Returns the ranges of a round's buffer that are not received from other ranks."""
     parts, at = [], 0
     for _, offset, size in sorted(round_.messages(round_.receives), key=lambda message: message[1]):
         if offset > at:

@@ -1,6 +1,6 @@
-"""Holds the memory of rounds, of a broadcast load or an export, in a file in memory that other ranks of the node map.
+"""Buffers for the rounds of a broadcast load or an export, in shared memory that other ranks of the node map.
 
-The file is a memfd: no quota of /dev/shm applies to it, and it vanishes with the last process that maps it.
+The file is a memfd: it is not limited by the size of /dev/shm, and disappears with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _Made = TypeVar("_Made", bound=Buffers)
 def open_on_all(
     exchange: Exchange, phase: str, make: Callable[[], _Made], near: Iterable[int], ready: bool = True
 ) -> tuple[_Made | None, Exception | None]:
-    """Makes this rank's buffer and maps those of the ranks `near`. All ranks call it together.
+    """Creates this rank's buffer and maps those of the ranks `near`; collective.
 
-    Returns the buffer, or None on all ranks unless each has its own and has mapped its neighbours'; and the error of
-    this rank, if it has one. `ready`: whether this rank can take part.
+    Returns (buffer, this rank's error or None). The buffer is None on all ranks unless every rank has created its own
+    and mapped its neighbours'. `ready`: whether this rank can take part.
     """
     memory, error = None, None
     try:
@@ -61,10 +61,10 @@ def open_on_all(
     return None, error
 
 
-class NodeBuffer:
+class NodeBuffer(Buffers):
     """This rank's buffers, one for each of `sizes` (bytes), and those of its neighbours: ranks of the same node.
 
-    Each buffer starts at a page.
+    Each buffer is page-aligned.
     """
 
     sends_by_exchange = True
@@ -91,19 +91,19 @@ class NodeBuffer:
         return self._sizes == _whole_pages(sizes) and self._of_peers.keys() == set(near)
 
     def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
-        """Sends and receives the messages of a round between nodes. Then it tells the neighbours that they may look at
-        what was read and at what came from other nodes, and waits until it may look at theirs."""
+        """Exchanges the round's messages between nodes. Then signals the neighbours that what this rank read and
+        received is in its buffer, and waits for the same signal from them."""
         self._begin_messages(peers, index, round_)
         peers.wait(receipts=False)  # `acknowledge` waits for them
         self._meet_neighbours(peers, index, round_)
         return None
 
     def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
-        """The buffers that the round's placements copy from, by peer (-1: this rank)."""
+        """Returns the source buffers of the round's placements, by peer (-1: this rank)."""
         return self._buffers(index, round_.same_node_peers(round_.receives))
 
     def targets(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
-        """The buffers that an export's round copies to, by peer (-1: this rank)."""
+        """Returns the destination buffers of an export's round, by peer (-1: this rank)."""
         return self._buffers(index, round_.same_node_peers(round_.sends))
 
     def _buffers(self, index: int, peers: Iterable[int]) -> dict[int, torch.Tensor]:
@@ -114,15 +114,15 @@ class NodeBuffer:
         return found
 
     def collect_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
-        """Tells the neighbours that this rank has copied to their buffers what belongs there, and waits until they have
-        copied to this rank's. Then it sends and receives the messages of an export's round between nodes."""
+        """Signals the neighbours that this rank has filled its part of their buffers, and waits until they have filled
+        theirs of this rank's. Then exchanges the messages of an export's round between nodes."""
         self._meet_neighbours(peers, index, round_)
         self._begin_messages(peers, index, round_)
         peers.wait()  # afterwards neighbours may copy to where messages lie
         return None
 
     def _meet_neighbours(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has come so far, and waits for those whose buffers the round needs."""
+        """Signals the neighbours that this rank has reached the round, and waits for those whose buffers it needs."""
         self._own.filled.set(index + 1)
         for peer in round_.same_node_peers(round_.receives):
             owner = self._of_peers[peer]
@@ -139,13 +139,11 @@ class NodeBuffer:
                 peers.send(peer, memory[offset : offset + size], receipt=True)
 
     def restart(self) -> None:
-        """Begins to count rounds again, for another export. All ranks have ended the one before."""
+        """Restarts the round counters for another export. All ranks have ended the previous one."""
         self._own.filled.set(0)
         self._own.placed.set(0)
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
-        until those that `round_` sends to have, too, and until the messages of this rank have come."""
         self._own.placed.set(index + 1)
         for peer in round_.same_node_peers(round_.sends):
             owner = self._of_peers[peer]
@@ -153,7 +151,6 @@ class NodeBuffer:
         peers.wait()
 
     def leave(self) -> None:
-        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
         self._own.filled.set(_LEFT)
         self._own.placed.set(_LEFT)
 
@@ -161,20 +158,17 @@ class NodeBuffer:
         self.close()
 
     def close(self) -> None:
-        """Closes the file: from now on no other process can open it. Mappings stay."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     def release(self) -> None:
-        """Unmaps all buffers, in a thread of its own: it takes a while."""
+        """Unmaps all buffers, on a separate thread, because that takes a while."""
         held = [self._own, self._of_peers]
         del self._own, self._of_peers
         threading.Thread(target=held.clear, name="vescale_ckpt memory", daemon=True).start()
 
     def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """Maps the buffers of the neighbours `near`, which do the same within the same collective. Returns an error
-        instead of raising it."""
         hello = _HELLO.pack(os.getpid(), self._file, len(self._sizes), self._token)
         sent = tensor_over(bytearray(hello + struct.pack(f"<{len(self._sizes)}q", *self._sizes)))
         received = {peer: bytearray(len(sent)) for peer in near}
@@ -195,11 +189,10 @@ def _whole_pages(sizes: Sequence[int]) -> list[int]:
 
 
 class _Mapped:
-    """A mapped file of buffers, one behind another, and a last page that begins with the token. `process`: that made
-    it.
+    """A mapped file of consecutive buffers, followed by a page that begins with the token. `process`: its creator.
 
-    The last page also counts the rounds for which the owner's buffer is `filled`, and those of which it has `placed`
-    what it looked at in the buffers of its neighbours.
+    The last page also has two counters of the owner: the rounds for which its buffer is `filled`, and the rounds for
+    which it has `placed` what it read in its neighbours' buffers.
     """
 
     def __init__(self, file: int, sizes: Sequence[int], process: Process) -> None:
@@ -213,7 +206,7 @@ class _Mapped:
 
 
 class _Counted:
-    """That a counter of a neighbour has come to a value, for `Connections.wait`."""
+    """Waits, in `Connections.wait`, until a neighbour's counter has reached a value."""
 
     def __init__(self, counter: _C.SharedCounter, owner: Process, value: int) -> None:
         self._counter = counter

@@ -1,11 +1,10 @@
-"""Runs the rounds of one rank in a pipeline: buffers are filled, exchanged with other ranks, and emptied."""
+"""Runs one rank's rounds as a pipeline of three stages: fill buffers, exchange them with other ranks, empty them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from .._observe.timeline import phase
 from .._ranks.connections import Connections
@@ -13,33 +12,44 @@ from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
 from .routes import Round, Routes
 
-# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
+# Rounds between the checks in which all ranks agree whether one has failed. Until the next check, a failed rank keeps
+# sending its messages.
 ROUNDS_BETWEEN_CHECKS = 16
 
 
-#: exchanges the buffers of a round with other ranks; returns an error that it need not raise at once
+#: exchanges the buffers of a round with other ranks; may return an error to be raised later
 Swap = Callable[[Connections, int, Round], CheckpointError | None]
 
 
-class Buffers(Protocol):
-    """The memory of the rounds."""
+class Buffers:
+    """The memory of the rounds. Where no other process sees it, there is nothing to open, close or tell."""
 
-    sends_by_exchange: bool  #: whether messages are sent by the exchange, not by the devices
+    sends_by_exchange = False  #: whether messages are sent by the exchange, not by the devices
+
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
+        """Maps the buffers of the neighbours `near`, which do the same within the same collective. Returns an error
+        instead of raising it."""
+        return None
+
+    def close(self) -> None:
+        """From now on no other process can open the memory. Mappings stay."""
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has emptied a round's buffers. Waits until those of `round_` have, too,
-        and until the messages of this rank have come."""
+        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
+        until those that `round_` sends to have, too, and until the messages of this rank have come."""
 
-    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None: ...
-    def close(self) -> None: ...
-    def release(self) -> None: ...
+    def leave(self) -> None:
+        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
+
+    def release(self) -> None:
+        """Gives the memory back."""
 
 
 class Pipeline:
-    """The rounds of one load or export. One round is filled, one is exchanged, and one is emptied at a time.
+    """The rounds of one load or export. At any time, one round is filled, one is exchanged, and one is emptied.
 
-    `fill` and `empty` run in threads, one round after another. After an error, which is kept, only messages are sent
-    on: other ranks wait for them.
+    `fill` and `empty` run on threads, one round after another. Errors are sticky; after one, only messages are still
+    sent, because other ranks wait for them.
     """
 
     def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: Buffers) -> None:
@@ -57,9 +67,9 @@ class Pipeline:
         *,
         fills_others: bool = False,
     ) -> bool:
-        """Runs the rounds, until all are done or one rank has failed: then it returns False. `fills_others`: whether
-        `fill` writes to the buffers of neighbours."""
-        if self._exchange.size == 1:  # nobody to exchange with: it brings parts of rows together that one rank holds
+        """Runs the rounds. Returns True if all are done, False if a rank has failed. `fills_others`: whether `fill`
+        writes to the buffers of neighbours."""
+        if self._exchange.size == 1:  # no exchange: the rounds only merge parts of rows that this rank holds
             for index in range(len(self._routes.rounds)):
                 self._guarded(fill, index)
                 self._guarded(empty, index)
@@ -100,7 +110,7 @@ class Pipeline:
         self.error = self.error or error
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
-        # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
+        # The plan's number makes two loads that cross, which is not allowed, fail instead of mixing their bytes.
         of = f"{len(self._routes.rounds)}, plan {self._routes.number:x}"
         whom = self._routes.peers if self._memory.sends_by_exchange else ()
         return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase, whom)

@@ -1,4 +1,4 @@
-"""Runs one rank's rounds of a broadcast load: reads, sends and receives, and copies to targets, in a pipeline."""
+"""Runs one rank's rounds of a broadcast load as a pipeline: read, send and receive, copy to targets."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..errors import LoadFailedError
 from .device_buffer import DeviceBuffer
 from .node_buffer import NodeBuffer, open_on_all
 from .pipeline import Pipeline
-from .routes import BUFFERS, Round, Routes
+from .routes import Round, Routes
 
 logger = logging.getLogger(__name__)
 
 
 class FailedElsewhereError(Exception):
-    """Another rank raises an error, so this rank's load ends early."""
+    """Another rank has failed, so this rank's load ends early."""
 
 
 class RoutedRead:
-    """One load by `routes`. `own_only`: each rank reads its tensors itself; objects are still read once."""
+    """One load along `routes`. `own_only`: each rank reads its tensors itself; objects are still read once."""
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class RoutedRead:
         self._own_only = own_only
 
     def deliver(self, reader: RecordReader, reads: Reads | None) -> bool:
-        """Runs all rounds. `reader`: of this rank's load. `reads`: what its routes were planned from (None: nothing).
+        """Runs all rounds. `reader`: the reader of this rank's load. `reads`: the reads that its routes were planned
+        from (None: nothing).
 
-        Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
-        on all ranks: each rank reads all that it needs itself. Raises its own error, or `FailedElsewhereError`.
+        Returns True if this rank has received what several ranks need (the rank that read it may still raise an
+        error), and False, on all ranks, if each rank must read all that it needs itself. Raises this rank's error, or
+        `FailedElsewhereError`.
         """
-        rounds = self.routes.rounds
-        if self._own_only or not rounds:
+        if self._own_only or not self.routes.rounds:
             self._exchange.end_device_group(self._phase)
             return not self._own_only
         self._reader, self._reads = reader, reads
-        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
-        memory = self._take_buffer(sizes)
+        memory = self._take_buffer()
         if memory is None:
             self._exchange.end_device_group(self._phase)
             return False
@@ -83,25 +83,22 @@ class RoutedRead:
         return True
 
     def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
-        """The objects that all ranks need, by row of `Needs.objects`: the coordinator reads them. Raises on all ranks
-        if it cannot."""
+        """Returns the objects that all ranks need, by row of `Needs.objects`. The coordinator reads them; if it fails,
+        all ranks raise."""
         rows, exchange, phase = self.routes.objects, self._exchange, f"{self._phase}: objects"
         if not rows:
             return {}
         data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
         return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
-    def _take_buffer(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
+    def _take_buffer(self) -> NodeBuffer | DeviceBuffer | None:
         """Allocates the rounds' memory. None on all ranks unless each has its own and has mapped its neighbours'."""
-        devices = self._devices
+        devices, sizes = self._devices, self.routes.buffer_bytes
 
         def make() -> NodeBuffer | DeviceBuffer:
             return NodeBuffer(sizes) if devices is None else DeviceBuffer(sizes, devices)
 
-        near: set[int] = set()
-        for round_ in self.routes.rounds:
-            near.update(round_.same_node_peers(round_.sends), round_.same_node_peers(round_.receives))
-        memory, error = open_on_all(self._exchange, self._phase, make, near)
+        memory, error = open_on_all(self._exchange, self._phase, make, self.routes.neighbours)
         if error is not None:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
         return memory
@@ -163,11 +160,11 @@ class RoutedRead:
             self._reader.fill_from_archive(Target(record, start, piece, piece))
 
     def _convert(self, rows: memoryview, wanted: set[int], buffers: dict[int, torch.Tensor]) -> None:
-        """Copies rows to targets of another dtype than the stored one, or that the engine cannot fill. To a CUDA device
-        they are copied as they are stored: the device converts."""
+        """Copies rows to targets whose dtype differs from the stored one, or that the engine cannot fill. CUDA targets
+        get the stored bytes, and the device converts them."""
         placements = list(self._placements(rows, wanted, buffers))
         streams, table, devices = self._reader.streams, int_table(), int_table()
-        # torch's allocator orders uses of memory within a stream, and torch's copies to other devices than CUDA's, too.
+        # torch's allocator orders reuse of memory per stream; so do torch's copies to devices other than CUDA.
         with device_streams.made_current(streams):
             staged = [self._reader.on_device_of(to.target, to.lengths, to.piece.dtype) for to in placements]
             keys = []
@@ -186,7 +183,7 @@ class RoutedRead:
     def _placements(
         self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]
     ) -> Iterator[_Placement]:
-        """The rows of a table of placements whose indices are in `wanted` (None: all)."""
+        """Yields the rows of a table of placements whose indices are in `wanted` (None: all)."""
         assert self._reads is not None
         for index, row in enumerate(_rows(rows, 5, 4)):
             if wanted is not None and index not in wanted:
@@ -211,7 +208,7 @@ class _Placement(NamedTuple):
         return narrowed(self.piece, self.start, self.lengths)
 
     def row(self, memory: torch.Tensor) -> list[int]:
-        """A row of the engine's table of copies, to other memory than the target."""
+        """Returns a row of the engine's copy table, with a destination other than the target."""
         piece = self.piece
         head = [dtype_code(piece.dtype, ""), piece.data_ptr(), piece.dim(), *piece.shape, *self.start, *self.lengths]
         return [*head, memory.data_ptr(), *memory.stride()]
@@ -223,7 +220,8 @@ def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequ
 
 
 def _rows(table: memoryview, head: int, lists: int) -> Iterator[list[int]]:
-    """Rows of `head` numbers, of which the last is the number of dimensions, followed by `lists` lists of so many."""
+    """Yields rows of `head` numbers, the last of which is the number of dimensions, and `lists` lists of that
+    length."""
     at = 0
     while at < len(table):
         end = at + head + lists * table[at + head - 1]

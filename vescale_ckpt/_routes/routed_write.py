@@ -1,4 +1,4 @@
-"""`RoutedWrite` brings the bytes of an export to the ranks that write them: a broadcast load with its arrows turned."""
+"""`RoutedWrite` sends the bytes of an export to the ranks that write them: a broadcast load in reverse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._observe.timeline import phase
 from .._ranks.exchange import Exchange
 from .node_buffer import NodeBuffer, open_on_all
 from .pipeline import Pipeline
-from .routes import BUFFERS, Routes
+from .routes import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def plan_writes(
     nodes: Sequence[int],
     writers: Sequence[int] = (),
 ) -> list[bytes]:
-    """The packed routes of all ranks, by rank: `routes_from` unpacks them. `groups`, `nodes`: numbers of the ranks that
-    bring bytes to each other, and of those that see each other's memory. `writers`: of each file; empty: whoever holds
-    a part of a piece writes it, so that all ranks write evenly."""
+    """Returns each rank's packed routes, for `routes_from`. `groups`: a number per rank, equal for ranks that exchange
+    bytes. `nodes`: the same for ranks that map each other's memory. `writers`: the writer of each file; empty: ranks
+    that hold a part of a piece write it, evenly."""
     held, straight = layout.held(catalog), layout.straight_bytes()
     planned = _C.plan_writes(held, groups, nodes, writers, straight, PIECE_BYTES, BUDGET_BYTES)
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")
@@ -38,12 +38,12 @@ def plan_writes(
 
 
 def routes_from(packed: bytes) -> Routes:
-    """What `plan_writes` made for one rank."""
+    """Unpacks one rank's result of `plan_writes`."""
     return Routes(int.from_bytes(packed[:8], "little"), [packed[8:]])
 
 
 def writers_of(file_bytes: Sequence[int], ranks: int) -> list[int]:
-    """Deals files out to ranks, evenly by bytes."""
+    """Distributes files over ranks, balanced by bytes. Returns the writer of each file."""
     writers, done = [], [0] * ranks
     for of_file in file_bytes:
         writer = done.index(min(done))
@@ -53,7 +53,7 @@ def writers_of(file_bytes: Sequence[int], ranks: int) -> list[int]:
 
 
 class RoutedWrite:
-    """The rounds of one export. All ranks take each round, or none. `begin` makes it."""
+    """The rounds of one export. Each round is collective. Created by `begin`."""
 
     def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: NodeBuffer) -> None:
         self.routes = routes
@@ -70,24 +70,21 @@ class RoutedWrite:
         """Takes memory for the rounds, or that of an earlier export: all ranks have mapped its pages. `ready`: whether
         this rank can take part. None on all ranks unless all have it and have mapped their neighbours'; and the error
         of this rank, if it has one."""
-        rounds = routes.rounds
-        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
-        near = {peer for round_ in rounds for table in (round_.sends, round_.receives)
-                for peer in round_.same_node_peers(table)}  # fmt: skip
+        sizes, near = routes.buffer_bytes, routes.neighbours
         memory, error = exchange.kept.pop(_KEPT, None), None
         if not (isinstance(memory, NodeBuffer) and memory.is_as(sizes, near)):
             memory = None
         else:
             memory.restart()
-        # All ranks have ended their earlier exports when they agree: nobody looks at the buffers any more.
+        # When all ranks agree, they have ended their earlier exports, so the buffers are not in use.
         if exchange.agree([int(ready and memory is not None)], f"{phase}: memory of an earlier save") != [1]:
             memory, error = open_on_all(exchange, phase, lambda: NodeBuffer(sizes), near, ready)
         return (None if memory is None else cls(exchange, phase, routes, memory)), error
 
     def run(self, held: _C.HeldRows, threads: int, write: Callable[[bytes], object]) -> bool:
-        """Takes all rounds. `held`: where this rank's tensors are in host memory. `write` is given boxes in memory that
-        this rank writes, in the order of their places. Raises this rank's error only. Returns whether all rounds were
-        taken: not if another rank has failed."""
+        """Runs all rounds. `held`: the host addresses of this rank's tensors. `write` receives the boxes in memory that
+        this rank writes, in file order. Raises only this rank's error. Returns whether all rounds have run; False if
+        another rank has failed."""
 
         def fill(index: int) -> None:
             round_, table = self.routes.rounds[index], int_table()

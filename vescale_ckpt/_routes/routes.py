@@ -1,4 +1,4 @@
-"""Plans which rank reads what for which others, on the coordinator, and keeps the plan for loads of the same form."""
+"""Plans on the coordinator which rank reads what for which others, and caches the plan for loads of the same form."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ BUFFERS = 3  #: a rank reads one round, sends one, and copies one to its targets
 _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 5  # 64-bit words before the tables of packed routes
-_MOST_WHOLE_BYTES = 64 << 20  # a larger record that can only be checked whole is read by each rank
+_MOST_WHOLE_BYTES = 64 << 20  # each rank reads larger records itself if they can only be verified as a whole
 _MOST_GATHERED_BYTES = 128 << 20  # tables planned at a time; a plan takes a few times as much memory
 _RANGES_OF_A_PART = 4  # more ranges of each file make parts more even, and reads shorter
-_MOST_NODES = 16  # what more nodes need is read once for each so many of them
+_MOST_NODES = 16  # bytes that more nodes need are read once per group of at most this many nodes
 _SIZE = struct.Struct("<q")
-_MOST_OBJECT_BYTES = 64 << 20  # if objects have more, each rank reads them; else the coordinator does for all
+_MOST_OBJECT_BYTES = 64 << 20  # above this sum, each rank reads objects itself; else the coordinator reads for all
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Round:
     placements: memoryview
 
     def messages(self, table: memoryview) -> list[tuple[int, int, int]]:
-        """Peer, offset and bytes of each message in `sends` or `receives`."""
+        """Returns peer, offset and bytes of each message in `sends` or `receives`."""
         return [(table[at], table[at + 1], table[at + 2]) for at in range(0, len(table), 3)]
 
     def same_node_peers(self, table: memoryview) -> list[int]:
-        """The peers in `sends` or `receives` that map each other's buffers: their messages have no bytes."""
+        """Returns the peers in `sends` or `receives` with mapped buffers: messages with them have no bytes."""
         return [peer for peer, _, size in self.messages(table) if size == 0]
 
 
 class Routes:
-    """What one rank reads, sends and receives. `number`: the plan's, the same on its ranks and in no other plan."""
+    """What one rank reads, sends and receives. `number`: identifies the plan, on all of its ranks."""
 
     def __init__(self, number: int, parts: Sequence[bytes], objects: bytes = b"") -> None:
         self.number = number
@@ -70,7 +70,7 @@ class Routes:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """All ranks have the same number of rounds."""
+        """The rounds; equally many on all ranks."""
         return [round_ for table in self._parts for round_ in _rounds_of(table)]
 
     @cached_property
@@ -79,25 +79,37 @@ class Routes:
         tables = [table for round_ in self.rounds for table in (round_.sends, round_.receives)]
         return frozenset(peer for table in tables for peer in table[::3])
 
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """Those of them that map this one's buffers."""
+        tables = [(round_, table) for round_ in self.rounds for table in (round_.sends, round_.receives)]
+        return frozenset(peer for round_, table in tables for peer in round_.same_node_peers(table))
+
+    @property
+    def buffer_bytes(self) -> list[int]:
+        """The bytes of each of this rank's `BUFFERS`."""
+        rounds = self.rounds
+        return [max((one.memory_bytes for one in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
+
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank needs, and which ranks it may share reads with, packed as the coordinator gets it."""
+    """What a rank needs, and with which ranks it may share reads, packed for the coordinator."""
 
     rows: bytes  #: `LoadPlan.reads`
     objects: bytes  #: `LoadPlan.objects`
     files: bytes  #: `LoadPlan.files`
     group: bytes  #: only ranks with the same group share reads
     domain: bytes  #: ranks with the same domain map each other's buffers
-    budget: int  #: bytes of the rounds' memory on this rank
+    budget: int  #: bytes for the rounds' buffers on this rank
 
     def tables(self, rows: bytes, objects: bytes) -> tuple[bytes, ...]:
-        """What the coordinator needs of these rows and objects, beside the domain."""
+        """Returns what the coordinator needs to know of these rows and objects, except the domain."""
         return rows, objects, self.files, self.group
 
     @classmethod
     def of(cls, reads: Reads | None, save: str) -> Needs:
-        """What a rank needs for its reads (None: nothing). `save`: the id of the save that they are of.
+        """Returns what a rank needs for its reads (None: nothing). `save`: the id of the save that it reads.
 
         Raises ValueError for a setting or a name that cannot be used.
         """
@@ -108,12 +120,12 @@ class Needs:
         return cls(reads.rows, reads.object_rows, files, save.encode(), domain, budget)
 
 
-_kept: OrderedDict[bytes, Routes] = OrderedDict()  # {hash of what they were planned from: routes}
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # {hash of the plan's input: routes}
 _kept_lock = threading.Lock()
 
 
 def routes_of_all(exchange: Exchange, needs: Needs, verify: bool, phase: str, through_devices: bool = False) -> Routes:
-    """This rank's routes. All ranks call it together; one reduction suffices if all have kept those of the same plan.
+    """Returns this rank's routes; collective. One reduction suffices if all ranks have cached the routes of one plan.
 
     `through_devices`: ranks do not map each other's buffers. Raises on all ranks, as `together` does, if the
     coordinator cannot plan.
@@ -136,9 +148,9 @@ def routes_of_all(exchange: Exchange, needs: Needs, verify: bool, phase: str, th
 
 
 def _plan(exchange: Exchange, needs: Needs, verify: bool, phase: str, through_devices: bool) -> Routes:
-    """Plans with all ranks, part of the records by part, so that the coordinator's memory is bounded: equal tables are
-    gathered once, and different ones at most `_MOST_GATHERED_BYTES` at a time."""
-    # All take part in each step, also a rank whose tables cannot be parted.
+    """Plans one part of the records after another, so that the coordinator's memory is bounded; collective. Equal
+    tables are gathered once, different ones at most `_MOST_GATHERED_BYTES` at a time."""
+    # Every rank takes part in each step, even if its tables cannot be split.
     last = exchange.together(lambda: _C.last_record(needs.rows), phase, LoadFailedError)
     not_most_last, table_bytes = exchange.agree([~last], phase, [len(needs.rows)])
     count = parts_of(table_bytes)
@@ -169,8 +181,8 @@ def _planned_bytes_of_all(exchange: Exchange, needs: Needs, phase: str) -> int:
 
 
 def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]]) -> int:
-    """The bytes of tables that are planned: of replicas on many nodes those of about `_MOST_NODES`. `tables`: for each
-    rank a name of its table, one of its node, and the bytes of its table."""
+    """Returns the bytes of the tables to plan; of replicas on many nodes, only about `_MOST_NODES` count. `tables`: per
+    rank, an id of its table, an id of its node, and the bytes of its table."""
     sizes: dict[Hashable, int] = {}
     ranks, nodes = Counter[Hashable](), defaultdict[Hashable, set[Hashable]](set)
     for table, node, size in tables:
@@ -181,28 +193,28 @@ def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]]) -> int:
 
 
 def parts_of(table_bytes: int) -> int:
-    """How many parts are planned, one at a time, if the tables have so many bytes."""
+    """Returns the number of parts to plan one at a time, for tables of this size."""
     return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
 
 
 def range_bytes_of(last_record: int, parts: int) -> int:
-    """The bytes of the ranges into which a file is cut, which are dealt out to the parts."""
+    """Returns the size of the file ranges that are distributed over the parts."""
     return last_record // (_RANGES_OF_A_PART * parts) + 1
 
 
 class _Coordinator:
-    """Plans the parts of a load, one after another. Each balances what the ones before it have left uneven."""
+    """Plans the parts of a load, one after another. Each part evens out the imbalance of the previous ones."""
 
     def __init__(self, verify: bool, budget: int, through_devices: bool) -> None:
         self._verify = verify
         self._budget = budget
         self._through_devices = through_devices
-        self._bytes_read: list[int] = []  # one number for each rank: what it reads in the parts so far
+        self._bytes_read: list[int] = []  # per rank, in the parts planned so far
 
     def plan(self, gathered: list[list[bytes]] | None) -> list[tuple[bytes, ...]] | None:
-        """What to tell each rank about one part: its packed routes, the number of the plan, the objects that all need,
-        and what `renumbered` needs if the routes are those of another rank. `gathered`: the tables of all ranks; None
-        on other ranks than the coordinator."""
+        """Returns each rank's answer for one part: its packed routes, the number of the plan, the objects that all
+        ranks need, and the input of `renumbered` if the routes are those of another rank. `gathered`: the tables of all
+        ranks; None except on the coordinator."""
         if gathered is None:
             return None
         rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
@@ -243,7 +255,7 @@ def _rounds_of(table: memoryview) -> list[Round]:
 
 
 def renumbered(packed: bytes, planned: bytes, ranks: bytes) -> bytes:
-    """Packed routes that were planned for some ranks, as those of `ranks`, which correspond to them."""
+    """Returns packed routes that were planned for other ranks, with `ranks` substituted for them."""
     numbers = dict(zip(words(planned), words(ranks), strict=True))
     routes = bytearray(packed)
     for round_ in _rounds_of(memoryview(routes).cast("q")):
@@ -252,15 +264,15 @@ def renumbered(packed: bytes, planned: bytes, ranks: bytes) -> bytes:
                 messages[at] = numbers[messages[at]]
         places, at = round_.placements, 0
         while at < len(places):
-            places[at] = numbers.get(places[at], places[at])  # its own memory has none
+            places[at] = numbers.get(places[at], places[at])  # -1, its own memory, has no number
             at += 5 + 4 * places[at + 4]
     return bytes(routes)
 
 
 def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
-    """For each rank the rows of the objects that every rank needs, in the same order on all ranks.
+    """Returns, per rank, the rows of the objects that every rank needs, in the same order on all ranks.
 
-    `needs`: for each rank its table of objects, its names of files, and its group. Equal ones are parsed once.
+    `needs`: per rank, its table of objects, its file names, and its group. Equal ones are parsed once.
     """
     locations = {need: _object_locations(*need) for need in set(needs)}
     first, *others = locations.values()
@@ -272,13 +284,13 @@ def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
 
 
 def _object_locations(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
-    """The row of each object of a table, by the object's record location."""
+    """Returns the row of each object of a table, by the location of its record."""
     numbers, files = words(table), json.loads(names)
     rows = [numbers[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(numbers), OBJECT_ROW)]
     return {(group, files[file], *where): row for row, (file, *where) in enumerate(rows)}
 
 
 def _numbered(values: list[bytes]) -> list[int]:
-    """A number for each value, the same for equal values."""
+    """Returns a number per value, the same for equal values."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from .._engine.torch_types import Stateful
 from .flatten import flatten, with_forms
 from .stateful_parts import Part, find_parts, stateful_objects
 from .stored_entries import StoredEntries

@@ -9,25 +9,25 @@ count; torch before 2.14 does not know them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.rows import SHARD, TENSOR
+from .._engine.torch_types import dtensor_type, is_dtensor
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 from .tensor_table import narrowed
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
 _WRITE, _READ, _SHARD = "__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"
 _SPMD_TYPE = "_local_type"  # spmd_types sets it: {axis of a mesh: type}
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_OF_DTENSORS = (DTensor.__create_write_items__, DTensor.__create_chunk_list__)  # their result follows from placements
-_KINDS = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
 
 
 class Chunk(NamedTuple):
@@ -63,7 +63,9 @@ def describes_itself(kind: type, loading: bool) -> bool:
 def with_own_chunks(tensors: list[Any], loading: bool) -> list[int]:
     """Returns the indices of the tensors that list their chunks themselves, and of those that should: their SPMD types
     differ between ranks. `tensors` may have any type. A DTensor whose local tensor lists its chunks is not included."""
-    found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0], _SPMD_TYPE), _OF_DTENSORS)
+    of_dtensors = tuple(getattr(kind, name) for kind in dtensor_type() for name in (_WRITE, _READ))
+    # What the methods of DTensor return follows from placements.
+    found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0], _SPMD_TYPE), of_dtensors)
     return [
         index
         for index in found
@@ -78,7 +80,7 @@ def locals_with_own_chunks(local_tensors: list[torch.Tensor], loading: bool) -> 
 
 def tells_chunks(value: Any, loading: bool) -> bool:
     """Whether a value or its local tensor lists its chunks."""
-    if type(value) is DTensor and locals_with_own_chunks(torch_private.local_tensors([value]), loading):
+    if type(value) in dtensor_type() and locals_with_own_chunks(torch_private.local_tensors([value]), loading):
         return True
     return isinstance(value, torch.Tensor) and bool(with_own_chunks([value], loading))
 
@@ -87,7 +89,7 @@ def _differing_axes(value: Any) -> list[str]:
     """Returns the axes, each with its type, along which ranks hold different values of a tensor under one name: varying
     (V, also for shards) or partial (P) by its SPMD type."""
     types = getattr(value, _SPMD_TYPE, None)
-    named = types.items() if isinstance(types, dict) and not isinstance(value, DTensor) else ()
+    named = types.items() if isinstance(types, dict) and not is_dtensor(value) else ()
     return [f"{axis}: {kind!r}" for axis, kind in named if getattr(kind, "value", "") in ("V", "P")]
 
 
@@ -117,7 +119,7 @@ def chunks_to_read(key: str, value: Any) -> Chunks:
 
 
 def _ask(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chunks | None:
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+    if is_dtensor(value) and value.device_mesh.get_coordinate() is None:
         return Chunks(tuple(value.size()), [], [])
     try:
         found = ask(key, value)
@@ -140,7 +142,7 @@ def _chunks_to_write(key: str, value: Any) -> Chunks | None:
             return None
         found = found._replace(shape=tuple(data.size))
         chunk = Chunk(
-            _KINDS[item.type], data.properties.requires_grad, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            _kinds()[item.type], data.properties.requires_grad, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         )
         tensor = shard_at(value, item.index)
         if tensor.dtype != data.properties.dtype:
@@ -155,6 +157,8 @@ def _chunks_to_write(key: str, value: Any) -> Chunks | None:
 def _chunks_to_read(key: str, value: Any) -> Chunks:
     if not hasattr(value, _READ):
         return _chunks_of_fields(value)
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     found = Chunks(tuple(whole_shape(value)), [], [])
     for index, chunk in enumerate(value.__create_chunk_list__()):
         offset = torch.Size(chunk.offsets)
@@ -176,9 +180,19 @@ def _chunks_of_fields(value: Any) -> Chunks:
     return found
 
 
+@cache
+def _kinds() -> dict[WriteItemType, int]:
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    return {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
+
+
 def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
+
     size = torch.Size(chunks.shape)
-    kinds = {kind: of_dcp for of_dcp, kind in _KINDS.items()}
+    kinds = {kind: of_dcp for of_dcp, kind in _kinds().items()}
     return [
         WriteItem(
             index=MetadataIndex(key, torch.Size(chunk.offset)),
@@ -196,7 +210,7 @@ def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
 def copy_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
     """Makes `target`, a copy of `source` in other memory, list the same chunks."""
     sources, targets = [source], [target]
-    if isinstance(source, DTensor) and isinstance(target, DTensor):
+    if is_dtensor(source) and is_dtensor(target):
         sources += torch_private.local_tensors([source])
         targets += torch_private.local_tensors([target])
     for one, other in zip(sources, targets, strict=True):
@@ -208,11 +222,14 @@ def copy_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
 def shard_at(value: Any, index: MetadataIndex) -> torch.Tensor:
     """Returns the local tensor that holds the chunk at the index's offset of a value. Raises ValueError if none
     does."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         (local,) = torch_private.local_tensors([value])
-        if not _C.with_attributes([value, local], (_SHARD,), (DTensor.__get_tensor_shard__,)):
+        (of_dtensors,) = (getattr(kind, _SHARD) for kind in dtensor_type())
+        if not _C.with_attributes([value, local], (_SHARD,), (of_dtensors,)):
             return local
     if hasattr(value, _SHARD) or not has_fields(value):
+        from torch.distributed.checkpoint.utils import find_tensor_shard
+
         with torch.no_grad():
             return find_tensor_shard(value, index)
     return _chunks_of_fields(value).at(index)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from .._engine.gc import gc_paused
 from .._engine.rows import SHARD, TENSOR
 from .._engine.tensor_checks import dense, is_plain_tensor
+from .._engine.torch_types import dtensor_type, is_sharded_tensor
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from ..errors import CheckpointError
 from .chunks import Chunk, Chunks, chunks_to_read, chunks_to_write, locals_with_own_chunks, with_own_chunks
 from .inventory_rows import add_inventory
 from .state import Groups, State
 from .tensor_table import read_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 
 class Describer:
@@ -69,7 +71,7 @@ class Describer:
         wrappers = dict(enumerate(dtensors, len(plain)))
         for position, chunks in zip(groups.chunked, chunked, strict=True):
             if chunks is not None:
-                if isinstance(values[position], DTensor):
+                if isinstance(values[position], dtensor_type()):
                     added = range(len(tensors), len(tensors) + len(chunks.tensors))
                     wrappers.update(dict.fromkeys(added, values[position]))
                 tensors += chunks.tensors
@@ -97,7 +99,7 @@ class Describer:
         own = {groups.tensors[index] for index in with_own_chunks(_at(values, groups.tensors), loading)}
         own.update(groups.dtensors[index] for index in locals_with_own_chunks(local, loading))
         if groups.own:  # these are not among `local`
-            known = [position for position in groups.own if isinstance(values[position], DTensor)]
+            known = [position for position in groups.own if isinstance(values[position], dtensor_type())]
             local = torch_private.local_tensors([values[position] for position in known])
             own.update(known[index] for index in locals_with_own_chunks(local, loading))
         return own
@@ -123,7 +125,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
 def _whole_chunks(key: str, value: torch.Tensor | ShardedTensor, loading: bool) -> Chunks | None:
     """Returns the chunks of a ShardedTensor, or the one of a tensor of another class: its memory, which no plan may cut
     if it is not that of a plain tensor. A load calls `copy_` of the class; None if the class shows no shape there."""
-    if isinstance(value, ShardedTensor):
+    if is_sharded_tensor(value):
         shards, metadata = value.local_shards(), value.metadata()
         requires_grad = bool(metadata.tensor_properties.requires_grad)
         places = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]

@@ -15,19 +15,18 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .._engine import _C
+from .._engine.torch_types import dtensor_type
 from ..errors import UntrustedCheckpointError
 from .per_rank import PerRank
 from .structure import Path, Structure, any_number, is_number
 
 logger = logging.getLogger(__name__)
 
-#: These are common types. A lookup in a set is cheaper than `isinstance`.
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+#: These are common types, and so is DTensor. A lookup in a set is cheaper than `isinstance`.
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None), tuple})
-_LEAVES = _TENSORS | _SCALARS
 
 _MOST_NAMED = 5  # a message names at most so many mappings
 _MOST_GAPS = 1 << 20  # all lists together may lack so many elements
@@ -69,7 +68,7 @@ class Flattener:
         if is_known and self._form is not None and (values := self._form.values(state)) is not None:
             return dict(zip(self._paths, values, strict=True)), dict(self._paths), self._structure
         flat, paths, structure = flatten_with_structure(state)
-        self._form = _C.StateForm.of(state, _TENSORS, _SCALARS) if is_known else None
+        self._form = _C.StateForm.of(state, _TENSORS.union(dtensor_type()), _SCALARS) if is_known else None
         if self._form is not None:
             found = self._form.values(state)
             if found is None or len(found) != len(flat) or not all(map(is_, found, flat.values())):
@@ -83,14 +82,15 @@ class _Flattening:
         self.flat: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.structure = Structure()
+        self._leaves = _TENSORS.union(_SCALARS, dtensor_type())
 
     def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
-        flat, paths = self.flat, self.paths
+        flat, paths, leaves = self.flat, self.paths, self._leaves
         ordinary = bool(mapping)
         for name, value in mapping.items():
             if type(name) is not str:
                 name, ordinary = str(name), False
-            if type(value) in _LEAVES:
+            if type(value) in leaves:
                 key = prefix + name
                 if key in flat:
                     raise _duplicate(key)

@@ -7,7 +7,6 @@ from operator import le
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from .._engine import _C, torch_private
 from .._engine.dtype_codes import dtype_code
@@ -16,7 +15,6 @@ from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
 from .chunk_rows import ShardChunk, packed_row
-from .shard_chunks import are_known, chunks_at, local_shape
 from .state import State
 
 
@@ -73,6 +71,10 @@ class _Making:
             self.other.append(position)
 
     def _add_dtensors(self) -> None:
+        if not self.groups.dtensors:
+            return
+        from torch.distributed.tensor import Replicate
+
         state = self.state
         first = len(self.groups.plain)
         wrapper_types = set(filter(is_wrapper_type, set(state.local_types)))
@@ -115,6 +117,8 @@ class _Making:
         requires_grad: bool,
         uncut: bool,
     ) -> list[tuple[bytes, bytes]]:
+        from .shard_chunks import are_known, chunks_at, local_shape  # it imports DTensor's placements
+
         code = dtype_code(tensor.dtype, key)
         try:
             if are_known(layout.placements):

@@ -7,11 +7,10 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
+from .._engine.torch_types import dtensor_type, is_dtensor, sharded_tensor_type
 from .._engine.wrapper_tensors import is_wrapper, map_inner
 from .chunks import chunks_to_read, copy_protocol, tells_chunks
 from .tensor_table import NOT_READY, PLAIN_TYPES, read_tensors
@@ -26,8 +25,9 @@ def allocate_targets(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     new: dict[str, torch.Tensor] = {}
     of_place: dict[Any, torch.Tensor] = {}
+    dtensor, sharded = dtensor_type(), sharded_tensor_type()
     for key, value in _without_plain_memory(values):
-        if isinstance(value, ShardedTensor):  # its own methods work only with exactly one shard
+        if isinstance(value, sharded):  # its own methods work only with exactly one shard
             for shard in value.local_shards():
                 if shard.tensor.is_meta:
                     shard.tensor = torch.empty_like(shard.tensor, device="cpu")
@@ -40,7 +40,7 @@ def allocate_targets(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 if place is not None:
                     of_place[place] = new[key]
             else:
-                _allocate(value.to_local() if type(value) is DTensor else value)
+                _allocate(value.to_local() if type(value) in dtensor else value)  # type: ignore[attr-defined]
     return new
 
 
@@ -71,7 +71,7 @@ def _place(key: str, value: Any) -> Any:
     """Returns a value that is equal for tensors with the same elements of one storage, also on the meta device. None
     for values without a storage."""
     layout: Any = repr(chunks_to_read(key, value)[:2]) if tells_chunks(value, loading=True) else None
-    if type(value) is DTensor:
+    if type(value) in dtensor_type():
         layout = layout, value.placements, value.shape
         value = torch_private.local_tensors([value])[0]
     if not is_plain_tensor(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
@@ -82,7 +82,9 @@ def _place(key: str, value: Any) -> Any:
 
 def _real(value: torch.Tensor) -> torch.Tensor:
     real: torch.Tensor
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
+        from torch.distributed.tensor import DTensor
+
         mesh, local = value.device_mesh, value.to_local()
         device = mesh.device_type
         if device not in ("cpu", "meta"):

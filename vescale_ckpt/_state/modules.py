@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
+from .._engine.torch_types import is_dtensor
 from .._engine.wrapper_tensors import is_wrapper
 from ..errors import IncompatibleStateError
 from .load_targets import allocate_targets
@@ -26,6 +25,8 @@ def form_of(module: nn.Module) -> dict[str, Any]:
     """Returns the module's `state_dict()` under names without wrappers."""
     if not is_wrapped(module):
         return module.state_dict()
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
     return {plain(name): value for name, value in get_model_state_dict(module).items()}
 
 
@@ -47,6 +48,8 @@ def give_form(module: nn.Module, form: Mapping[str, Any], loaded: Collection[str
     for _, tensor, _ in given:
         _bytes(tensor).fill_(_UNFILLED)
     if is_wrapped(module):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
         names = {plain(name): name for name in get_model_state_dict(module)}
         set_model_state_dict(module, {names.get(name, name): value for name, value in form.items()})
     else:
@@ -84,7 +87,7 @@ def _give_own(
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a tensor; none for a wrapper subclass."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     memory = torch.empty(0, dtype=torch.uint8, device=local.device)
     return memory if is_wrapper(local) else memory.set_(local.detach().untyped_storage())
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from .._engine.torch_types import is_tensor_metadata
 from .flatten import flatten, with_forms
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 def saved_as_objects(metadata: Metadata) -> list[str]:
@@ -20,7 +23,7 @@ def saved_as_objects(metadata: Metadata) -> list[str]:
     is saved value by value."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     entries = metadata.state_dict_metadata
-    objects = [key for key, stored in entries.items() if isinstance(stored, BytesStorageMetadata)]
+    objects = [key for key, stored in entries.items() if not is_tensor_metadata(stored)]
     holds_tensor: set[Any] = set()
     for key in entries.keys() - set(objects):
         path = paths.get(key, ())
@@ -31,6 +34,8 @@ def saved_as_objects(metadata: Metadata) -> list[str]:
 
 def split(metadata: Metadata, containers: Mapping[str, Any]) -> tuple[Metadata, dict[str, Any]]:
     """Returns the metadata with a key for each value in `containers` in place of their own keys, and {key: value}."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
     values: dict[str, Any] = {}
     entries, places = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
     paths = dict(metadata.planner_data or {})

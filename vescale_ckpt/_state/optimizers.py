@@ -11,15 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from .._engine.torch_types import has_fsdp1
 from ..errors import CheckpointError
 
 #: Wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold the wrapped module as a child of such a name.
@@ -95,6 +89,8 @@ class OptimizerState:
             return form
         named = {**form, "state": {number: of for number, of in form["state"].items() if type(number) is int}}
         if is_wrapped(module):
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
             by_torch: Any = get_optimizer_state_dict(module, [_SeenByTorch(optimizer, named)])  # type: ignore[list-item]
             named = _renamed(by_torch, plain)
         else:
@@ -116,7 +112,13 @@ class OptimizerState:
         own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         named = {**form, "state": {name: values for name, values in form["state"].items() if name in names}}
         others = {name: values for name, values in form["state"].items() if name not in names}
-        if module is not None and FullyShardedDataParallel.fsdp_modules(module):
+        if module is not None and has_fsdp1(module):
+            from torch.distributed.checkpoint.state_dict import (
+                StateDictOptions,
+                get_model_state_dict,
+                set_optimizer_state_dict,
+            )
+
             seen_by_torch = _SeenByTorch(optimizer, {})
             names_of_torch = {plain(name): name for name in get_model_state_dict(module)}
             named = _renamed(named, lambda name: names_of_torch.get(name, name))

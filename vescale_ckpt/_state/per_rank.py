@@ -1,6 +1,6 @@
-"""`PerRank` saves and restores an object that differs from rank to rank, as a random state or a position in the data.
+"""`PerRank` saves and restores an object that differs from rank to rank, such as a random state or a data position.
 
-DCP keeps one value for each key. So a `PerRank` under the key `data` is saved under `data.rank_0_of_8`,
+DCP stores one value per key. So a `PerRank` under the key `data` is saved under `data.rank_0_of_8`,
 `data.rank_1_of_8` …. Each is an ordinary object (`{"state": value}`), which every reader of DCP checkpoints can load.
 """
 
@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
 
+from .._engine.torch_types import Stateful
 from ..errors import IncompatibleStateError
 
 _STATE = "state"  # key in the stored dict; a tensor under it is a part of the object, not stored separately
@@ -22,15 +22,15 @@ Reshard = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
-    """Wraps an object that each rank saves and gets back. It may be in dictionaries and lists. It is refused in a tuple
-    or a set, which are saved as one object.
+    """Wraps an object that every rank saves and restores for itself. It may be nested in dictionaries and lists. In a
+    tuple or a set, which are saved as one object, it is refused.
 
     Args:
-        obj: anything that can be pickled. If it has `state_dict` and `load_state_dict`, its state is saved, and a load
-            calls `load_state_dict`. Otherwise a load replaces `.obj`.
+        obj: any object that can be pickled. If it has `state_dict` and `load_state_dict`, its state is saved, and a
+            load calls `load_state_dict`. Otherwise a load replaces `.obj`.
         reshard: called as `reshard(objects, rank, size)` if the number of ranks differs between save and load.
-            `objects` has the object of each rank that saved, by rank. The result is this rank's object. None: the
-            method `reshard_state` of `obj` if it has one, as `RandomState` does; otherwise such a load raises
+            `objects` lists the saved objects by rank; the result is this rank's object. None: the method
+            `reshard_state` of `obj`, if it has one, as `RandomState` does; otherwise such a load raises
             `IncompatibleStateError`.
     """
 
@@ -53,7 +53,7 @@ _rank_and_size: ContextVar[tuple[int, int] | None] = ContextVar("_rank_and_size"
 
 @contextmanager
 def set_rank(rank: int, size: int) -> Iterator[None]:
-    """A context in which `this_rank` returns this rank and size of a process group."""
+    """A context manager in which `this_rank` returns `rank` and `size`."""
     token = _rank_and_size.set((rank, size))
     try:
         yield
@@ -62,8 +62,7 @@ def set_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def this_rank() -> tuple[int, int]:
-    """Returns rank and number of ranks in the process group of the save or load if it is known, otherwise in the
-    job."""
+    """Returns (rank, number of ranks) in the process group of the save or load, if known, otherwise in the job."""
     if (known := _rank_and_size.get()) is not None:
         return known
     if dist.is_available() and dist.is_initialized():

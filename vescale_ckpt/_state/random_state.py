@@ -11,10 +11,10 @@ import torch
 
 
 class RandomState:
-    """The states of the default generators of torch (on the CPU and on the devices that this process uses), of Python,
-    and of numpy if it is imported. Each rank has its own: `{"random": PerRank(RandomState())}`.
+    """The default random number generators of torch (on the CPU and on this process's devices), of Python, and of numpy
+    if it is imported. They differ from rank to rank: `{"random": PerRank(RandomState())}`.
 
-    A restore sets the generators. Generators that the checkpoint does not have keep their states.
+    A restore sets the generators. Generators that the checkpoint lacks keep their states.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from .._engine.tensor_checks import MOST_COMPARED, is_plain_tensor
 from .._engine.torch_private import local_tensors
+from .._engine.torch_types import dtensor_type, is_sharded_tensor
 from ..errors import CheckpointError
 from .shared_memory import sharing_memory
 from .state import State
@@ -61,9 +60,9 @@ def replaced_in_state(
 
 
 def _memory_of(value: Any) -> Sequence[torch.Tensor]:
-    if isinstance(value, ShardedTensor):
+    if is_sharded_tensor(value):
         return [shard.tensor for shard in value.local_shards()]
-    if type(value) is DTensor:
+    if type(value) in dtensor_type():
         value = local_tensors([value])[0]
     return [value] if is_plain_tensor(value) and value.layout is torch.strided else []
 

@@ -6,16 +6,19 @@ from array import array
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.torch_private import DTensorLayout, storage_identity
+from .._engine.torch_types import dtensor_type
 from .._engine.wrapper_tensors import is_wrapper
 from .chunks import Chunk, describes_itself
 from .tensor_table import ON_HOST, PLAIN_TYPES, tensor_table
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Groups:
     def _group(self, kind: type, loading: bool) -> list[int]:
         if kind in PLAIN_TYPES:
             return self.plain
-        if issubclass(kind, DTensor):
+        if issubclass(kind, dtensor_type()):
             return self.dtensors
         if issubclass(kind, torch.Tensor):
             return self.chunked

@@ -10,11 +10,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._engine.torch_types import Stateful, dtensor_type, sharded_tensor_type
 from ..errors import IncompatibleStateError
 from .flatten import flatten, place
 from .modules import form_of, give_form
@@ -25,10 +23,9 @@ from .stored_entries import StoredEntries
 from .structure import Path, any_number, is_number
 
 # These types are known to be no `Stateful`. A check against a protocol takes ten microseconds: for a flat dictionary,
-# that is more than planning takes.
-_LEAVES = frozenset(
-    {torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor, PerRank}
-    | {int, float, str, bool, bytes, type(None), tuple, set}
+# that is more than planning takes. So are DTensor and ShardedTensor.
+_LEAVES: frozenset[Any] = frozenset(
+    {torch.Tensor, torch.nn.Parameter, PerRank} | {int, float, str, bool, bytes, type(None), tuple, set}
 )
 
 
@@ -379,17 +376,20 @@ def _nests_state(form: Any) -> bool:
     return type(form) is list and any(map(_nests_state, form))
 
 
-def stateful_objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def stateful_objects(
+    container: Any, path: tuple[Any, ...], leaves: frozenset[Any] | None = None
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
     values = container if isinstance(container, list) else container.values()
-    if _LEAVES.issuperset(map(type, values)):
+    leaves = leaves or _LEAVES.union(dtensor_type(), sharded_tensor_type())
+    if leaves.issuperset(map(type, values)):
         return
     for name, value in enumerate(container) if isinstance(container, list) else container.items():
         kind = type(value)
-        if kind in _LEAVES:
+        if kind in leaves:
             continue
         if kind is dict or kind is list:
-            yield from stateful_objects(value, (*path, name))
+            yield from stateful_objects(value, (*path, name), leaves)
         elif isinstance(value, Stateful):
             yield (*path, name), value
         elif isinstance(value, (Mapping, list)):
-            yield from stateful_objects(value, (*path, name))
+            yield from stateful_objects(value, (*path, name), leaves)

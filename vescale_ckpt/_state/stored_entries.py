@@ -5,15 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
+from .._engine.torch_types import is_dtensor, is_tensor_metadata
 from .flatten import flatten
 from .key_selection import renamed_if_known
 from .structure import Path, Structure, is_number, structure_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class StoredEntries:
@@ -73,7 +75,7 @@ class StoredEntries:
     def shape(self, key: str) -> torch.Size | None:
         """Returns the shape of a stored tensor; None if the checkpoint's `key` is an object."""
         stored = self._metadata.state_dict_metadata[key]
-        return stored.size if isinstance(stored, TensorStorageMetadata) else None
+        return stored.size if is_tensor_metadata(stored) else None
 
     def is_empty(self, key: str) -> bool:
         return key in self._empty
@@ -170,10 +172,10 @@ class StoredEntries:
         """Returns a target for the checkpoint's `key`: a tensor on the meta device, sharded as the DTensors in `like`
         if they have its shape; None for an object."""
         stored = self._metadata.state_dict_metadata[key]
-        if not isinstance(stored, TensorStorageMetadata):
+        if not is_tensor_metadata(stored):
             return None
         size, dtype = stored.size, stored.properties.dtype
-        sharded = [each for each in like if isinstance(each, DTensor) and each.shape == size and size]
+        sharded = [each for each in like if is_dtensor(each) and each.shape == size and size]
         if sharded and len({(each.device_mesh, each.placements) for each in sharded}) == 1:
             return torch.empty_like(sharded[0].detach(), dtype=dtype, device="meta")
         return torch.empty(size, dtype=dtype, device="meta")

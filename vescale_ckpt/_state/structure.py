@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import UntrustedCheckpointError
 
@@ -101,8 +100,8 @@ class Structure:
         return result.pack()
 
 
-def structure_of(metadata: Metadata) -> Structure | None:
-    """Returns the record in a checkpoint's metadata. None if it has none, because another tool wrote it."""
+def structure_of(metadata: object) -> Structure | None:
+    """Returns the record in DCP's metadata of a checkpoint. None if it has none, because another tool wrote it."""
     noted = getattr(metadata, ATTRIBUTE, None)
     return Structure.unpack(noted) if isinstance(noted, str) else None
 

@@ -35,8 +35,8 @@ Found = TypeVar("Found")
 class FileSystem(Storage):
     """A folder on a file system that this machine has mounted."""
 
-    by_requests = can_be_away = rereads = pins_data_files = False
-    has_locks = renames = shares_files = True
+    by_requests = can_be_away = rereads = False
+    has_locks = renames = True
 
     # --- What is there
 
@@ -91,9 +91,6 @@ class FileSystem(Storage):
             found = _checked(os.fstat(file.fileno()), path)
             at = begin if begin >= 0 else max(0, found.size + begin)
             return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
-
-    def drop_caches(self) -> None:
-        _ask_server(self.path)
 
     # --- Writes
 
@@ -203,10 +200,6 @@ class FileSystem(Storage):
 
     def make_marker(self, name: str) -> None:
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-
-    def sees_marker(self, name: str) -> bool:
-        _ask_server(self.path)
-        return self.has(name)
 
     # --- Others who use it
 

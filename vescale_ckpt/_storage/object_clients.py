@@ -66,10 +66,15 @@ def obstore() -> Any:
 
 
 def register_store(url: str, store: Any) -> None:
-    """Makes all paths that begin with `url` (a scheme and a bucket: "s3://bucket") go to `store`, one of
-    `obstore.store`. Use it for credentials and options that the environment does not give.
+    """Registers `store` for all paths that start with `url`, for credentials and options that the environment does not
+    provide. Not collective, but every process calls it before it uses such a path.
 
-    Every process calls it before it uses such a path. Objects lie below the store's prefix, if it has one.
+    Args:
+        url: a scheme and a bucket, `"s3://bucket"`.
+        store: an object of `obstore.store`. If it has a prefix, objects are stored below it.
+
+    Raises:
+        ValueError: `url` is not a scheme and a bucket.
     """
     if isinstance(url, str):
         paths.check_no_secret(url)

@@ -256,12 +256,16 @@ class Client:
 class ObjectStore(Storage):
     """A folder in an object store. It exists as long as objects are in it. All its methods raise OSError."""
 
-    by_requests = can_be_away = rereads = pins_data_files = True
-    has_locks = renames = shares_files = False
+    by_requests = can_be_away = rereads = True
+    has_locks = renames = False
 
     @cached_property
     def _client(self) -> Client:
         return Client(self.path)  # made at first use: asking for a class attribute opens no connection
+
+    @property
+    def store(self) -> str:
+        return self._client.root
 
     def check_mounted(self, what: str, instead: str) -> None:
         raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
@@ -474,12 +478,6 @@ class ObjectStore(Storage):
 
     def make_marker(self, name: str) -> None:
         self._client.at(name).put(b"", create=True)
-
-    def sees_marker(self, name: str) -> bool:
-        try:
-            return self.has(name)
-        except CheckpointError:
-            return False
 
     # --- Others who use it: there are no locks, so nobody is kept from removing anything
 

@@ -127,7 +127,7 @@ def _stat_if_there(path: str) -> Stat | None:
     try:
         return storage.stat()
     except OSError as error:
-        if storage.can_be_away and not isinstance(error, FileNotFoundError):
+        if storage.is_away(error):
             raise of_system(error, path) from error
         return None
 

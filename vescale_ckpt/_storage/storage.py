@@ -11,7 +11,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeGuard
 
 from .._engine import _C
 
@@ -65,16 +65,20 @@ class Storage(ABC):
     writes through the engine.
     """
 
-    by_requests: ClassVar[bool]  #: each look or read is a request, and there is no page cache
+    by_requests: ClassVar[bool]  #: each look or read is a request, for the version that was opened first; no page cache
     can_be_away: ClassVar[bool]  #: it may not answer for a while; files that cannot be read then may still exist
     rereads: ClassVar[bool]  #: bytes that seem damaged may be sound when they are read again
-    pins_data_files: ClassVar[bool]  #: all reads of a data file ask for the version that was opened first
     has_locks: ClassVar[bool]  #: a lock shows that the writer of a file lives; otherwise only the file's age does
     renames: ClassVar[bool]  #: files and folders are written under temporary names, then renamed in one step
-    shares_files: ClassVar[bool]  #: several processes may write ranges of one file, in any order
 
     def __init__(self, path: str) -> None:
         self.path = path  #: messages and the engine use it
+
+    @property
+    def store(self) -> str | None:
+        """The root of the object store: if ranks see each other's files in one folder of it, then in all. None for a
+        file system."""
+        return None
 
     def check_mounted(self, what: str, instead: str) -> None:
         """Raises `CheckpointError` with the advice `instead` if other programs cannot open the files by their paths, so
@@ -103,8 +107,9 @@ class Storage(ABC):
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing but `CheckpointError`, if the
-        storage does not answer: all later calls would wait as long again."""
+        """Whether a file or folder has that name; that a client of a network file system has none is not taken from its
+        cache. Cheaper than `names`. Raises nothing but `CheckpointError`, if the storage does not answer: all later
+        calls would wait as long again."""
 
     @abstractmethod
     def stat(self, name: str = "") -> Stat:
@@ -128,6 +133,10 @@ class Storage(ABC):
     def is_inconclusive(self, number: int) -> bool:
         """Whether a read that failed with this errno says nothing about the file."""
 
+    def is_away(self, error: BaseException) -> TypeGuard[OSError]:
+        """Whether the error says that the storage does not answer now: what was asked for may exist."""
+        return self.can_be_away and isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+
     # --- Reads
 
     @abstractmethod
@@ -148,9 +157,9 @@ class Storage(ABC):
         it ends: it reads nothing that has been removed before it began."""
         return
 
-    @abstractmethod
     def drop_caches(self) -> None:
-        """Makes the next reads see the present files, without caches of this process or machine."""
+        """Makes the next reads see the present files, without caches of this process, in a storage that `rereads`."""
+        return
 
     # --- Writes
 
@@ -229,10 +238,6 @@ class Storage(ABC):
     @abstractmethod
     def make_marker(self, name: str) -> None:
         """Makes an empty marker file, without a sync. Raises OSError if it exists."""
-
-    @abstractmethod
-    def sees_marker(self, name: str) -> bool:
-        """Whether the folder holds the marker file now. Bypasses caches of clients. Raises nothing."""
 
     # --- Others who use it
 

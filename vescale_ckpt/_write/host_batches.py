@@ -1,4 +1,4 @@
-"""Copies tensors that the engine cannot read directly to host memory in batches, for a rank that writes them.
+"""Copies tensors that the engine cannot read directly to host memory, in batches, and writes them.
 
 One batch is written while the next one is copied.
 """
@@ -27,28 +27,28 @@ from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
 from .layout import Layout, SaveOptions
 
-_SAMPLED_ELEMENTS = 4  # most elements of a tensor that are hashed
+_SAMPLED_ELEMENTS = 4  # at most so many elements of a tensor are hashed
 
 
 class Batch(NamedTuple):
-    """Rows of a rank's part that are written together."""
+    """Rows of a rank's part of the plan that are written together."""
 
     rows: Sequence[int]
-    table: Any  #: the engine's
-    tensors: Sequence[torch.Tensor] = ()  #: of the table, if they were brought to host memory one by one
+    table: Any  #: an engine table
+    tensors: Sequence[torch.Tensor] = ()  #: the tensors of the table, if they were copied to host memory one by one
     snapshot: _C.Snapshot | None = None  #: holds the memory of the table, if they were copied together
     archives: Sequence[bytes] = ()  #: in place of a table: the records of wrapper subclasses
 
 
 def samples_of(table: Any, devices: Any = b"") -> memoryview:
-    """A hash for each row of a table of tensors to write or to copy, which differs if some of its elements do: finds
-    changes that raise no version counter. `devices`: as for `new_snapshot`. 0 for tensors on a device: to read them
-    would wait for it."""
+    """Returns a hash of a few elements for each row of a table of tensors to write or copy, to detect changes that do
+    not increment the version counter. `devices`: as for `new_snapshot`. 0 for tensors on a device, because reading them
+    would wait for the device."""
     return memoryview(_C.sample_hashes(table, devices, _SAMPLED_ELEMENTS)).cast("Q")
 
 
 def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
-    """The engine's table of tensors, which must live until they are written."""
+    """Returns the engine table of tensors, which must stay alive until they are written."""
     table = int_table()
     for tensor in tensors:
         shape = tensor.shape
@@ -57,13 +57,13 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
 
 
 def write_rows(layout: Layout, plan: LocalPlan, rows: Sequence[int]) -> None:
-    """Writes `rows` of a rank's part, in host memory or on devices. At most two batches are in memory. They share
-    `VESCALE_CKPT_MEMORY_BYTES` unless one tensor needs more."""
+    """Writes `rows` of a rank's part, whose tensors are in host memory or on devices. At most two batches are in
+    memory; together they take `VESCALE_CKPT_MEMORY_BYTES`, unless one tensor needs more."""
     write_batches(layout, _batches(layout.options, plan, rows), plan.key)
 
 
 def write_batches(layout: Layout, batches: Iterator[Batch], key_of: Callable[[int], str]) -> None:
-    """Writes one batch while the next one is made. `key_of`: of a row."""
+    """Writes one batch while the next one is prepared. `key_of`: returns the key of a row."""
 
     def write(batch: Batch) -> None:
         rows = batch.rows
@@ -98,7 +98,7 @@ def _batches(options: SaveOptions, plan: LocalPlan, rows: Sequence[int]) -> Iter
 
 
 def converted(plan: LocalPlan, rows: Sequence[int]) -> Iterator[Batch]:
-    """Yields batches of rows, with host copies of their tensors (those on other devices, lazy conjugates), or with the
+    """Yields batches of rows with host copies of their tensors (those on other devices, lazy conjugates), or with the
     records of wrapper subclasses."""
     return host_batches(rows, zip(map(plan.key, rows), map(plan.tensor, rows), strict=True))
 
@@ -117,9 +117,9 @@ def _bounded(rows: Sequence[int], plan: LocalPlan) -> Iterator[Sequence[int]]:
 def host_batches(
     rows: Sequence[int], tensors: Iterable[tuple[str, torch.Tensor]], makes_tensors: bool = False
 ) -> Iterator[Batch]:
-    """Cuts tensors, one of each row and with its key, into batches that are bounded in number and in bytes. Only memory
-    other than the state's own counts as bytes: copies from a device, and all tensors if `makes_tensors`. They live
-    until they are written, two batches at a time."""
+    """Groups (key, tensor) pairs, one per row, into batches bounded in tensors and in bytes. Only memory beyond the
+    state's own counts: copies from a device, or all tensors if `makes_tensors`. Tensors stay alive until they are
+    written; two batches exist at a time."""
     budget, start, held = batch_bytes(), 0, 0
     in_memory: list[torch.Tensor] = []
     archives: list[bytes] = []
@@ -129,7 +129,7 @@ def host_batches(
             yield Batch(rows[start:index], write_table(in_memory), in_memory, archives=archives)
             in_memory, archives, start, held = [], [], index, 0
         if isinstance(found, torch.Tensor):
-            dtype_code(found.dtype, key)  # raises for those that cannot be stored
+            dtype_code(found.dtype, key)  # raises for dtypes that cannot be stored
             in_memory.append(found)
             held += found.nbytes if copied or makes_tensors else 0
         else:
@@ -143,8 +143,8 @@ def host_batches(
 
 
 def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tensor]:
-    """{row: its tensor} for the rows whose tensors are on an accelerator and need no conversion: one copy of each is a
-    snapshot."""
+    """Returns {row: tensor} for rows whose tensors are on an accelerator and need no conversion, so that a single copy
+    takes a snapshot of them."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return {}
@@ -157,13 +157,13 @@ def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tens
         with _named(key):
             plain = dense(tensor)
         if not (plain.is_conj() or plain.is_neg()):
-            dtype_code(plain.dtype, key)  # raises for those that cannot be stored
+            dtype_code(plain.dtype, key)  # raises for dtypes that cannot be stored
             found[row] = plain
     return found
 
 
 def _in_host_memory(key: str, tensor: torch.Tensor) -> tuple[torch.Tensor | bytes, bool]:
-    """A tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
+    """Returns a tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
     with _named(key):
         if is_wrapper(tensor):
             return objects.dump(stored_form(tensor), key), True
@@ -172,8 +172,8 @@ def _in_host_memory(key: str, tensor: torch.Tensor) -> tuple[torch.Tensor | byte
 
 @contextmanager
 def _named(key: str) -> Iterator[None]:
-    """A context in which an error of a tensor (it cannot be stored, or not be copied from its device) gets the key."""
+    """A context manager that adds the key to errors of a tensor (it cannot be stored, or cannot be copied)."""
     try:
         yield
-    except Exception as error:  # code of a subclass may raise anything
+    except Exception as error:  # a subclass's code may raise anything
         raise CheckpointError(f"{key}: {error}", key=key) from error

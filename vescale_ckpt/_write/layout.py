@@ -1,4 +1,4 @@
-"""`Layout` decides where each piece of a save lies: in which file, at which offset, who writes it, and what commits."""
+"""`Layout` decides where each part of a save is stored (file, offset), which rank writes it, and what commits it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def new_save_id() -> str:
 class SaveOptions:
     """Where and how a rank writes one save."""
 
-    path: str  #: the directory's, absolute
+    path: str  #: the absolute path of the directory
     rank: int = 0
-    thread_count: int | None = None  #: None: the setting
+    thread_count: int | None = None  #: None: the setting `threads`
     direct_io: DirectIO = field(default_factory=lambda: direct_io_setting("auto"))
     checksums: bool = True
     sync_files: bool = True
     overwrite: bool = True
     save_id: str = field(default_factory=new_save_id)
-    single_file: bool = True  #: False for one file for each tensor and object, in layouts that can have it
+    single_file: bool = True  #: False: one file per tensor and object, in layouts that support it
 
 
 class Written(NamedTuple):
@@ -41,72 +41,77 @@ class Written(NamedTuple):
 
     tensor_bytes: int
     file_bytes: int
-    of_files: Sequence[dict[str, int]]  #: the engine's statistics of each file
+    of_files: Sequence[dict[str, int]]  #: the engine's statistics for each file
 
 
 class Layout(ABC):
     """The files of one save, on one rank. The order of calls:
 
-    - `begin` on each rank, before any rank writes; `place` with all ranks, when it is planned who writes what;
-    - on each rank `open`, `write_table` and `write_records` for one file after another, and `finish` after the last, or
-      `discard` after an error. `rows` are those of the rank's part of the plan, each written once;
-    - on the coordinator `contents`, and `commit`, after all ranks have written;
-    - `end` on each rank, also after a failure.
+    - `begin` on each rank, before any rank writes; `place`, collectively, after planning;
+    - on each rank, for one file after another, `open`, `write_table` and `write_records`; then `finish`, or `discard`
+      after an error. `rows` refer to the rank's part of the plan; each row is written once;
+    - on the coordinator, after all ranks have written, `contents` and `commit`;
+    - `end` on each rank, even after a failure.
     """
 
-    #: whether the memory of tables is read in `finish`, too; else `write_table` has read it when it returns
+    #: whether `finish` still reads the memory of the tables; otherwise only `write_table` reads it
     reads_in_finish = False
 
-    _writer: _C.FileWriter | _C.BoxWriter | _C.OrderedWriter | None = None  # of what is open
+    _writer: _C.FileWriter | _C.BoxWriter | _C.OrderedWriter | None = None  # of the open files
     _in_background = _cancelled = False
-    _done_bytes = 0  # of what is complete, and not open any more
+    _done_bytes = 0  # of completed files
 
     def __init__(self, options: SaveOptions) -> None:
         self.options = options
 
     @abstractmethod
     def begin(self, is_coordinator: bool) -> None:
-        """Makes the directory. The coordinator removes what saves that died have left: this one may need the space.
-        Raises `CheckpointError` if the directory must not be written to."""
+        """Creates the directory. The coordinator removes files left by dead saves, because this save may need the
+        space. Raises `CheckpointError` if the directory must not be written to."""
 
-    # --- With the other ranks of `vescale_ckpt.save`
+    # --- With the other ranks, in `vescale_ckpt.save`
 
     @abstractmethod
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
-        """What is saved of a state. `adds_files`: whether this rank is one that adds the layout's own files to it."""
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        """What is saved of a state, with the layout's own files on at least one rank."""
 
     def left_out(self, description: State) -> Collection[str]:
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
         return ()
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
-        """Decides with all ranks where the rank's part lies. `planned`: the plan of all ranks, on the coordinator.
-        Raises on all ranks if one has failed."""
+        """Decides where this rank's part is stored; collective. `planned`: the plan of all ranks, on the coordinator.
+        Raises on all ranks if any rank has failed."""
         return
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Called with all ranks before any rank writes. `in_one_table`: whether one table tells where all tensors of
-        the rank are in host memory."""
+        """Collective; called before any rank writes. `in_one_table`: whether one table holds the host addresses of all
+        tensors of this rank."""
         return
 
     @abstractmethod
     def message(self) -> bytes:
-        """What the coordinator needs from this rank after writing. Not empty."""
+        """Returns what the coordinator needs from this rank after it has written. Not empty."""
 
     @abstractmethod
     def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """For each rank what it commits; empty: nothing. `messages`: of all ranks."""
+        """Returns what each rank commits; empty: nothing. `messages`: those of all ranks."""
+
+    def hand_out(self, steps: Steps, contents: Sequence[tuple[bytes, ...]] | None) -> tuple[bytes, ...]:
+        """With all ranks. Returns what this rank commits of the `contents` that the coordinator has; None if a rank has
+        an error."""
+        return () if contents is None else contents[0]  # the coordinator alone commits
 
     # --- This rank's files
 
     @abstractmethod
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
-        """Opens a file, and makes the content of the one before durable. `body_bytes`: of each tensor that it will
-        hold. `part`: its number, if a rank writes several."""
+        """Opens a file, after making the content of the previous one durable. `body_bytes`: the size in bytes of each
+        tensor that it will hold. `part`: its number, if a rank writes several."""
 
     @abstractmethod
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
-        """Writes the tensors of the engine's table."""
+        """Writes the tensors of an engine table."""
 
     @abstractmethod
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
@@ -118,12 +123,12 @@ class Layout(ABC):
         """Makes all files durable."""
 
     def progress(self) -> int:
-        """Bytes that were written so far. Any thread may call it."""
+        """Returns the bytes written so far. Any thread may call it."""
         writer = self._writer
         return self._done_bytes + (0 if writer is None else writer.progress())
 
     def cancel(self) -> None:
-        """Makes calls that run in other threads fail soon, and later ones."""
+        """Makes running calls in other threads, and all later ones, fail soon."""
         self._cancelled = True
         if (writer := self._writer) is not None:
             writer.cancel()
@@ -133,14 +138,14 @@ class Layout(ABC):
 
     @abstractmethod
     def discard(self, error: BaseException | None = None) -> None:
-        """Closes the files, and removes those that belong to this rank alone. May be called again. `error`: why."""
+        """Closes the files, and removes those that belong only to this rank. Idempotent. `error`: the reason."""
 
     # --- The commit
 
     @abstractmethod
     def commit(self, *content: bytes) -> None:
-        """Commits what all ranks have written, in one step. `content`: one of `contents`."""
+        """Atomically commits what all ranks have written. `content`: an element of `contents`."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends the save, committed or not. May be called again."""
+        """Ends the save, committed or not. Idempotent."""

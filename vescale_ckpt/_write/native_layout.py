@@ -1,4 +1,4 @@
-"""`NativeLayout` is DCP's own: each rank has data files of its own, and one `.metadata` names the records in them."""
+"""`NativeLayout` is DCP's own layout: each rank writes its own data files; one `.metadata` locates all records."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._checkpoint.native import commit_metadata, extra_copies
+from .._checkpoint.native.commit_metadata import Replaced
 from .._checkpoint.native.extra_copies import ExtraFiles
 from .._checkpoint.native.file_names import METADATA_NAME, data_name
 from .._checkpoint.native.metadata_check import TRAILER_BYTES
 from .._checkpoint.native.metadata_file import has_metadata
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.save_facts import stamped
 from .._engine import _C
 from .._engine.engine_errors import named_errors, named_system_errors
@@ -32,13 +32,13 @@ LEAST_FILE_BYTES = 64 << 20  #: of each, where a rank spreads its tensors over s
 
 
 class NativeLayout(Layout):
-    """The files of one save in DCP's own layout. Those of this rank are locked until the save ends.
+    """The files of one save in DCP's own layout. This rank's files are locked until the save ends.
 
     Args:
-        extra_files: contents by name, which the commit also copies into the directory.
+        extra_files: {name: content}; the commit also copies them into the directory.
     """
 
-    _may_spread = True  # over several data files, where that is faster
+    _may_spread = True  # whether a rank may write several data files, where that is faster
     _writer: _C.FileWriter | None = None
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
@@ -47,10 +47,10 @@ class NativeLayout(Layout):
         self._replaced = Replaced()  # the checkpoint that was there when the save began
         self._names: list[str] = []
         self._first = 0  # the number of the open file, or of the first one
-        self._of_all: Sequence[Iterable[str]] = ()  # names of each rank's files, on the coordinator
+        self._of_all: Sequence[Iterable[str]] = ()  # file names of each rank, on the coordinator
         self._token = ""
-        self._lock = Lease()  # on the first file; it marks all files as those of a running save
-        self._needed = 0  # bytes, for the open file
+        self._lock = Lease()  # on the first file; marks all files as those of a running save
+        self._needed = 0  # bytes that the open file needs
         self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
         self._locations = _C.LocationTable()
@@ -61,7 +61,7 @@ class NativeLayout(Layout):
         drop_dead_locks(path)
         storage_at(path).make()
         if not is_coordinator and storage_at(path).by_requests:
-            return  # the coordinator asks for all
+            return  # the coordinator checks for all
         with storage_at(path).look():
             if not self.options.overwrite and has_metadata(path, None):
                 raise _holds_checkpoint(path)
@@ -69,12 +69,12 @@ class NativeLayout(Layout):
                 if not self.options.overwrite:
                     storage_at(path).check_exclusive_commits()
                 self._replaced = Replaced.read(path)
-                self._remove_orphans()
+                commit_metadata.remove_orphans(path, frozenset())
 
     # --- With the other ranks
 
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
-        return with_files(state, self._extra_files if adds_files else {})
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        return with_files(state, self._extra_files if is_coordinator else {})
 
     def message(self) -> bytes:
         return self.located().pack()
@@ -86,12 +86,12 @@ class NativeLayout(Layout):
         return [self.make_metadata(planned, locations, save_id), *[()] * (len(messages) - 1)]
 
     def make_metadata(self, planned: GlobalPlan, locations: Sequence[Locations], save_id: str) -> tuple[bytes, ...]:
-        """What the coordinator commits; `.metadata` is written while it is made."""
+        """Returns what the coordinator commits; `.metadata` is written to its pending file while it is generated."""
         self._pending = storage_at(self.options.path).pending(METADATA_NAME)
         return planned.files(locations, self.options.path, save_id, target=self._pending)
 
     def check_files(self, names: Sequence[Iterable[str]]) -> None:
-        """Takes the names of the files that each rank has written. Raises `CheckpointError` if some are not in this
+        """Sets the names of the files that each rank has written. Raises `CheckpointError` if any is missing from this
         directory."""
         self._of_all, path = names, self.options.path
         storage = storage_at(path)
@@ -135,7 +135,7 @@ class NativeLayout(Layout):
                     self._names.append(data_name(options.rank, self._token, number))
                     file.add_file(os.path.join(options.path, self._names[-1]))
         except BaseException:
-            del file  # the error's traceback would keep its files, and the space that they have reserved
+            del file  # the error's traceback would keep its files, and the space reserved for them
             raise
         self._writer = file
         if self._cancelled:
@@ -144,7 +144,7 @@ class NativeLayout(Layout):
 
     @property
     def _path(self) -> str:
-        """The path of the open file, or of the first one."""
+        """The path of the open file; of the first one, if there are several."""
         return os.path.join(self.options.path, self._names[self._first])
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class NativeLayout(Layout):
         return Locations(table, [self._names[file] for file in used])
 
     def _finish_file(self) -> None:
-        """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
+        """Makes the open file's content durable and closes it immediately: there may be one file per tensor."""
         if (file := self._writer) is None:
             return
         with named_errors(str, self.options.path, self._needed), phase("sync", self._path):
@@ -198,8 +198,8 @@ class NativeLayout(Layout):
     # --- The commit
 
     def commit(self, *content: bytes) -> None:
-        """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: of the
-        metadata, or its end if it is pending, and that of the index if there is one."""
+        """Replaces the metadata, atomically and durably, and removes the files that it does not name. `content`: the
+        metadata (only its end, if a pending file has it), and the index, if there is one."""
         path = self.options.path
         extra = ExtraFiles(path, self._extra_files)
         metadata, index = (*content, None)[:2]
@@ -216,26 +216,20 @@ class NativeLayout(Layout):
         except BaseException as error:
             extra.put_back(length, metadata[-TRAILER_BYTES:])
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
-            self._remove_orphans()
+            commit_metadata.remove_orphans(path, frozenset())
             if isinstance(error.__cause__, FileExistsError):  # so it is known that no metadata will name them
                 self._remove(name for of_rank in self._of_all for name in of_rank)
                 raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
         extra.publish()
-        if (superseded := self._replaced.files) or storage_at(path).has_locks:
-            with storage_at(path).look(lists=True, fresh=True):
-                commit_metadata.remove_orphans(path, superseded)
+        with storage_at(path).look(lists=True, fresh=True):
+            commit_metadata.remove_orphans(path, self._replaced.files)
         self._replaced = Replaced()
-
-    def _remove_orphans(self) -> None:
-        # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
-        if storage_at(self.options.path).has_locks:
-            commit_metadata.remove_orphans(self.options.path)
 
     def end(self) -> None:
         """Releases the locks: from now on, files that no metadata names are orphans."""
         if self._pending is not None:
-            self._pending.discard()  # or it is committed
+            self._pending.discard()  # no effect once it is committed
         self._pending = None
         self._lock.release()
 

@@ -1,11 +1,11 @@
-"""`NodeLayout` saves into a folder of each node: together they hold one checkpoint, each the files of its own ranks.
+"""`NodeLayout` saves into a folder on each node: together they hold one checkpoint, each the files of its own ranks.
 
-All folders get the same `.metadata`, byte for byte, after the data of all nodes is durable. So one `.metadata` in one
-folder proves that the save is whole, as far as the files that it names are found in some folder.
+All folders get the same `.metadata`, byte for byte, after the data of all nodes is durable. So a single `.metadata`
+proves that the save is complete, provided that each file it names is found in some folder.
 
-Nodes that hold the same chunks (replicas) write the same files. These get the names of the lowest node's: a file of one
-name has the same bytes on all nodes. A file of which no node before has an equal one, and that the metadata does not
-name, is removed.
+Nodes that hold the same chunks (replicas) write equal files, which are renamed to the names on the lowest of these
+nodes: files with the same name have the same bytes on all nodes. A file that equals none of a lower node, and that the
+metadata does not name, is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._checkpoint.native.file_names import NODE_MARKER
 from .._checkpoint.native.save_facts import stamped
@@ -24,20 +25,24 @@ from .._ranks.message import pack, unpack
 from .._ranks.node import node_of_this_process
 from .._ranks.steps import Steps
 from .._storage.open_storage import storage_at
+from ..errors import StorageFullError
 from .layout import SaveOptions
 from .native_layout import NativeLayout
 
 
 class NodeLayout(NativeLayout):
-    """The files of one save in folders of the nodes. For plans with `placement="local"`."""
+    """The files of one save in one folder per node. For plans with `placement="local"`."""
 
-    # Replicas of a part are found by equal locations, and so must not depend on a node's threads; and a commit renames
-    # files one by one, of which the first must not go before the others.
+    # Replicas are recognized by equal locations, which must not depend on a node's number of threads. Also, a commit
+    # renames files one by one, and the first one must not be renamed before the others.
     _may_spread = False
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(options, extra_files)
-        self._planned = b""  # what this rank writes; equal on ranks that write the same
+        self._planned = b""  # describes what this rank writes; equal on ranks that write the same
+
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
+        return super().values(state, True)  # the plan takes one rank of each node
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
         _, *what_it_holds = _C.inventory_parts(plan.state.inventory)  # the head has the node's number
@@ -52,13 +57,13 @@ class NodeLayout(NativeLayout):
     def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         located, digests, of_nodes = zip(*map(unpack, messages), strict=True)
         locations, nodes = list(map(Locations.unpack, located)), list(map(int, of_nodes))
-        numbers = sorted(set(nodes))  # as plans number nodes
+        numbers = sorted(set(nodes))  # in the order of the plan
         names = [of_rank.files for of_rank in locations]
         save_id = stamped(self.options.save_id, len(messages))
         metadata, index = planned.files(locations, self.options.path, save_id)
         named = set(_C.Index.from_bytes(index).files)
-        first: dict[tuple[int, bytes], list[str]] = {}  # {digest, and how many ranks of the node have it: names}
-        new_names: dict[int, dict[str, str]] = {node: {} for node in numbers}  # "": the file is not needed
+        first: dict[tuple[int, bytes], list[str]] = {}  # {(number among such ranks of a node, digest): names}
+        new_names: dict[int, dict[str, str]] = {node: {} for node in numbers}  # "": not needed
         for node in numbers:
             seen: dict[bytes, int] = {}
             for rank in (rank for rank, its in enumerate(nodes) if its == node):
@@ -75,10 +80,21 @@ class NodeLayout(NativeLayout):
             contents[nodes.index(node)] = (metadata, index, json.dumps(of_node).encode())
         return contents
 
+    def hand_out(self, steps: Steps, contents: Sequence[tuple[bytes, ...]] | None) -> tuple[bytes, ...]:
+        exchange = steps.exchange
+        if exchange.is_coordinator and contents is None:
+            contents = [()] * exchange.size
+        return exchange.scatter_contents(contents, steps.phase("metadata"))
+
     def commit(self, *content: bytes) -> None:
         """Gives the node's files their names, and commits its copy of the metadata. `content`: of the metadata, of the
         index, and {name of a file: its name on the lowest node that has it}."""
-        metadata, index, new_names = content
+        try:
+            self._commit(*content)
+        except StorageFullError as error:  # other nodes may have committed
+            raise error.in_doubt() from error
+
+    def _commit(self, metadata: bytes, index: bytes, new_names: bytes) -> None:
         storage = storage_at(self.options.path)
         with named_system_errors(self.options.path):
             for own, other in json.loads(new_names).items():

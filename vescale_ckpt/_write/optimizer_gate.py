@@ -1,4 +1,4 @@
-"""`Gate` makes optimizer steps wait until an asynchronous save has copied parameters and state."""
+"""`Gate` makes optimizer steps wait until an asynchronous save has copied parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor
+from .._engine.torch_types import dtensor_type
 from .._plan.local_plan import LocalPlan
 from .._state.tensor_table import PLAIN_TYPES
 from .._state.watch import Watch, storages_of
@@ -25,20 +25,24 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# What each optimizer waits for before its next step. Hooks stay: a hook must not be removed while hooks run.
+# The copies that each optimizer's next step waits for. Hooks are never removed: that is not safe while hooks run.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
-_copies: set[Future[None]] = set()  # those of this process that go on
+_copies: set[Future[None]] = set()  # the running copies of this process
 
 
 class Gate:
-    """One or more optimizers, whose steps wait while an asynchronous save copies what they change: `save(gate=…)`.
+    """Optimizers whose next step waits until an asynchronous save has copied what they update: `save(gate=…)`.
 
     Args:
-        optimizers: one, or several.
-        allow_capturable: whether optimizers with `capturable=True` are accepted. They are made for CUDA graphs. The
-            replay of a graph runs no hook, so its step does not wait, and it raises no version counter: the save would
-            mix values of two steps without an error. With True, either no step is replayed from a graph, or the
-            training loop itself waits for `handle.staged` before a replay.
+        optimizers: one optimizer, or several.
+        allow_capturable: whether to accept optimizers with `capturable=True`, which are meant for CUDA graphs. The
+            replay of a graph runs no hook, so the step does not wait, and increments no version counter, so the save
+            would mix values of two steps without an error. Pass True only if no step is replayed from a graph, or if
+            the training loop itself waits for `handle.staged` before a replay.
+
+    Raises:
+        TypeError: an element is not a `torch.optim.Optimizer`.
+        ValueError: an optimizer has `capturable=True`, and `allow_capturable` is False.
     """
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], *, allow_capturable: bool = False) -> None:
@@ -57,24 +61,24 @@ class Gate:
 
 
 def as_gate(gate: Optimizer | Iterable[Optimizer] | Gate | None) -> Gate | None:
-    """The gate that a caller has given, or one of the optimizers."""
+    """Returns `gate`, with optimizers wrapped into a `Gate`."""
     return gate if gate is None or isinstance(gate, Gate) else Gate(gate)
 
 
 class GatedCopy:
-    """The tensors that one save copies behind a gate: parameters and optimizer state, which only steps of the
-    optimizers change. If anything else changes one while it is copied, the save fails."""
+    """The tensors that one save copies in the background: parameters and optimizer state, which only steps of the
+    gate's optimizers may change. If anything else changes one before it is copied, the save fails."""
 
     def __init__(self, gate: Gate) -> None:
         self._optimizers = gate.optimizers
         self._watch = Watch([], [])
 
     def rows(self, plan: LocalPlan, candidates: Sequence[int]) -> list[int]:
-        """The rows of `candidates` that may be copied later. Their tensors are watched from now on."""
+        """Returns the rows of `candidates` that may be copied later. Their tensors are watched from now on."""
         own = self._own_tensors()
-        uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # these have no version counter
+        uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # without a version counter
         places = {place for place, _, _ in own} - uncounted
-        # A tensor made by `.data` has its own counter, which does not rise when the parameter changes.
+        # A tensor made by `.data` has its own counter, which a change of the parameter does not increment.
         by_address: dict[int, list[torch.Tensor]] = {}
         for place, tensor, address in own:
             if place in places:
@@ -109,13 +113,13 @@ class GatedCopy:
         return rows
 
     def _own_tensors(self) -> list[tuple[int, torch.Tensor, int]]:
-        """The optimizers' tensors, each with its storage and address. A DTensor and its local tensor are two
-        entries."""
+        """Returns (address of the storage, tensor, address of the data) for the optimizers' tensors. A DTensor and its
+        local tensor are two entries."""
         tensors = list(chain.from_iterable(map(_tensors, self._optimizers)))
-        local = tensors
-        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+        local, dtensor = tensors, dtensor_type()
+        if any(issubclass(kind, dtensor) for kind in set(map(type, tensors))):
             local = [
-                torch_private.local_tensors([tensor])[0] if isinstance(tensor, DTensor) else tensor
+                torch_private.local_tensors([tensor])[0] if isinstance(tensor, dtensor) else tensor
                 for tensor in tensors
             ]
         return [
@@ -126,7 +130,7 @@ class GatedCopy:
         ]
 
     def close(self, staged: Future[None]) -> None:
-        """Makes steps of the optimizers and loads of this process wait for `staged`."""
+        """Makes the optimizers' steps, and loads of this process, wait for `staged`."""
         _copies.add(staged)
         staged.add_done_callback(_copies.discard)
         for optimizer in self._optimizers:
@@ -135,7 +139,7 @@ class GatedCopy:
             _waited_for.setdefault(optimizer, []).append(staged)
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` that names a tensor that was changed since `rows`. Releases the tensors."""
+        """Raises a `CheckpointError` that names a tensor changed since `rows` was called. Releases the tensors."""
         watch, self._watch = self._watch, Watch([], [])
         if (name := watch.changed()) is not None:
             raise changed_behind_gate(name)
@@ -150,7 +154,7 @@ def changed_behind_gate(key: str) -> CheckpointError:
 
 
 def wait_until_copied(phase: str, timeout: float) -> None:
-    """Waits until no save of this process copies a state. Raises `CheckpointTimeoutError` with `phase`."""
+    """Waits until no save of this process is copying a state. Raises `CheckpointTimeoutError` with `phase`."""
     for staged in list(_copies):
         try:
             staged.exception(timeout)  # the save's handle reports the error
@@ -158,19 +162,19 @@ def wait_until_copied(phase: str, timeout: float) -> None:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
 
-# The host waits, not the streams of CUDA devices. A step that is queued behind the copies starts no earlier than one
-# that is queued after them: the host would only keep its lead over the device, the time to queue a step. In exchange
-# all copies would have to be queued at once (three groups are in flight now), none of them could be cancelled, and
-# version counters could no longer be compared after the copies: the step would have raised them.
+# The host waits, not the CUDA streams. On the device, a step starts after the copies either way; waiting on the stream
+# would only let the host run ahead by the time to queue one step. In exchange, all copies would have to be queued at
+# once (now three groups are in flight), none could be cancelled, and version counters could not be compared after the
+# copies, because the step would have incremented them.
 def _wait(optimizer: Optimizer, *_: Any) -> None:
     waiting = _waited_for.get(optimizer, [])
-    while waiting:  # removed one by one: Ctrl-C may end the wait, and the next step has to wait again
+    while waiting:  # removed one by one: if Ctrl-C ends the wait, the next step waits again
         waiting[0].exception()  # waits; the save's handle reports the error, not the step
         del waiting[0]
 
 
 def _forget_after_fork() -> None:
-    """Forgets running copies in a forked child: their threads are in the parent."""
+    """Forgets running copies in a forked child: their threads exist only in the parent."""
     _copies.clear()
     for optimizer in list(_waited_for):
         _waited_for[optimizer] = []
@@ -184,7 +188,7 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The address of each tensor's storage; 0 for sparse tensors and subclasses, where it is not known."""
+    """Returns the address of each tensor's storage; 0 if unknown (sparse tensors, subclasses)."""
     places = list(map(torch.UntypedStorage.data_ptr, storages_of(tensors)))
     if set(map(type, tensors)) <= set(PLAIN_TYPES):
         return places

@@ -1,4 +1,4 @@
-"""`RankSave` writes what one rank holds in one save, into the files that a layout gives it."""
+"""`RankSave` writes one rank's part of a save into the files of a layout."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .layout import Layout
 
 
 class RankSave:
-    """What one rank does in one save: `write`, or the copy and the writing of a `StagedPlan`."""
+    """The writes of one rank in one save: by `write`, or by a `StagedPlan` from its snapshots."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._started = 0.0  # when the first context was entered
+        self._started = 0.0  # when `writing` was first entered
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context around writing: measures the time, and discards the files after an error."""
+        """A context manager for writing: starts the timer, and discards the files after an error."""
         self._started = self._started or time.perf_counter()
         try:
             yield
@@ -36,7 +36,7 @@ class RankSave:
             raise
 
     def write(self, plan: LocalPlan) -> SaveStats:
-        """Writes all rows to one file. Tensors are written without a copy if the engine can read them directly."""
+        """Writes all rows to one file. Tensors that the engine can read directly are written without a copy."""
         layout, tensors = self.layout, plan.tensors
         with self.writing(), phase("write"):
             if not plan:

@@ -1,6 +1,6 @@
-"""`SafetensorsLayout` is Hugging Face's: all ranks write into the files of one model, each its part of the plan.
+"""`SafetensorsLayout` is Hugging Face's layout: all ranks write their parts into the shared files of one model.
 
-The coordinator lays out the files after planning, and makes them with their final lengths.
+After planning, the coordinator lays out the files and creates them with their final lengths.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .layout import Layout, SaveOptions, Written
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SHARD_SIZE = "5GB"  #: as transformers has it
-LEAST_BYTES = 1 << 20  #: if a node's short runs have fewer, its ranks bring each other none
+DEFAULT_SHARD_SIZE = "5GB"  #: the default of transformers
+LEAST_BYTES = 1 << 20  #: below this sum of a node's short runs, its ranks do not exchange them
 
 SaveFormat = Literal["dcp", "safetensors"]
 FORMATS = get_args(SaveFormat)
@@ -48,22 +48,24 @@ FORMATS = get_args(SaveFormat)
 
 @dataclass(frozen=True)
 class Safetensors:
-    """The files of a model, as `format` of a save: `model.safetensors`, or several files and their index.
+    """The `format` of a save that writes a model's files: `model.safetensors`, or several files and their index.
 
     Args:
-        max_shard_size: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a file of its own.
-        metadata: texts for the headers; None: `{"format": "pt"}`.
-        fqn_to_index_mapping: the number of the file for each key, from 1 on, as in torch's HuggingFaceStorageWriter and
-            in place of `max_shard_size`. Every key needs one. Files without keys are left out.
+        max_shard_size: maximum bytes of tensors per file, as an int or as text like "5GB". A larger tensor gets its own
+            file.
+        metadata: entries for the headers; None: `{"format": "pt"}`.
+        fqn_to_index_mapping: the number of the file for each key, counted from 1, as in torch's
+            HuggingFaceStorageWriter; replaces `max_shard_size`. Every key needs one. Files without keys are omitted.
 
-    Raises ValueError and TypeError for values that no file can have.
+    Raises:
+        ValueError, TypeError: an argument has a value that no file can hold.
     """
 
     max_shard_size: int | str = DEFAULT_SHARD_SIZE
     metadata: Mapping[str, str] | None = None
     fqn_to_index_mapping: Mapping[str, int] | None = None
 
-    #: whether headers say that each tensor begins at 0, for torch's tools that consolidate files
+    #: whether headers record that each tensor starts at offset 0, which torch's consolidation tools need
     tells_offsets: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -85,7 +87,8 @@ class Safetensors:
 
 
 def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
-    """The files that `format` asks for. None for DCP's own. Raises ValueError for an unknown format."""
+    """Returns the safetensors files that `format` requests; None for DCP's layout. Raises ValueError if it is
+    unknown."""
     if isinstance(format, Safetensors):
         return format
     if format not in FORMATS:
@@ -101,16 +104,16 @@ class SafetensorsLayout(Layout):
     def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
         super().__init__(options)
         self._wanted = wanted
-        self._tied: dict[str, str] = {}  # for each name that is not stored, the name of the tensor in the same memory
-        # The offsets of the tensors in all files, and the folder. Set only on the coordinator, from the plan on.
+        self._tied: dict[str, str] = {}  # {name that is not stored: name of the tensor in the same memory}
+        # The offsets of the tensors in all files, and the folder. Set only on the coordinator, after planning.
         self._layout: _C.ExportLayout | None = None
         self._folder: ExportFolder | None = None
         self._paths: list[str] = []
         self._boxes = b""  # what this rank writes from its own memory
-        self._own_boxes = b""  # the same without what ranks bring to each other
-        self._routes = b""  # packed rounds in which they do; empty: they do not
-        self.blocks = b""  # this rank's contribution to the checksums of the files, known after it has written
-        self._rounds: RoutedWrite | None = None  # in which ranks bring bytes to each other, until they have
+        self._own_boxes = b""  # the same, without what ranks exchange
+        self._routes = b""  # the packed rounds of that exchange; empty: no exchange
+        self.blocks = b""  # this rank's contribution to the checksums of the files; set after it has written
+        self._rounds: RoutedWrite | None = None  # the exchange between ranks, until it has run
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
@@ -120,7 +123,7 @@ class SafetensorsLayout(Layout):
 
     # --- With the other ranks
 
-    def values(self, state: dict[str, Any], adds_files: bool) -> dict[str, Any]:
+    def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
         """Moves the keys of the value under the name "" to the top level, as files of a model have them."""
         inner = state.get("")
         if not isinstance(inner, Mapping):
@@ -137,7 +140,7 @@ class SafetensorsLayout(Layout):
         return self._tied.keys() | empty_duplicates(description)
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
-        """Finds where in the files each rank writes."""
+        """Determines where in the files each rank writes."""
         exchange = steps.exchange
         texts = [text.encode() for names in self._tied.items() for text in names]
         message = pack(memory_domain().encode(), *texts)
@@ -146,7 +149,7 @@ class SafetensorsLayout(Layout):
         if planned is not None and of_all is not None:
             answers = steps.take(self._make_all, planned, [*map(unpack, of_all)]) or [b""] * exchange.size
         answer = exchange.scatter(answers, steps.phase("scatter files"))
-        if not answer:  # the coordinator could not make them: all ranks learn why
+        if not answer:  # the coordinator could not create the files: raise its error on all ranks
             steps.raise_together("make files")
         count, token, locations, self._routes = unpack(answer)
         boxes, self._own_boxes = (
@@ -155,8 +158,8 @@ class SafetensorsLayout(Layout):
         self.write_to(int(count), token.decode(), boxes)
 
     def _make_all(self, planned: GlobalPlan, of_all: list[list[bytes]]) -> list[bytes]:
-        """Makes the files on the coordinator. Returns the answers to all ranks. `of_all`: of each rank its
-        `memory_domain`, and pairs of names of tied tensors."""
+        """Creates the files on the coordinator. Returns the answers to all ranks. `of_all`: per rank, its
+        `memory_domain` and pairs of names of tied tensors."""
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = self.lay_out(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
         routes = self._plan_routes(made, planned.catalog, [domains.index(domain) for domain in domains])
@@ -164,8 +167,8 @@ class SafetensorsLayout(Layout):
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
 
     def lay_out(self, planned: GlobalPlan, ties: dict[str, str] | None = None) -> _C.ExportLayout:
-        """Decides where in the files each tensor lies. `ties`: for names that are not stored, the name of the tensor
-        that has their value. Raises `CheckpointError` for values that no safetensors file can hold."""
+        """Decides where in the files each tensor is stored. `ties`: {name that is not stored: name of the tensor with
+        its value}. Raises `CheckpointError` for values that no safetensors file can hold."""
         wanted, ties = self._wanted, ties or {}
         try:
             texts = [*with_ties(wanted.texts, ties), *([_offsets_in(planned)] if wanted.tells_offsets else [])]
@@ -175,20 +178,20 @@ class SafetensorsLayout(Layout):
             raise CheckpointError(str(error)) from None
 
     def make_files(self, made: _C.ExportLayout) -> str:
-        """Makes the files with their final lengths. Returns the token in their temporary names."""
+        """Creates the files with their final lengths. Returns the token in their temporary names."""
         self._layout = made
         self._folder = ExportFolder(self.options.path, made.file_bytes)
         return self._folder.token
 
     def write_to(self, count: int, token: str, boxes: bytes) -> None:
-        """Sets what this rank will write to: the number of files, the end of their temporary names, and where its boxes
-        lie, `_C.export_boxes`."""
+        """Sets what this rank writes to: the number of files, the suffix of their temporary names, and the locations of
+        its boxes (`_C.export_boxes`)."""
         self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in file_names(count)]
         self._boxes = boxes
 
     def _plan_routes(self, made: _C.ExportLayout, catalog: _C.Catalog, nodes: list[int]) -> list[bytes]:
-        """The routes of each rank, packed, for what ranks bring to each other: column shards have a short run in each
-        row of a file. `nodes`: a number for each rank, equal where ranks share memory."""
+        """Returns each rank's packed routes. Ranks of a node exchange short runs, because a column shard has one in
+        each row of a file. `nodes`: a number per rank, equal for ranks that share memory."""
         made.bring_short_runs(nodes, LEAST_BYTES)
         try:
             return plan_writes(made, catalog, nodes, nodes)
@@ -197,7 +200,7 @@ class SafetensorsLayout(Layout):
             return [b""] * len(nodes)
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Shares memory with the ranks of the node, to bring them short runs."""
+        """Shares memory with the ranks of the node, to exchange short runs."""
         doing = steps.phase("write together")
         if not self._routes or not (routes := routes_from(self._routes)).rounds:
             return
@@ -213,7 +216,7 @@ class SafetensorsLayout(Layout):
         return pack(self.blocks)
 
     def contents(self, planned: GlobalPlan, messages: Sequence[bytes]) -> list[tuple[bytes, ...]]:
-        """The head of each file, for the coordinator."""
+        """Returns the head of each file, for the coordinator to commit."""
         return [tuple(self.heads([unpack(message)[0] for message in messages])), *[()] * (len(messages) - 1)]
 
     # --- This rank's boxes in the files
@@ -221,7 +224,7 @@ class SafetensorsLayout(Layout):
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
         self._in_background = in_background
         options, paths = self.options, self._paths
-        # The coordinator made all of them.
+        # The coordinator created all files.
         if paths and not storage_at(options.path).has(os.path.basename(paths[0])):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
@@ -243,12 +246,12 @@ class SafetensorsLayout(Layout):
             rounds.run(held, threads_of(self.options.thread_count), self._writer.write)
 
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
-        if of_tensors:  # another planner than ours has planned it
+        if of_tensors:  # planned by a planner other than ours
             raise _no_wrapper(keys[0], "wrapper subclass")
         raise CheckpointError(f"{keys[0]}: safetensors files hold tensors only, and this is none", key=keys[0])
 
     def finish(self) -> Written:
-        if self._rounds is not None:  # this rank has no tensors, but others wait for it
+        if self._rounds is not None:  # this rank has no tensors, but others wait for its part of the exchange
             if self._writer is None:
                 self.open(b"")
             with named_errors(str, self.options.path):
@@ -274,7 +277,7 @@ class SafetensorsLayout(Layout):
     # --- The commit
 
     def heads(self, blocks: list[bytes]) -> list[bytes]:
-        """The head of each file. `blocks`: those of each rank."""
+        """Returns the head of each file. `blocks`: the contribution of each rank."""
         assert self._layout is not None
         return self._layout.heads(blocks)
 
@@ -295,7 +298,7 @@ def _pairs(names: list[bytes]) -> dict[str, str]:
 
 
 def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
-    """The text that torch's HuggingFaceStorageWriter puts into headers, for whole tensors."""
+    """Returns the header entry that torch's HuggingFaceStorageWriter writes, for whole tensors."""
     rows = planned.catalog.rows()
     return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
 

@@ -1,4 +1,4 @@
-"""`StagedPlan` copies a rank's part of a save to a snapshot, and writes it from there while training goes on."""
+"""`StagedPlan` copies a rank's part of a save to a snapshot, and writes it from there while training continues."""
 
 from __future__ import annotations
 
@@ -13,39 +13,87 @@ import torch
 
 from .._engine import _C
 from .._engine.device_streams import new_snapshot
+from .._engine.dtype_codes import dtype_code
 from .._engine.engine_errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PLAN_ROW, words
+from .._engine.rows import PLAN_ROW, int_table, words
+from .._engine.torch_copies import note_device
 from .._observe.timeline import phase
 from .._plan.local_plan import LocalPlan
 from .._state import objects
 from .._state.tensor_table import NOT_READY
+from ..errors import CheckpointError
 from ..reports import SaveStats
 from . import snapshot_budget
 from .host_batches import converted, on_accelerator, samples_of, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
-from .torch_snapshot import TorchSnapshot
 
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
+_GAP = 4096  # bytes between the addresses of two ranges
+
+
+class TorchSnapshot:
+    """A snapshot that torch fills, of tensors on devices that the engine cannot copy from. Use it as `_C.Snapshot`.
+
+    It has memory of the snapshots' arena for the last of these tensors, as many as the budget allows. A tensor without
+    gaps keeps its strides; others become contiguous."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], budget: int, threads: int) -> None:
+        table, address = int_table(), _GAP
+        for tensor in tensors:
+            # The engine lays out ranges by address and never reads them: each gets a range of its own.
+            table.extend((dtype_code(tensor.dtype, ""), address, 1, tensor.numel(), 1))
+            address += tensor.nbytes + _GAP
+        self._memory = _C.Snapshot(table, budget, threads)
+        self.first = self._memory.first  #: tensors before this one are not in the snapshot
+        self._sources = list(tensors[self.first :])
+        self._copies: list[torch.Tensor] = []
+
+    def copy(self, key_of: Callable[[int], str]) -> None:
+        """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
+        one of the tensors, by its number, for errors."""
+        for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
+            strides = torch.empty_like(source, device="meta").stride()
+            target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
+            if source.numel() != 0:
+                body = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=offset)
+                target = body.view(source.dtype).as_strided(source.shape, strides)
+            self._copies.append(target)
+            note_device(source.device.type)
+            try:
+                target.copy_(source)
+            except RuntimeError as error:  # of the backend, as that it has no memory
+                key = key_of(self.first + number)
+                raise CheckpointError(f"{key}: {error}", key=key) from error
+        self._sources.clear()
+
+    def table(self) -> Any:
+        return write_table(self._copies)
+
+    def release(self) -> None:
+        self._copies.clear()
+        self._memory.release()
+
+
 _Copies = _C.Snapshot | TorchSnapshot
 
 
 class StagedPlan:
-    """Its constructor copies what a rank writes. Tensors that a gate guards are copied in the background.
+    """The constructor copies what a rank writes; tensors guarded by a gate are copied in the background.
 
-    Tensors that exceed the budget are written at once, from the state itself. `staged` is done when the state is not
-    read any more. It fails if a tensor was changed before it was copied.
+    Tensors that exceed the budget are written immediately, from the state itself. `staged` is done when the state is no
+    longer read. It fails if a tensor was changed before it was copied.
 
-    The training thread makes it. Then one thread calls `write`, once.
+    Created on the training thread. After that, one thread calls `write`, once.
     """
 
     def __init__(self, save: RankSave, plan: LocalPlan, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
         self._guarded: _C.Snapshot | None = None  # filled in the background, after the constructor has returned
-        # It keeps the copied tensors alive; so it must outlive the copying.
+        # Keeps the tensors alive that are being copied, so it must outlive the copy.
         self._gate = None if gate is None else GatedCopy(gate)
         self._save, self._layout = save, save.layout
         self.in_background = True  #: whether threads of `write` give way to training
@@ -59,7 +107,7 @@ class StagedPlan:
         self._written: list[tuple[Sequence[int], _Copies]] = []  # their copies, until the save has read them
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
-        self._samples = memoryview(b"").cast("Q")  # hashes of these rows, when the constructor returned
+        self._samples = memoryview(b"").cast("Q")  # hashes of the guarded rows when the constructor returned
         self._early_bytes = 0
         with self._save.writing():
             try:
@@ -80,23 +128,23 @@ class StagedPlan:
             self.staged.set_result(None)
 
     def progress(self) -> tuple[int, int]:
-        """The bytes that were written, and those of all tensors in this rank's part."""
+        """Returns (bytes written, bytes of all tensors in this rank's part)."""
         return self._layout.progress(), sum(words(self._body_bytes))
 
     @property
     def in_one_table(self) -> bool:
-        """Whether one snapshot has all tensors, so that one table tells where they are."""
+        """Whether a single snapshot holds every tensor, so that one table locates them all."""
         return not self._is_open and len(self._copies) <= 1
 
     def write(self) -> SaveStats:
-        """Writes the content of the snapshots, and the objects. Raises as `RankSave.write` does."""
+        """Writes the content of the snapshots, and the objects. Raises like `RankSave.write`."""
         try:
             return self._write()
         finally:
             self._release()
 
     def _release(self) -> None:
-        """Frees the snapshots, which the traceback of an error would keep alive."""
+        """Frees the snapshots explicitly, because the traceback of an error would keep them alive."""
         for _, snapshot in (*self._copies, *self._written):
             snapshot.release()
         self._copies.clear()
@@ -169,7 +217,8 @@ class StagedPlan:
                 self._guarded.start()
 
     def _copy_where_they_are(self, plan: LocalPlan, rows: Sequence[int], table: bytes, devices: bytes) -> _C.Snapshot:
-        """An unfilled snapshot of rows in host memory or on CUDA devices, of which `table` and `devices` are."""
+        """Returns an unfilled snapshot of rows in host memory or on CUDA devices, described by `table` and
+        `devices`."""
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         if early := rows[: snapshot.first]:
@@ -180,7 +229,7 @@ class StagedPlan:
         return snapshot
 
     def _copy_after_conversion(self, plan: LocalPlan, rows: Sequence[int]) -> None:
-        """Copies rows of which neither the engine nor a snapshot can read the memory directly."""
+        """Copies rows whose memory neither the engine nor a snapshot can read directly."""
         for batch in converted(plan, rows):
             if batch.archives:
                 self._archives.update(zip(batch.rows, batch.archives, strict=True))
@@ -193,7 +242,7 @@ class StagedPlan:
             snapshot.copy()
 
     def _copy_by_torch(self, plan: LocalPlan, tensors: dict[int, torch.Tensor]) -> None:
-        """Copies tensors {row: tensor} on devices that the engine cannot copy from, each once, to a snapshot."""
+        """Copies {row: tensor} from devices that the engine cannot read, each tensor once, to a snapshot."""
         rows = list(tensors)
         if not rows:
             return
@@ -207,7 +256,7 @@ class StagedPlan:
         snapshot.copy(self._key_of(rows))
 
     def _add(self, snapshot: _Copies, rows: Sequence[int]) -> None:
-        """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""
+        """Keeps a snapshot of `rows`, except the first `snapshot.first` rows, which were written immediately."""
         sizes = words(self._body_bytes)
         self._early_bytes += sum(sizes[row] for row in rows[: snapshot.first])
         self._copies.append((rows[snapshot.first :], snapshot))
@@ -222,8 +271,8 @@ class StagedPlan:
             self.staged.set_result(None)
 
     def _check_samples(self) -> None:
-        """Raises `CheckpointError` if the copy of a tensor behind a gate is not what the tensor was when `save`
-        returned: collectives, for one, change tensors and raise no counter."""
+        """Raises `CheckpointError` if the copy of a guarded tensor differs from the tensor at the time `save` returned.
+        Collectives, for example, change tensors without incrementing the version counter."""
         assert self._guarded is not None
         first = self._guarded.first
         before, copied = self._samples[first:], samples_of(self._guarded.table())
@@ -239,7 +288,7 @@ class StagedPlan:
     # --- Writing
 
     def _open(self, *, in_background: bool) -> None:
-        """Opens the file. Only the first call counts: writes that training waits for run at full speed."""
+        """Opens the file, unless it is open: writes that training waits for open it first, to run at full speed."""
         if not self._is_open:
             self._layout.open(self._body_bytes, in_background=in_background)
         self._is_open = True

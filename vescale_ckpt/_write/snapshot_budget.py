@@ -1,4 +1,4 @@
-"""Computes how much memory the snapshots of a process may take, from the setting or from the free memory."""
+"""Computes the memory limit for the snapshots of a process, from the setting or from the free memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from .. import settings
 
-_SHARE = 0.5  # part of the free memory: training allocates, too
+_SHARE = 0.5  # of the free memory, because training allocates, too
 
 
 def snapshot_bytes() -> int:
-    """The setting; if it is 0, half of the memory that was free at the first call, divided by the ranks of the
-    machine."""
+    """Returns the setting in bytes; if it is 0, half of the memory that was free at the first call, divided by the
+    number of ranks on the machine."""
     wanted = settings.number("snapshot_bytes")
     return wanted if wanted else _found(os.getpid())
 
@@ -24,7 +24,7 @@ def _found(_: int) -> int:
 
 
 def available_bytes() -> int:
-    """The memory that this process can still get from the machine, within the limits of its control groups."""
+    """Returns the bytes that this process can still allocate, within the limits of its control groups."""
     limits = [_of_the_machine()]
     limits += [left for left in map(_left_in, _control_groups()) if left is not None]
     return max(0, min(limits))
@@ -38,7 +38,7 @@ def _of_the_machine() -> int:
 
 
 def _control_groups() -> list[Path]:
-    """The control group of this process and all groups above it. Each may set a limit."""
+    """Returns this process's control group and all its parents; each may set a limit."""
     root = Path("/sys/fs/cgroup")
     found = []
     try:
@@ -59,13 +59,13 @@ def _left_in(group: Path) -> int | None:
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
             return int((group / limit).read_text()) - _anonymous(group, int((group / used).read_text()))
-        except (OSError, ValueError):  # not this version, or "max"
+        except (OSError, ValueError):  # the other cgroup version, or "max"
             continue
     return None
 
 
 def _anonymous(group: Path, used: int) -> int:
-    """The bytes of `used` without cached pages of files, which the kernel drops when memory is short."""
+    """Returns `used` less the page cache, which the kernel reclaims when memory is short."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""`StoreLayout` puts the safetensors files of a model into an object store.
+"""`StoreLayout` writes the safetensors files of a model to an object store.
 
-A store takes an object in order, and a file begins with the checksums of its tensors. So each file has one rank as its
-writer: what it holds goes straight from memory, and what others hold is brought to it in rounds. The ranks take the
-checksums of their tensors before, and the writers take them again of what they send: the two must be equal.
+An object is uploaded in order, and a file begins with the checksums of its tensors. So each file has one rank as its
+writer: it sends its own tensors directly from memory, and receives those of other ranks in rounds. Ranks checksum their
+tensors before, and the writers checksum what they send: the two must match.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from .safetensors_layout import Safetensors, SafetensorsLayout
 
 
 class StoreLayout(SafetensorsLayout):
-    """The files of one model in an object store. `finish` first agrees with all ranks on what the files begin with."""
+    """The files of one model in an object store. `finish` is collective: ranks first agree on the heads of the
+    files."""
 
     reads_in_finish = True
 
     def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
         super().__init__(options, wanted)
         self._names: list[str] = []
-        self._tables: list[tuple[bytes, Sequence[int]]] = []  # this rank's tensors, and their rows in its part
-        self._steps: Steps | None = None  # from `join_ranks` on, until the heads are agreed on
-        self._own = b""  # boxes of the files that this rank writes
+        self._tables: list[tuple[bytes, Sequence[int]]] = []  # this rank's tensors, and their rows in the plan
+        self._steps: Steps | None = None  # from `join_ranks` until the heads are agreed on
+        self._own = b""  # this rank's boxes in the files that it writes
         self._file_heads: list[bytes] = []  # one for each file, on the coordinator
         self._may_be_committed = False
 
@@ -59,7 +60,7 @@ class StoreLayout(SafetensorsLayout):
             ) from None
 
     def make_files(self, made: _C.ExportLayout) -> str:
-        """Only chooses names: objects appear when they are complete. Returns the token in the names."""
+        """Only chooses names, because objects appear when they are complete. Returns the token in the names."""
         if not self.options.overwrite:
             storage_at(self.options.path).check_exclusive_commits()
         with named_system_errors(self.options.path):
@@ -72,7 +73,7 @@ class StoreLayout(SafetensorsLayout):
         self._boxes = boxes
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Raises on all ranks if one has an error, or cannot share memory."""
+        """Collective. Raises on all ranks if any rank has an error or cannot share memory."""
         routes, doing = routes_from(self._routes), steps.phase("write together")
         if routes.rounds:
             with phase("write", "share memory"):
@@ -96,7 +97,7 @@ class StoreLayout(SafetensorsLayout):
         self._in_background = in_background
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> None:
-        """Only notes where the tensors are."""
+        """Only records where the tensors are."""
         if self._steps is None:
             raise CheckpointError(
                 f"{self.options.path}: safetensors files of an object store are written from host memory, and "
@@ -139,16 +140,16 @@ class StoreLayout(SafetensorsLayout):
         return Written(self._done_bytes, files.file_bytes(), [files.stats()])
 
     def sum(self, held: _C.HeldRows) -> bytes:
-        """What this rank's tensors contribute to the checksums of the files."""
+        """Returns this rank's contribution to the checksums of the files."""
         return _C.checksums_of_boxes(held.box_table(self._boxes), len(self._names), self._for_engine())
 
     def write(self, boxes: bytes) -> None:
-        """Writes what was brought to this rank in one round, and what it has before that."""
+        """Writes the boxes that this rank received in one round, and its own boxes that precede them."""
         assert self._writer is not None
         self._writer.write(boxes)
 
     def _agree_on_heads(self, steps: Steps, held: _C.HeldRows) -> list[bytes] | None:
-        """With all ranks. Returns number, length and head of each file that this rank writes; None on all ranks if one
+        """Collective. Returns number, length and head of each file that this rank writes; None on all ranks if any rank
         has an error."""
         self._steps = None
         of_all = steps.gather(lambda: pack(self.sum(held)), "write together: checksums")
@@ -156,11 +157,12 @@ class StoreLayout(SafetensorsLayout):
         heads = heads or [b""] * steps.exchange.size
         packed = steps.exchange.scatter(heads, steps.phase("write together: heads"))
         if not packed:
-            self._rounds = None  # no rank takes them
+            self._rounds = None  # no rank runs them
         return unpack(packed) if packed else None
 
     def _make_heads(self, blocks: list[bytes]) -> list[bytes]:
-        """For each rank number, length and head of each file that it writes. `blocks`: those of each rank."""
+        """Returns, per rank, number, length and head of each file that it writes. `blocks`: each rank's
+        contribution."""
         assert self._layout is not None
         lengths, self._file_heads = self._layout.file_bytes, self.heads(blocks)
         of_all: list[list[bytes]] = [[] for _ in blocks]
@@ -169,10 +171,10 @@ class StoreLayout(SafetensorsLayout):
         return [pack(*of_rank) for of_rank in of_all]
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Aborts uploads, and removes the objects of this rank: with its error nobody commits."""
+        """Aborts uploads, and removes this rank's objects: after its error, no rank commits."""
         begun = self._writer.begun() if isinstance(self._writer, _C.OrderedWriter) else []
         self._close()
-        if (steps := self._steps) is not None and isinstance(error, Exception):  # the others wait for its checksums
+        if (steps := self._steps) is not None and isinstance(error, Exception):  # other ranks wait for its checksums
             steps.error = error
             self._agree_on_heads(steps, _C.HeldRows(b"", b""))
         self._give_up(error)
@@ -183,7 +185,7 @@ class StoreLayout(SafetensorsLayout):
         self._tables.clear()
 
     def _remove(self, names: list[str]) -> None:
-        with contextlib.suppress(OSError, CheckpointError):  # what stays is an orphan, which `repair` finds by its age
+        with contextlib.suppress(OSError, CheckpointError):  # what remains is an orphan, for `repair` to find
             for name in names:
                 storage_at(self.options.path).remove(name)
 
@@ -196,12 +198,12 @@ class StoreLayout(SafetensorsLayout):
         with named_system_errors(path):
             try:
                 commit_objects(path, self._names, self._layout.index(self._names), self.options.overwrite)
-            except (FileExistsError, CheckpointError):  # it is known that this was not
+            except (FileExistsError, CheckpointError):  # certainly not committed
                 self._may_be_committed = False
                 raise
 
     def end(self) -> None:
-        """Aborts what is not complete. The coordinator removes the objects if they were not committed."""
+        """Aborts incomplete uploads. The coordinator removes the objects if they were not committed."""
         self._close()
         if self._file_heads and not self._may_be_committed:
             self._remove(self._names)

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         below.set_defaults(command=command)
-        for name, how in command.arguments:
+        for name, how in command.all_arguments:
             below.add_argument(*name.split(", "), **how)
     return parser
 

@@ -1,4 +1,4 @@
-"""Lists the commands of `vescale-ckpt` with their arguments, texts and examples."""
+"""Lists the commands of `vescale-ckpt` with their arguments, help texts and examples."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """An argument of a command, which must be given, or an option, which begins with dashes."""
+    """A required argument of a command, or an option, which begins with dashes."""
 
     name: str
-    how: dict[str, Any]  #: what `argparse.ArgumentParser.add_argument` takes
+    how: dict[str, Any]  #: keywords of `argparse.ArgumentParser.add_argument`
 
 
 def value(name: str, help: str, **how: Any) -> Argument:
-    """An argument or option with a value. Its help tells the choices and the default."""
+    """Returns an argument or option with a value. Its help includes the choices and the default."""
     if "choices" in how:
         how["metavar"] = name.lstrip("-").replace("-", "_").upper()
         help += f" ({', '.join(how['choices'])})"
@@ -29,50 +29,52 @@ def flag(name: str, help: str) -> Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """A command. Its code is imported when it runs: `--help` must not wait for torch."""
+    """A command. Its code is imported when it runs, so that `--help` does not wait for torch."""
 
     name: str
     about: str  #: one line
     run: str  #: "module:function" below `vescale_ckpt.cli`; the function takes the options and returns the exit status
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument, ...]  #: without --json
     description: str  #: paragraphs
     examples: tuple[str, ...]  #: command lines
     json: str  #: the fields of the document that --json prints, for docs/commands.md
 
+    @property
+    def all_arguments(self) -> tuple[Argument, ...]:
+        return *self.arguments, flag("--json", "print one JSON document")
 
-_JSON = flag("--json", "print one JSON document")
+
 _ALL = flag("--all", "print long lists whole")
 _QUIET = flag("-q, --quiet", "print errors only: the exit status tells the rest")
 _KEYS = value(
     "--keys",
-    "only these: names, prefixes up to a dot, or patterns; with ! before it, all but these",
+    "keys to select: a name, a prefix up to a dot, or a pattern; with a leading !, keys to exclude",
     metavar="PATTERN",
     action="append",
 )
 _PATH = value("path", "a checkpoint: a directory, or a file of safetensors or torch.save", metavar="PATH")
-_DTYPE = value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", action="append")
-_OVERWRITE = flag("--overwrite", "replace what is there")
+_DTYPE = value("--dtype", "convert floating-point tensors to this dtype", metavar="[PATTERN=]DTYPE", action="append")
+_OVERWRITE = flag("--overwrite", "replace an existing DST")
 _RENAME = value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", action="append")
-_DIRECTORY = value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
+_DIRECTORY = value("directory", "the directory of a CheckpointManager, which contains step-N", metavar="DIR")
 _BEST = value("--best", "the metric that ranks checkpoints", metavar="METRIC")
 _BEST_MODE = value("--best-mode", "whether a better metric is greater or less", choices=("max", "min"))
 
 COMMANDS = (
     Command(
         "inspect",
-        "show what a checkpoint holds, without reading a tensor",
+        "show the contents of a checkpoint, without reading tensors",
         "show_keys:inspect",
         (
             _PATH,
             _KEYS,
-            value("--depth", "levels of the tree that are shown; 0: every key", type=int, default=2, metavar="N"),
+            value("--depth", "levels of the tree to show; 0: every key", type=int, default=2, metavar="N"),
             _ALL,
             flag("--ranks", "show what each rank has written"),
-            _JSON,
         ),
-        "Reads DCP (ours and stock), safetensors and files of torch.save. Runs no code of the checkpoint. Shows "
-        "values of objects that are numbers, texts or short lists (of a DCP checkpoint, the first 200 objects). Says "
-        "when, by how many ranks and with which versions this package saved it.",
+        "Reads DCP checkpoints (of this package and of stock DCP), safetensors and files of torch.save. Runs no code "
+        "of the checkpoint. Shows the values of numbers, strings and short lists (in a DCP checkpoint, of the first "
+        "200 objects), and when, by how many ranks and with which versions this package saved it.",
         (
             "vescale-ckpt inspect checkpoints/step-1000",
             "vescale-ckpt inspect model.safetensors --keys 'model.layers.0.*' --depth 0",
@@ -87,9 +89,9 @@ COMMANDS = (
     ),
     Command(
         "verify",
-        "check every byte of a checkpoint against its checksums",
+        "verify every byte of a checkpoint against its checksums",
         "verify_compare:verify",
-        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _ALL, _QUIET, _JSON),
+        (_PATH, flag("--quick", "check metadata and the lengths of files only"), _ALL, _QUIET),
         "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read; 3 if all is "
         "readable, and has no checksums.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
@@ -106,19 +108,18 @@ COMMANDS = (
             value("a", "a checkpoint", metavar="A"),
             value("b", "another one", metavar="B"),
             flag("--values", "read and compare values, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
-            flag("--bits", "compare values bit by bit, as --values otherwise"),
+            flag("--bits", "like --values, but compare bit by bit"),
             _KEYS,
             _RENAME,
             _ALL,
             _QUIET,
-            _JSON,
         ),
-        "Compares keys, shapes, dtypes and objects, and of tensors the checksums that are stored, which reads no "
-        "data. Exit status 1 if anything differs, be it -0.0 and 0.0; 3 if nothing does, but some values were not "
-        "compared: safetensors have no checksums of tensors, and those of shards that are no rows do not add "
-        "up. With --values all are read, and equal numbers are equal; the parts of a complex number count separately, "
-        "and objects must be of one type. With --bits nothing may differ. With --rename, --keys are keys of A, and "
-        "all of B is compared with them.",
+        "Compares keys, shapes, dtypes and objects, and the stored checksums of tensors, without reading their data. "
+        "Exit status 1 if anything differs, even -0.0 and 0.0; 3 if nothing does, but some values were not compared: "
+        "safetensors have no checksums per tensor, and checksums of shards that are not rows cannot be combined. With "
+        "--values, all data is read, and numbers are compared as numbers; the parts of a complex number count "
+        "separately, and objects must have the same type. With --bits, every bit must be equal. With --rename, --keys "
+        "selects keys of A, and all of B is compared with them.",
         (
             "vescale-ckpt diff step-1000 step-2000",
             "vescale-ckpt diff --values step-1000 exported.safetensors --keys model --rename model=",
@@ -133,11 +134,8 @@ COMMANDS = (
     Command(
         "list",
         "list the checkpoints of a manager: when they were saved, how large, their metrics, whether they are complete",
-        "verify_compare:list_steps",
-        (
-            value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),
-            _JSON,
-        ),
+        "manager_commands:list_steps",
+        (value("directories", "directories of a CheckpointManager: of its tiers, say", metavar="DIR", nargs="+"),),
         "Checks names and lengths, and reads no tensor. Exit status 1 if one is damaged, 2 if there is none.",
         ("vescale-ckpt list checkpoints", "vescale-ckpt list /nvme/run s3://bucket/run"),
         json=(
@@ -150,68 +148,64 @@ COMMANDS = (
     Command(
         "latest",
         "print the path of the newest sound checkpoint of a manager",
-        "verify_compare:latest",
+        "manager_commands:latest",
         (
             _DIRECTORY,
             flag("--full", "verify every byte, not only lengths"),
             _BEST,
             _BEST_MODE,
-            _JSON,
         ),
-        "With --best: of the sound one with the best metric. Exit status 1 if all are damaged, 2 if there is none.",
+        "With --best: of the undamaged one with the best metric. Exit status 1 if all are damaged, 2 if there is none.",
         ("vescale-ckpt latest checkpoints", "vescale-ckpt latest checkpoints --best loss --best-mode min"),
         json=("`step`, `path` (null if there is none), `passed_over` (by step: why)"),
     ),
     Command(
         "prune",
         "remove old checkpoints of a manager by a rule",
-        "prune_repair:prune",
+        "manager_commands:prune",
         (
             _DIRECTORY,
-            value("--keep", "how many stay: those saved last, or with --best the best ones", type=int, metavar="N"),
-            value("--keep-period", "steps that are multiples of it stay for good", type=int, metavar="N"),
+            value("--keep", "how many to keep: those saved last, or with --best the best ones", type=int, metavar="N"),
+            value("--keep-period", "keep steps that are multiples of N permanently", type=int, metavar="N"),
             _BEST,
             _BEST_MODE,
             flag("--dry-run", "remove nothing, print what would be removed"),
             _QUIET,
-            _JSON,
         ),
-        "A checkpoint in use stays, and at least one sound one stays.",
+        "A checkpoint in use is kept, and so is at least one undamaged checkpoint.",
         ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
         json=("`removed`, `kept` (steps), `dry_run`"),
     ),
     Command(
         "repair",
         "remove what saves, exports and copies that died have left, write copies of extra files that are missing",
-        "prune_repair:repair",
+        "manager_commands:repair",
         (
             value(
                 "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports", metavar="DIR"
             ),
             flag("--dry-run", "remove nothing, print what would be removed"),
             _QUIET,
-            _JSON,
         ),
-        "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
+        "Files of a running save, export or copy are kept. If an unfinished copy is removed, it starts from scratch. "
         "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
         json=("`removed` (paths), `written` (paths), `uploads` (objects whose uploads were aborted), `dry_run`"),
     ),
     Command(
         "copy",
-        "copy a checkpoint, verified, and resumable after a kill",
+        "copy a checkpoint, with verification, resumable after a kill",
         "write_copies:copy",
         (
             value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
-            value("dst", "what it will be called there", metavar="DST"),
-            flag("--overwrite", "replace the checkpoint that is there"),
+            value("dst", "the path of the copy", metavar="DST"),
+            flag("--overwrite", "replace an existing checkpoint"),
             _QUIET,
-            _JSON,
         ),
-        "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
-        "command goes on with the files that are missing. In an object store `--overwrite` replaces files that lie "
-        "beside the old checkpoint, as `config.json`, when the copy has taken its place: a kill between the two leaves "
-        "the old ones, until the same command goes on. Exit status 1 if SRC is damaged: then nothing is at DST.",
+        "What was written is read back and compared. DST appears atomically. After a kill or Ctrl-C, the same command "
+        "continues with the missing files. In an object store, `--overwrite` replaces files beside the old checkpoint, "
+        "such as `config.json`, after the copy has replaced the checkpoint: a kill between the two leaves the old "
+        "files until the same command is run again. Exit status 1 if SRC is damaged: then nothing is written at DST.",
         ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
         json=(
             "`path`, `seconds`, `files`, `bytes`, `resumed_files` and `resumed_bytes` (of these: complete when the "
@@ -224,18 +218,18 @@ COMMANDS = (
         "write a checkpoint in another format",
         "write_copies:convert",
         (
-            value("src", "what to convert; its format is recognised from the files", metavar="SRC"),
+            value("src", "the checkpoint to convert; its format is detected from the files", metavar="SRC"),
             value("dst", "a directory or file", metavar="DST"),
             value(
                 "--format",
-                "of DST (default: what its name ends in)",
+                "format of DST; by default, determined by its name",
                 choices=("dcp", "safetensors", "torch"),
             ),
             _KEYS,
             _RENAME,
             value(
                 "--rename-pattern",
-                "a regular expression and what takes its place, applied in order",
+                "a regular expression and its replacement, applied in order",
                 metavar="REGEX=NEW",
                 action="append",
             ),
@@ -246,19 +240,18 @@ COMMANDS = (
                 metavar="OLD=NEW",
                 action="append",
             ),
-            value("--max-shard-size", "of safetensors", default="5GB", metavar="SIZE"),
+            value("--max-shard-size", "maximum size of a safetensors file", default="5GB", metavar="SIZE"),
             value(
                 "--on-objects",
-                "what becomes of values that are no tensors and have no place",
+                "what to do with values that are not tensors, if the format cannot hold them",
                 default="warn",
                 choices=("warn", "drop", "error"),
             ),
             _OVERWRITE,
             _QUIET,
-            _JSON,
         ),
-        "From DCP, safetensors or a file of torch.save, verified on the way, and "
-        "between DCP and safetensors in bounded memory. Under torchrun the ranks share the work.",
+        "Converts DCP checkpoints, safetensors and files of torch.save, and verifies what it reads; between DCP and "
+        "safetensors, in bounded memory. Under torchrun, the ranks share the work.",
         (
             "vescale-ckpt convert checkpoints/step-1000 model.pt",
             "vescale-ckpt convert checkpoints/step-1000 hf --format safetensors --keys model --rename model= "
@@ -275,24 +268,23 @@ COMMANDS = (
             value("dst", "a directory; or one file, if it ends in .safetensors", metavar="DST"),
             value(
                 "--key",
-                "the name of the model in the checkpoint, which is left out of its tensors' names",
+                "the name of the model in the checkpoint, which is removed from the names of its tensors",
                 default="model",
                 metavar="NAME",
             ),
             _DTYPE,
-            value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
-            value("--config", "the folder of a model, whose config.json and tokenizer are copied", metavar="FOLDER"),
+            value("--max-shard-size", "maximum size of a file", default="5GB", metavar="SIZE"),
+            value("--config", "the model folder from which to copy config.json and the tokenizer", metavar="FOLDER"),
             _OVERWRITE,
             _QUIET,
-            _JSON,
         ),
-        "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert. "
-        "With --config, files of FOLDER that end in .json, .txt, .model, .jinja or .py are copied beside the weights, "
-        "without indexes of weights.",
+        "Writes model.safetensors, or numbered files and their index. For other names, or parts of the model, use "
+        "convert. With --config, files of FOLDER that end in .json, .txt, .model, .jinja or .py are copied beside the "
+        "weights, except indexes of weights.",
         (
             "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16 --config pretrained",
             "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
         ),
-        json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"),
+        json=("`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are not tensors)"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Runs the commands that look into checkpoints: `verify`, `diff`, `list`, `latest`."""
+"""Runs the commands that read checkpoints whole: `verify` and `diff`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from . import output
 from .output import FINE, FOUND, UNUSABLE, UNVERIFIED, clean, figure
 
 if TYPE_CHECKING:
-    from ..manager.listing import ListedStep
     from ..reports import Damage
 
 _MOST_NAMED = 5  # keys that have one damage
@@ -107,66 +106,3 @@ def diff(options: Namespace) -> int:
         compared += f"; {len(found.not_compared):,} values not compared (--values reads them)"
     print(f"{'different' if found.different else 'not known' if found.not_compared else 'equal'}{compared}")
     return status
-
-
-def list_steps(options: Namespace) -> int:
-    from .._storage.open_storage import checkpoint_path, is_folder
-    from ..manager.listing import listed_steps
-
-    roots = [checkpoint_path(directory) for directory in options.directories]
-    for root in roots:
-        if not is_folder(root):  # of an object store
-            raise FileNotFoundError(f"{root} is no directory")
-    found = sorted((one for root in roots for one in listed_steps(root)), key=lambda one: one.step)
-    if options.json:
-        output.print_json("list/1", {"steps": [*map(asdict, found)]})
-    elif not found:
-        print(f"{', '.join(roots)}: no checkpoints")
-    else:
-        _print_steps(found, len(roots) > 1)
-    return UNUSABLE if not found else FOUND if any(one.state == "damaged" for one in found) else FINE
-
-
-def _print_steps(found: list[ListedStep], has_roots: bool) -> None:
-    metrics = list(dict.fromkeys(name for one in found for name in one.metrics))
-    rows = [
-        [
-            str(one.step),
-            one.saved or "",
-            "" if one.saved_by is None else f"{one.saved_by.ranks:,}",
-            size(one.bytes),
-            *(figure(one.metrics.get(name)) for name in metrics),
-            one.state + (", saved last" if one.last else ""),
-            *([one.directory] if has_roots else []),
-        ]
-        for one in found
-    ]
-    columns = ["step", "saved", "ranks", "size", *metrics, "state", *(["in"] if has_roots else [])]
-    output.print_table(columns, rows, right=["step", "ranks", "size", *metrics])
-    for one in found:
-        if one.reason:
-            print(f"step {one.step}: {output.clean(one.reason)}")
-
-
-def latest(options: Namespace) -> int:
-    from .._storage.open_storage import checkpoint_path, is_folder
-    from .prune_repair import retention_of
-
-    root = checkpoint_path(options.directory)
-    if not is_folder(root):
-        raise FileNotFoundError(f"{root} is no directory")
-    retention = retention_of(options)
-    from ..manager.listing import newest_or_best  # it imports torch
-
-    passed_over: dict[int, str] = {}
-    found = newest_or_best(root, retention, quick=not options.full, on_damage=passed_over.__setitem__)
-    step, path = (None, None) if found is None else found
-    if options.json:
-        output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
-    elif path is not None:
-        print(path)
-    else:
-        for damaged, reason in passed_over.items():
-            print(f"step {damaged} is passed over: {clean(reason)}")
-        print(f"{root} holds no checkpoint that is complete and sound")
-    return FINE if path is not None else FOUND if passed_over else UNUSABLE

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from .. import SaveHandle, settings
 from .._storage.open_storage import checkpoint_path, is_folder
-from .._storage.paths import is_url
 from ..api import save
 from ..manager.step_directories import remove_unused
 from ..settings import checked_flag
@@ -69,7 +68,7 @@ class Saves:
             self._waits_at_exit = True
 
     def remove(self, path: str, remove_file: Callable[[str], object]) -> None:
-        """Removes a checkpoint, once the last save is durable. `remove_file` is called if it is no folder."""
+        """Removes a checkpoint, once the last save is durable. `remove_file` is called if it is a file."""
         if self._running is None or self._running.stats is not None:
             self._remove(path, remove_file)
         else:
@@ -103,10 +102,10 @@ class Saves:
     def _remove(self, path: str, remove_file: Callable[[str], object]) -> None:
         if os.path.islink(path):
             os.unlink(path)
-        elif is_url(path) or os.path.isdir(path):
-            self._in_use.append(checkpoint_path(path))
-        else:
+        elif os.path.isfile(path):
             remove_file(path)
+        else:
+            self._in_use.append(checkpoint_path(path))
         folders, self._in_use = self._in_use, []
         for folder in folders:
             if is_folder(folder) and not remove_unused(folder):

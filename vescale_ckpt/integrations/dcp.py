@@ -237,11 +237,11 @@ _NAMES: dict[str, dict[str, type]] = {
 
 
 class Defaults:
-    """What a `dcp_defaults` has replaced, until `disable`."""
+    """The names that `dcp_defaults` or `enable` has replaced, until `disable`."""
 
     def __init__(self) -> None:
-        self.replaced: list[str] = []  #: names, with their modules, that mean this package's classes now
-        self.not_reached: list[str] = []  #: names that other modules hold and that still mean torch's classes
+        self.replaced: list[str] = []  #: qualified names that now refer to this package's classes
+        self.not_reached: list[str] = []  #: names in other modules that still refer to torch's classes
         self._before: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's class, ours
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ class Defaults:
         return f"{text}; not reached: {', '.join(self.not_reached)}" if self.not_reached else text
 
     def disable(self) -> None:
-        """Puts torch's classes back. May be called again."""
+        """Restores torch's classes. Idempotent."""
         with _lock:
             for module, name, before, ours in reversed(self._before):
                 if getattr(module, name, None) is ours:  # else another has replaced it since
@@ -273,7 +273,7 @@ _active: list[Defaults] = []
 
 
 def enable(*, broadcast_checkpoint: Broadcast = False) -> Defaults:
-    """The same as `dcp_defaults`, until `disable()` of the result is called, or the process ends."""
+    """Like `dcp_defaults`, but lasts until `disable()` of the result is called, or the process ends."""
     with _lock:
         modules = {name: import_module(name) for name in _NAMES}
         originals = {name: getattr(modules[_DCP], name) for name in _NAMES[_DCP]}
@@ -297,21 +297,22 @@ def enable(*, broadcast_checkpoint: Broadcast = False) -> Defaults:
 
 @contextmanager
 def dcp_defaults(*, broadcast_checkpoint: Broadcast = False) -> Iterator[Defaults]:
-    """A context in which DCP's default storage and planners are this package's, in the whole process.
+    """A context manager that makes this package's storage and planners DCP's defaults, in the whole process.
 
-    It serves frameworks that end in `dcp.save(..., checkpoint_id=...)`, or that name `FileSystemWriter` and
-    `DefaultSavePlanner` themselves: `with dcp_defaults(): accelerator.save_state()`. Plans are kept from save to save.
-    `HuggingFaceStorageWriter` saves one model in place of a file for each rank, unless it is told what goes into which
-    of several files. Names that other modules have imported before are replaced there, too. The process that
+    For frameworks that call `dcp.save(..., checkpoint_id=...)`, or construct `FileSystemWriter` and
+    `DefaultSavePlanner` themselves: `with dcp_defaults(): accelerator.save_state()`. Plans are cached from save to
+    save. `HuggingFaceStorageWriter` writes one model instead of a file per rank, unless it receives a mapping of
+    tensors to several files. Names that other modules imported earlier are replaced there, too. The process that
     `dcp.async_save` starts with `AsyncCheckpointerType.PROCESS` uses this package as well.
 
-    Paths that only torch's fsspec storage knows (`s3://`) stay with torch. So do modules that derive classes from
-    torch's: `not_reached` of the result names them.
+    Paths that only torch's fsspec storage supports (`s3://`) are left to torch, and so are modules that derive classes
+    from torch's, which `not_reached` of the result names.
 
     Args:
-        broadcast_checkpoint: for loads: that of `StorageReader`.
+        broadcast_checkpoint: as for `StorageReader`, in loads.
 
-    Raises `CheckpointError` if this torch lacks a name that is to be replaced; nothing is replaced then.
+    Raises:
+        CheckpointError: this torch lacks a name to replace; nothing is replaced.
     """
     made = enable(broadcast_checkpoint=broadcast_checkpoint)
     try:

@@ -28,7 +28,6 @@ from .._checkpoint.recognize import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.open_storage import checkpoint_path, is_folder, storage_at
-from .._storage.paths import is_url
 from ..api import load
 from ..errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from ..settings import Broadcast
@@ -85,7 +84,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
     """
     folder = os.fspath(folder)
     try:
-        listed = storage_at(checkpoint_path(folder)).names() if is_url(folder) else os.listdir(folder)
+        listed = storage_at(checkpoint_path(folder)).names()
     except FileNotFoundError:
         return None
     names = [name for name in listed if name.endswith(_SUFFIX)]
@@ -145,11 +144,9 @@ class _Meta(Mapping[str, bytes]):
 
 def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None) -> dict[str, Any]:
     """The content of `meta.pt`: of the checkpoint, or of the file beside it if Lightning has written that."""
-    file: Any = io.BytesIO(files[_META]) if _META in files else os.path.join(path, _META)
     try:
-        if is_url(path) and _META not in files:
-            file = io.BytesIO(storage_at(path).read(_META))
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+        pickled = files[_META] if _META in files else storage_at(checkpoint_path(path)).read(_META)
+        content: dict[str, Any] = torch.load(io.BytesIO(pickled), map_location="cpu", weights_only=weights_only)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no {_META}", path=path) from None
     except pickle.UnpicklingError as error:
@@ -235,6 +232,17 @@ class _Strategy(_Host):
             extra_files=files,
         )
         return _unpickled(path, files, weights_only), report.missing
+
+
+class _OfModelParallel(_Host):
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        is_sharded = save_distributed_checkpoint
+        super().__init__(*args, save_distributed_checkpoint=is_sharded, in_folders=is_sharded, **options)
+
+
+class _OfFSDP(_Host):
+    def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
+        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
 
 
 # --- Trainer
@@ -328,29 +336,18 @@ class _TrainerStrategy(_Strategy):
             super().teardown()
 
 
-class ModelParallel(_TrainerStrategy, _ModelParallel):
+class ModelParallel(_OfModelParallel, _TrainerStrategy, _ModelParallel):
     """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package.
 
     With `save_distributed_checkpoint=False` Lightning saves, into one file.
     """
 
-    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        super().__init__(
-            *args,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            in_folders=save_distributed_checkpoint,
-            **options,
-        )
 
-
-class FSDP(_TrainerStrategy, _FSDP):
+class FSDP(_OfFSDP, _TrainerStrategy, _FSDP):
     """Lightning's `FSDPStrategy`, saving and loading through this package. With `state_dict_type="full"` Lightning
     saves, into one file."""
 
     _model_key = "model"
-
-    def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
-        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
 
 
 class DDP(_TrainerStrategy, _DDP):
@@ -415,23 +412,12 @@ def _filtered(value: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
     return {name: part for name, part in value.items() if keeps(name, part)}
 
 
-class FabricModelParallel(_FabricStrategy, _FabricModelParallel):
+class FabricModelParallel(_OfModelParallel, _FabricStrategy, _FabricModelParallel):
     """Fabric's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package."""
 
-    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        super().__init__(
-            *args,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            in_folders=save_distributed_checkpoint,
-            **options,
-        )
 
-
-class FabricFSDP(_FabricStrategy, _FabricFSDP):
+class FabricFSDP(_OfFSDP, _FabricStrategy, _FabricFSDP):
     """Fabric's `FSDPStrategy`, saving and loading through this package, unless `state_dict_type="full"`."""
-
-    def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
-        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
 
 
 class FabricDDP(_FabricStrategy, _FabricDDP):

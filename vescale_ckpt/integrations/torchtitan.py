@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,26 @@ _derive = hook("torchtitan.config", "derive")
 _override = hook("torchtitan.config", "override")
 _dcp: Any = importlib.import_module(_DCP)
 _filesystem = hook(_DCP, "filesystem")
-for _function in ("exists", "isdir", "isfile", "listdir", "rmtree"):
-    hook(_DCP, f"filesystem.{_function}")
 for _method in ("dcp_save", "dcp_load", "_purge_stale_checkpoints", "_should_purge", "_close"):
     hook(_DCP, f"CheckpointManager.{_method}")
 
 _STEP = re.compile(r"step-(\d+)")
+
+
+def _remove(url: str) -> None:
+    if not remove_unused(url):
+        logger.warning("%s is in use: it stays", url)
+
+
+_ON_URLS: dict[str, Callable[[str], Any]] = {
+    "exists": lambda url: is_folder(url) or is_file(url),
+    "isdir": is_folder,
+    "isfile": is_file,
+    "listdir": lambda url: storage_at(url).names(),
+    "rmtree": _remove,
+}
+for _function in _ON_URLS:
+    hook(_DCP, f"filesystem.{_function}")
 
 
 class _Files:
@@ -58,26 +73,10 @@ class _Files:
     and wants a package for each kind of store."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_filesystem, name)
-
-    def isdir(self, path: Any) -> bool:
-        return is_folder(checkpoint_path(path)) if is_url(str(path)) else bool(_filesystem.isdir(path))
-
-    def isfile(self, path: Any) -> bool:
-        return is_file(checkpoint_path(path)) if is_url(str(path)) else bool(_filesystem.isfile(path))
-
-    def exists(self, path: Any) -> bool:
-        return self.isdir(path) or self.isfile(path)
-
-    def listdir(self, path: Any) -> list[str]:
-        return storage_at(checkpoint_path(path)).names() if is_url(str(path)) else list(_filesystem.listdir(path))
-
-    def rmtree(self, path: Any) -> None:
-        if is_url(str(path)):
-            if not remove_unused(checkpoint_path(path)):
-                logger.warning("%s is in use: it stays", path)
-        else:
-            _filesystem.rmtree(path)
+        theirs, ours = getattr(_filesystem, name), _ON_URLS.get(name)
+        if ours is None:
+            return theirs
+        return lambda path: ours(checkpoint_path(path)) if is_url(str(path)) else theirs(path)
 
 
 _FILES = _Files()

@@ -118,7 +118,7 @@ class OneCommit:
 
     Args:
         checkpoints: a folder or URL (`s3://...`), in which there will be `step-N`; None: the Trainer's `output_dir`.
-        manager_options: arguments of `CheckpointManager`, such as `async_checkpoint` and `local`.
+        manager_options: arguments of `CheckpointManager`, such as `async_checkpoint` and `tier`.
 
     All other arguments are those of the Trainer.
     """
@@ -141,7 +141,9 @@ class OneCommit:
                 raise ValueError(f"OneCommit: its checkpoints know no {name}: leave it out, or use the Trainer without")
         self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
         limit = self.args.save_total_limit
-        self._manager_options = {"max_to_keep": limit if limit and limit > 0 else None, **(manager_options or {})}
+        self._manager_options = {**(manager_options or {})}
+        if limit and limit > 0 and "retention" not in self._manager_options:
+            self._manager_options.setdefault("max_to_keep", limit)
         self._manager: CheckpointManager | None = None
         self._folder = ""  # where the Trainer looks for what it writes itself
         self._resumed: int | None = None  # the step

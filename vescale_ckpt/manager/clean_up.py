@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .._checkpoint.native.file_names import is_data_file
 from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
@@ -105,8 +105,6 @@ def _to_remove(
     root: str, retention: Retention, checkpoints: Sequence[Candidate], saved: int, doubted: AbstractSet[int]
 ) -> tuple[set[int], frozenset[int]]:
     complete = {checkpoint.step for checkpoint in checkpoints}
-    # Checkpoints that `keep_period` keeps do not count towards `max_to_keep`: they are many.
-    by_rank = replace(retention, keep_period=None)
     found: dict[int, VerifyReport] = {}  # {step: report} of the checkpoints that would be kept
     # A load may have failed for another reason than the files.
     whole = {step: _verify_whole(root, step) for step in sorted(complete & doubted)}
@@ -114,7 +112,7 @@ def _to_remove(
     uncounted = whole.keys() - sound
     while True:
         counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
-        beaten = set(by_rank.surplus(counted)) - {saved}
+        beaten = retention.beaten(counted) - {saved}  # those that are kept for good are many, and do not count as kept
         if uncounted and (others := [checkpoint.step for checkpoint in counted if checkpoint.step != saved]):
             beaten.discard(others[-1])  # damage was found, so the checkpoint that a load would take next stays
         surplus = {step for step in beaten if not retention.keeps_for_good(step)}
@@ -154,10 +152,10 @@ def _verify_whole(root: str, step: int) -> VerifyReport:
 
 def _candidates(root: str, retention: Retention) -> list[Candidate]:
     """Returns none where retention keeps all, and reads nothing for that."""
-    if retention.max_to_keep is None:
+    if retention.keeps_all:
         return []
     oldest_first = SavedOrder(root).newest_first()[::-1]
-    return [Candidate(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
+    return [Candidate(step, _metric(root, step, retention.best)) for step in oldest_first]
 
 
 def data_bytes(path: str) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-
-import torch.distributed as dist
 
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
@@ -19,6 +16,7 @@ from .._ranks.exchange import Exchange
 from .._storage.open_storage import storage_at
 from .background_work import BackgroundWork
 from .node_tier import file_ends_of, read_small_files
+from .schedule import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +30,15 @@ class NodeCopies(BackgroundWork[tuple[int, object]]):
         bytes_per_second: most that each node sends; 0: no limit.
     """
 
-    def __init__(
-        self,
-        root: str,
-        leaders: Sequence[int],
-        copies: int,
-        process_group: dist.ProcessGroup | None,
-        timeout: float | None,
-        bytes_per_second: int,
-    ) -> None:
+    def __init__(self, root: str, leaders: Sequence[int], copies: int, ranks: Ranks, bytes_per_second: int) -> None:
         self._root = root
         self._leaders = leaders
         self._copies = copies
-        self._process_group = process_group
-        self._timeout = timeout
+        self._ranks = ranks
         self._bytes_per_second = bytes_per_second
         self.last: int | None = None  #: the step that was sent last, or is sent now; equal on all ranks
         self.complete: int | None = None  #: the last step that has its copies; the coordinator asks for it
         self._sending: object = None  # identifies the step that is sent last, until it is saved again
-        self._waiting: deque[tuple[int, object]] = deque()  # guarded by `_changed`: a restore adds a second one
         super().__init__("vescale_ckpt copies")
 
     def begin_step(self, step: int | None) -> None:
@@ -58,9 +46,7 @@ class NodeCopies(BackgroundWork[tuple[int, object]]):
         if step is not None:
             self.last = step
             self._sending = object()
-            with self._changed:
-                self._waiting.append((step, self._sending))
-            self._begin()
+            self._add((step, self._sending))
         self._is_reserved = False
 
     def forget(self, step: int) -> None:
@@ -82,9 +68,6 @@ class NodeCopies(BackgroundWork[tuple[int, object]]):
         if not self.wait(seconds):
             logger.warning("the last step has fewer copies on other nodes than wanted: the process ends")
 
-    def _next_work(self) -> tuple[int, object] | None:
-        return self._waiting.popleft() if self._waiting else None
-
     def _do(self, work: tuple[int, object]) -> None:
         step, sending = work
         path, began = path_of(self._root, step), time.monotonic()
@@ -100,7 +83,10 @@ class NodeCopies(BackgroundWork[tuple[int, object]]):
             logger.info("step %d has its copies on other nodes, after %.1f s", step, time.monotonic() - began)
 
     def _send(self, path: str) -> None:
-        exchange, phase = Exchange.of(self._process_group, self._timeout, "copies"), f"copying {path} to other nodes"
+        exchange, phase = (
+            Exchange.of(self._ranks.process_group, self._ranks.timeout, "copies"),
+            f"copying {path} to other nodes",
+        )
         is_leader = self._leaders[exchange.rank] == exchange.rank
 
         storage = storage_at(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._checkpoint.native import metadata_file, step_order
@@ -78,8 +78,6 @@ class Removal:
     steps: list[int] = field(default_factory=list)
     oldest_first: list[int] = field(default_factory=list)  #: others that go, too, where a folder has too many bytes
     uneven: list[int] = field(default_factory=list)  #: their data are no orphans, even without metadata
-
-    as_json = asdict
 
 
 class NodeTable:
@@ -164,9 +162,9 @@ class NodeTable:
         line = [of for of in newest_first if order.branch.follows(rows[of].branch.number, of)]
         levels = {of: min(rows[of].survives, copies) for of in line}
         kept = {step, sent, newest_first[0], next(of for of in line if levels[of] == max(levels.values()))}
-        of_all = [Candidate(of, rows[of].metric, at) for at, of in enumerate(reversed(newest_first))]
+        of_all = [Candidate(of, rows[of].metric) for of in reversed(newest_first)]
         surplus = {*retention.surplus(of_all)}
-        among_whole = {*retention.surplus(one for one in of_all if rows[one.step].survives >= 0)}
+        among_whole = {*retention.surplus([one for one in of_all if rows[one.step].survives >= 0])}
         gone = {of for of in rows if of in (among_whole if rows[of].survives >= 0 else surplus)} - kept
         left = [of for of in reversed(newest_first) if of not in gone | kept]
         return Removal(sorted(gone), left, [of for of in rows if rows[of].is_uneven and of not in gone])

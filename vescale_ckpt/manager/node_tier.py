@@ -15,9 +15,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch.distributed as dist
-from torch.optim import Optimizer
-
 from .._checkpoint.check_records import file_ends
 from .._checkpoint.native import metadata_check, metadata_file, metadata_pickle
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER
@@ -26,33 +23,27 @@ from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._checkpoint.newest import in_doubt
 from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.verify import verify
-from .._collective.handle import SaveHandle
 from .._collective.node_files import DURABLE, NodeFiles, Places
 from .._collective.start_load import start_load
-from .._collective.start_save import prepare_save, start_save
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._load.source import Source
-from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
-from .._ranks.groups import PerGroup
 from .._ranks.message import pack, unpack
 from .._state.key_selection import Rename, Selection
 from .._storage.open_storage import storage_at
-from .._write.node_layout import NodeLayout
-from .._write.optimizer_gate import Gate, as_gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
 from . import run_id
 from .node_table import NodeTable, Part, branch_of, parts_in
-from .remote_tier import DurableStep, RemoteTier
 from .retention import Retention
 from .run_id import Run
+from .schedule import Ranks
+from .tier import DurablePlace, DurableStep
 
 logger = logging.getLogger(__name__)
 
 
-_planners = PerGroup(partial(Planner, "local"))
 _SMALL_FILES = (INDEX_NAME, ORDER_NAME, METRICS_NAME)  # each node has them beside `.metadata`
 
 
@@ -71,10 +62,10 @@ class NodeTier:
 
     Args:
         leaders: for each rank the lowest rank of its node.
-        durable: the tier that has whole copies of some steps.
+        durable: the place that has whole copies of some steps.
     """
 
-    def __init__(self, root: str, leaders: Sequence[int], durable: RemoteTier) -> None:
+    def __init__(self, root: str, leaders: Sequence[int], durable: DurablePlace) -> None:
         self.root = root
         self.leaders = leaders
         self.table = NodeTable()  #: on the coordinator
@@ -269,45 +260,13 @@ class NodeTier:
         step.files.check_own(exchange, phase, step.path)
         return step.files.bring_lost(exchange, phase, step.path)
 
-    # --- Saves and loads
-
-    def prepare(
-        self,
-        state: Mapping[str, Any],
-        *,
-        async_checkpoint: bool,
-        process_group: dist.ProcessGroup | None,
-        timeout: float | None,
-    ) -> None:
-        """Plans the next save, as `vescale_ckpt.prepare` does."""
-        prepare_save(state, _planners.of(process_group), async_checkpoint, process_group, timeout)
-
-    def save(
-        self,
-        path: str,
-        state: Mapping[str, Any],
-        *,
-        async_checkpoint: bool,
-        process_group: dist.ProcessGroup | None,
-        gate: Optimizer | Iterable[Optimizer] | Gate | None,
-        timeout: float | None,
-        extra_files: Mapping[str, bytes] | None,
-    ) -> SaveHandle:
-        """Saves into a folder of each node under one path. The arguments are those of `vescale_ckpt.save`."""
-        return start_save(
-            path, path, state, lambda options: NodeLayout(options, extra_files), _planners.of(process_group),
-            async_checkpoint=async_checkpoint, process_group=process_group, timeout=timeout,
-            gate=as_gate(gate),
-        )  # fmt: skip
-
     def load(
         self,
         step: WholeStep,
         state: MutableMapping[str, Any],
         exchange: Exchange,
+        ranks: Ranks,
         *,
-        process_group: dist.ProcessGroup | None,
-        timeout: float | None,
         strict: bool,
         keys: str | Iterable[str] | None,
         rename: Rename | None,
@@ -323,7 +282,7 @@ class NodeTier:
             source = Source(step.path, ReadOptions(weights_only=weights_only))
             try:
                 with start_load(
-                    source, Selection(keys), strict, "auto", process_group, timeout, extra_files, step.files
+                    source, Selection(keys), strict, "auto", ranks.process_group, ranks.timeout, extra_files, step.files
                 ) as loading:
                     return loading.into(state, rename)
             except CorruptCheckpointError:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
 from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, METRICS_NAME, NODE_MARKER, is_data_file
-from .._checkpoint.native.named_files import Replaced
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import ORDER_NAME, path_of
 from .._convert.transfer import CopyReport, Transfer
@@ -24,8 +23,8 @@ from .._storage.open_storage import is_file, size_in, stat_of, storage_at
 from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, some
 from .node_tier import file_ends_of, read_small_files
-from .remote_tier import copy_file
 from .retention import Retention
+from .tier import Tier, copy_file
 from .uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -46,15 +45,15 @@ class NodeUploads(Uploads):
     def __init__(
         self,
         local: str,
-        remote: str,
+        durable: str,
         retention: Retention,
-        bytes_per_second: int,
+        tier: Tier,
         leaders: Sequence[int],
         rank: int,
         patience: float,
         remove_left: Callable[[], None],
     ) -> None:
-        super().__init__(local, remote, retention, bytes_per_second)
+        super().__init__(local, durable, retention, tier)
         self._leaders = leaders
         self._rank = rank
         self._patience = patience
@@ -85,7 +84,9 @@ class NodeUploads(Uploads):
         def is_own(name: str) -> bool:
             return name.startswith(of_ranks) if own is None else name in own
 
-        return PartCopy(source, url, is_own, self._rank == 0, report, self.bytes_per_second, self._patience)
+        return PartCopy(
+            source, url, is_own, self._rank == 0, report, self._tier.upload_bytes_per_second, self._patience
+        )
 
     def _clean_up(self, step: int) -> None:
         if self._rank == 0:

@@ -8,10 +8,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from .._checkpoint.native import metadata_file
-from .._checkpoint.native.commit_metadata import remove_orphans
+from .._checkpoint.native.commit_metadata import named_by_any, remove_orphans
 from .._checkpoint.native.extra_copies import write_missing
 from .._checkpoint.native.file_names import is_metadata_file, is_of_a_save
-from .._checkpoint.native.named_files import named_by_any
 from .._checkpoint.native.step_order import all_steps, path_of
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import format_of

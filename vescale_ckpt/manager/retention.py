@@ -1,9 +1,9 @@
-"""Decides for the manager which checkpoints to keep, from their steps and metrics alone."""
+"""`Retention` decides which checkpoints a manager keeps, from their steps and metrics alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,26 +18,32 @@ class Candidate:
 
     step: int
     metric: float | None = None  #: the metric that `best` names; None: the checkpoint has none
-    order: int | None = None  #: index in the order of saving, with abandoned checkpoints first; None: the step
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones.
+    """Which checkpoints a `CheckpointManager` keeps. It removes the others after a newer one is durable.
 
-    The checkpoint saved last and that of the highest step always stay. With `keep_period`, checkpoints whose step is a
-    multiple of it stay for good. Of the steps in `pinned`, which may be added to, the last one that is there stays, and
-    counts towards `max_to_keep`. `max_to_keep=None` keeps all.
+    The checkpoint saved last and that of the highest step always stay, whatever the rule says. A subclass may define
+    `keeps`, to have a rule of its own.
+
+    Args:
+        newest: how many checkpoints stay: those saved last, or with `best` the best ones. None: all.
+        period: checkpoints whose step is a multiple of it stay for good, and do not count towards `newest`.
+        best: name of the metric that ranks checkpoints. Every save then needs this metric.
+        best_mode: "max" or "min"; required with `best`.
+        pinned: steps, which may be added to while a manager uses the rule. The last one that is there stays, and counts
+            towards `newest`.
     """
 
-    max_to_keep: int | None = None
-    keep_period: int | None = None
+    newest: int | None = None
+    period: int | None = None
     best: str | None = None
     best_mode: BestMode | None = None
     pinned: list[int] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_to_keep", "keep_period"):
+        for name in ("newest", "period"):
             checked_count(name, getattr(self, name))
         if self.best is not None and (not isinstance(self.best, str) or not self.best):
             raise ValueError(f"best: expected the name of a metric or None, got {self.best!r}")
@@ -48,39 +54,47 @@ class Retention:
                 f"best_mode is missing: for best={self.best!r} say 'min' if less is better (a loss), or 'max'"
             )
 
-    def keeps_for_good(self, step: int) -> bool:
-        return self.keep_period is not None and step % self.keep_period == 0
+    def keeps(self, checkpoints: Sequence[Candidate]) -> Collection[int]:
+        """Returns the steps that stay.
 
-    def surplus(self, checkpoints: Iterable[Candidate]) -> list[int]:
-        """The steps that may be removed, in ascending order."""
-        if self.max_to_keep is None:
-            return []
-        found = list(checkpoints)
-        there = {checkpoint.step for checkpoint in found}
+        `checkpoints` are those that count, in the order of saving, after the abandoned ones. Each has a `step`, and as
+        `metric` the value of the metric `best`, or None. A damaged checkpoint does not count: the rule is asked again
+        without it.
+        """
+        there = {checkpoint.step for checkpoint in checkpoints}
+        if self.newest is None:
+            return there
         pinned = next((step for step in reversed(self.pinned) if step in there), None)
-        ranked = sorted(found, key=lambda one: (one.step == pinned, self._rank(one)), reverse=True)
-        kept = {checkpoint.step for checkpoint in ranked[: self.max_to_keep]}
-        if found:
-            kept |= {max(found, key=_order).step, max(checkpoint.step for checkpoint in found)}
-        return sorted(
-            checkpoint.step
-            for checkpoint in found
-            if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
-        )
+        ranked = sorted(checkpoints, key=lambda one: (one.step == pinned, self._rank(one)))  # of equals the last wins
+        return {checkpoint.step for checkpoint in ranked[-self.newest :]}
+
+    def keeps_for_good(self, step: int) -> bool:
+        """Whether a step stays whatever `keeps` says, and even if it is damaged."""
+        return self.period is not None and step % self.period == 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever removed, so that no checkpoints need be listed for it."""
+        return self.newest is None and type(self).keeps is Retention.keeps
+
+    def beaten(self, checkpoints: Sequence[Candidate]) -> set[int]:
+        """The steps that do not stay by their rank. They may be kept for good."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return {*steps} - {*self.keeps(checkpoints), steps[-1], max(steps)} if steps else set()
+
+    def surplus(self, checkpoints: Sequence[Candidate]) -> list[int]:
+        """The steps that may be removed, in ascending order."""
+        return sorted(step for step in self.beaten(checkpoints) if not self.keeps_for_good(step))
 
     def best_first(self, checkpoints: Iterable[Candidate]) -> list[int]:
-        """The steps that have the metric, the best one first."""
-        ranked = sorted(checkpoints, key=self._rank, reverse=True)
+        """The steps that have the metric, the best one first, and of equals the highest step."""
+        ranked = sorted(checkpoints, key=lambda one: (self._rank(one), one.step), reverse=True)
         return [checkpoint.step for checkpoint in ranked if self._rank(checkpoint)[0]]
 
-    def _rank(self, checkpoint: Candidate) -> tuple[bool, float, int]:
-        """Returns a rank that is greater for a better checkpoint. Of equal metrics the newer one wins. A checkpoint
-        without a metric, or with NaN, ranks below all others. An infinity counts as a number."""
+    def _rank(self, checkpoint: Candidate) -> tuple[bool, float]:
+        """Returns a rank that is greater for a better checkpoint. One without a metric, or with NaN, ranks below all
+        others. An infinity counts as a number."""
         metric = checkpoint.metric
         if self.best is None or metric is None or math.isnan(metric):
-            return False, 0.0, _order(checkpoint)
-        return True, (metric if self.best_mode == "max" else -metric), _order(checkpoint)
-
-
-def _order(checkpoint: Candidate) -> int:
-    return checkpoint.step if checkpoint.order is None else checkpoint.order
+            return False, 0.0
+        return True, (metric if self.best_mode == "max" else -metric)

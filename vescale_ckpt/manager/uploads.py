@@ -1,4 +1,4 @@
-"""`Uploads` copies checkpoints in a thread from the local directory to the object store for a manager with `local`."""
+"""`Uploads` copies checkpoints in a thread from the local folder of a `Tier` to the durable place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
@@ -22,12 +22,11 @@ from .background_work import BackgroundWork
 from .clean_up import clean_up, to_remove
 from .repair import write_lost_copies
 from .retention import Retention
+from .tier import Tier
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_TO_STOP = 1.0
-
-Tier = Literal["local", "uploading", "remote"]
 
 
 class Copy(Protocol):
@@ -40,39 +39,32 @@ class Copy(Protocol):
         """Ends `run` soon, from any thread."""
 
 
-class Uploads(BackgroundWork[bool]):
+class Uploads(BackgroundWork[None]):
     """The uploads of one manager. Only the coordinator has one.
 
     One checkpoint is copied at a time, beginning with the one that was saved last. If the network is slower than the
     saves, retention may remove others locally before their turn. A checkpoint is not removed while it is copied. A
-    checkpoint in the store is whole or not there. After a kill, the next manager copies the missing files.
+    checkpoint in the durable place is whole or not there. After a kill, the next manager copies the missing files.
     """
 
-    def __init__(
-        self, local: str, remote: str, retention: Retention, bytes_per_second: int, every: int | None = None
-    ) -> None:
-        """`every`: only steps that are multiples of it are copied; None: all."""
+    def __init__(self, local: str, durable: str, retention: Retention, tier: Tier) -> None:
         self.local = local
-        self.remote = remote
-        self.retention = retention
-        self.bytes_per_second = bytes_per_second
-        self.every = every
-        self.failures: dict[int, CheckpointError] = {}  #: {step: error of its last upload}
+        self.durable = durable
+        self._retention = retention
+        self._tier = tier
         # `_changed` guards these:
-        self._has_work = False  # whether something was saved since the thread last looked
         self._stopped = False
         self._step: int | None = None  # the step that is being copied
         self._cancel: Callable[[], None] | None = None  # ends the copy
-        self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the store}
+        self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the durable place}
         super().__init__("vescale_ckpt tiers")
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
         with self._changed:
-            if self._stopped:
+            if self._stopped or self._waiting:
                 return
-            self._has_work = True
-        self._begin()
+        self._add(None)
 
     def uploading(self) -> int | None:
         """The step that is being copied."""
@@ -84,6 +76,7 @@ class Uploads(BackgroundWork[bool]):
         end later."""
         with self._changed:
             self._stopped = True
+            self._waiting.clear()
             if self._cancel is not None:
                 self._cancel()
         self.wait(_SECONDS_TO_STOP)
@@ -93,20 +86,27 @@ class Uploads(BackgroundWork[bool]):
             logger.warning("%s is not uploaded yet: the next manager goes on with it", self.local)
             self.stop()
 
+    def finish(self, seconds: float) -> None:
+        """Ends the uploads. Raises `CheckpointError` if steps could not be uploaded."""
+        try:
+            self.end_within(seconds)
+        finally:
+            self.stop()
+        self.raise_failures(
+            lambda steps: f"steps {steps} could not be uploaded to {self.durable}, and are in {self.local} alone",
+            self.durable,
+        )
+
     # --- In the thread
 
-    def _next_work(self) -> bool | None:
-        has_work, self._has_work = self._has_work and not self._stopped, False
-        return has_work or None
-
-    def _do(self, work: bool) -> None:
+    def _do(self, work: None) -> None:
         try:
             self._upload_all()
         except Exception as error:
             logger.warning("checkpoints in %s are not uploaded now: %s", self.local, error)
             with contextlib.suppress(Exception):
                 if (last := SavedOrder(self.local).last) is not None:
-                    self.failures[last] = CheckpointError(str(error), path=self.remote)
+                    self.failures[last] = CheckpointError(str(error), path=self.durable)
 
     def _upload_all(self) -> None:
         tried: set[int] = set()
@@ -129,14 +129,14 @@ class Uploads(BackgroundWork[bool]):
                     self._step = None
 
     def _next(self, tried: set[int]) -> int | None:
-        """Returns the step saved last of those that the store lacks and would keep."""
+        """Returns the step saved last of those that the durable place lacks and would keep."""
         order = SavedOrder(self.local)
         if order.last is None:
             return None
-        there = set(complete_steps(self.remote))
-        surplus = to_remove(self.local, self.retention, order.last)
+        there = set(complete_steps(self.durable))
+        surplus = to_remove(self.local, self._retention, order.last)
         for step in order.newest_first():
-            if self.every is not None and step % self.every:
+            if not self._tier.becomes_durable(step):
                 continue
             path = path_of(self.local, step)
             if storage_at(path).has(NODE_MARKER) and not verify(path, quick=True).ok:
@@ -146,14 +146,14 @@ class Uploads(BackgroundWork[bool]):
         return None
 
     def _is_sent(self, step: int) -> bool:
-        """Whether the store has the same checkpoint, not an older save of the same step."""
+        """Whether the durable place has the same checkpoint, not an older save of the same step."""
         fingerprint = metadata_fingerprint(path_of(self.local, step))
         if self._sent.get(step) != fingerprint:
-            self._sent[step] = metadata_fingerprint(path_of(self.remote, step))
+            self._sent[step] = metadata_fingerprint(path_of(self.durable, step))
         return self._sent[step] == fingerprint
 
     def _upload(self, step: int) -> None:
-        source, url = path_of(self.local, step), path_of(self.remote, step)
+        source, url = path_of(self.local, step), path_of(self.durable, step)
         began = time.monotonic()
         report = CopyReport(url)
         with storage_at(source).share(METADATA_NAME):
@@ -171,10 +171,12 @@ class Uploads(BackgroundWork[bool]):
 
     def _copy(self, source: str, url: str, report: CopyReport) -> Copy:
         write_lost_copies(source)  # a save that was killed did not write them, and one that is ending will in a moment
-        return FolderCopy(source, url, True, report, bytes_per_second=self.bytes_per_second, read_back=False)
+        return FolderCopy(
+            source, url, True, report, bytes_per_second=self._tier.upload_bytes_per_second, read_back=False
+        )
 
     def _clean_up(self, step: int) -> None:
         try:
-            clean_up(self.remote, self.retention, step, frozenset())
+            clean_up(self.durable, self._retention, step, frozenset())
         except (CheckpointError, OSError) as error:  # the upload itself has succeeded
-            logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.remote, error)
+            logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.durable, error)

@@ -24,11 +24,11 @@ TEST(Align, RoundsToMultiples) {
   EXPECT_EQ(align_down(4096, kBlock), 4096u);
   EXPECT_EQ(align_up(0, kBlock), 0u);
   EXPECT_EQ(align_up(1, kBlock), 4096u);
-  EXPECT_EQ(first_congruent(0, 64), 64u);
-  EXPECT_EQ(first_congruent(64, 64), 64u);
-  EXPECT_EQ(first_congruent(65, 64), 4096u + 64);
-  EXPECT_EQ(first_congruent(704, 0), 4096u);
-  EXPECT_EQ(first_congruent(0, 3 * kBlock + 4032), 4032u);
+  EXPECT_EQ(next_congruent(0, 64), 64u);
+  EXPECT_EQ(next_congruent(64, 64), 64u);
+  EXPECT_EQ(next_congruent(65, 64), 4096u + 64);
+  EXPECT_EQ(next_congruent(704, 0), 4096u);
+  EXPECT_EQ(next_congruent(0, 3 * kBlock + 4032), 4032u);
   EXPECT_EQ(align_up(4096, kBlock), 4096u);
   EXPECT_EQ(align_up((uint64_t{1} << 40) + 1, kBlock), (uint64_t{1} << 40) + kBlock);
 }

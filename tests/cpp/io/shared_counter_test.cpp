@@ -20,11 +20,11 @@ TEST_F(SharedCounterTest, AnotherProcessIsSeen) {
     const SharedMap map(::fileno(file_), 4096);
     ::usleep(20'000);
     map.bytes()[100] = std::byte{7};
-    SharedCounter(map.bytes().data() + 64).set(3);
+    SharedCounter(map, 64).set(3);
     ::_exit(0);
   }
   const SharedMap map(::fileno(file_), 4096);
-  const SharedCounter counter(map.bytes().data() + 64);
+  const SharedCounter counter(map, 64);
   EXPECT_EQ(counter.wait(3, 30), 3u);
   EXPECT_EQ(map.bytes()[100], std::byte{7});
   EXPECT_EQ(::waitpid(child, nullptr, 0), child);
@@ -32,7 +32,9 @@ TEST_F(SharedCounterTest, AnotherProcessIsSeen) {
 
 TEST_F(SharedCounterTest, TheWaitEnds) {
   const SharedMap map(::fileno(file_), 4096);
-  SharedCounter counter(map.bytes().data());
+  SharedCounter counter(map, 0);
+  EXPECT_THROW(SharedCounter(map, 2), Error);
+  EXPECT_THROW(SharedCounter(map, 4096), Error);
   counter.set(2);
   EXPECT_EQ(counter.wait(1, 30), 2u);  // is further already
   EXPECT_EQ(counter.wait(3, 0.01), 2u);

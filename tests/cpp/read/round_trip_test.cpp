@@ -158,11 +158,7 @@ TEST_P(RoundTrip, ReadsBoxes) {
       const auto ask = [&](size_t which, const Sizes& offsets, const Sizes& sizes, bool transposed) {
         const Tensor& tensor = tensors[which];
         const uint32_t item_bytes = format::dtypes()[tensor.dtype].item_bytes;
-        Sizes strides = row_major(sizes);
-        if (transposed) {
-          int64_t stride = 1;
-          for (size_t dim = 0; dim < sizes.size(); stride *= sizes[dim++]) strides[dim] = stride;
-        }
+        const Sizes strides = transposed ? column_major(sizes) : row_major(sizes);
         // The expected bytes, in the order of the target's memory.
         Memory box = tensor.box(offsets, sizes);
         Memory& want = expected.emplace_back(box.size());

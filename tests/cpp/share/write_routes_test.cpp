@@ -92,7 +92,7 @@ class WriteJob {
             const Sizes& size) {
     const format::DType& of = format::dtypes()[dtype];
     const auto row = static_cast<int64_t>(memory_[rank].size()), dims = std::ssize(sizes);
-    const Sizes strides = row % 2 == 0 ? row_major(size) : turned(size);
+    const Sizes strides = row % 2 == 0 ? row_major(size) : column_major(size);
     const io::Box box(of.item_bytes, sizes, offset, size, strides);
     const Memory& memory = memory_[rank].emplace_back(std::max<uint64_t>(box.bytes(), 1));
     if (box.bytes() != 0) {
@@ -105,12 +105,6 @@ class WriteJob {
     append(tables_[rank], {int64_t{dtype}, address(memory), dims});
     append(tables_[rank], size);
     append(tables_[rank], strides);
-  }
-
-  static Sizes turned(const Sizes& size) {
-    Sizes strides = row_major(Sizes(size.rbegin(), size.rend()));
-    std::ranges::reverse(strides);
-    return strides;
   }
 
   void take(const std::vector<RankRoutes>& routes, size_t round, std::span<const std::unique_ptr<HeldRows>> held,

@@ -3,16 +3,14 @@
 #include <deque>
 #include <future>
 #include <memory>
-#include <string>
 #include <thread>
 
 #include "base/error.h"
 #include "device/cuda.h"
 #include "error_of.h"
 #include "fakes/fake_runtime.h"
-#include "stage/snapshot.h"
+#include "stage/snapshot_rows.h"
 #include "tensors.h"
-#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -24,18 +22,11 @@ constexpr unsigned kThreads = 2;
 
 class DeviceSnapshot : public ::testing::Test {
  protected:
-  // Rows of a write table, on devices or (-1) not, and what their bytes were when each was added.
+  // Rows on devices or (-1) in host memory.
   void add_view(int device, std::string_view dtype, uint64_t address, const Sizes& sizes, const Sizes& strides) {
-    const uint32_t code = dtype_code(dtype);
-    table_.insert(table_.end(), {code, static_cast<int64_t>(address), static_cast<int64_t>(sizes.size())});
-    table_.insert(table_.end(), sizes.begin(), sizes.end());
-    table_.insert(table_.end(), strides.begin(), strides.end());
+    const std::byte* memory = device < 0 ? reinterpret_cast<std::byte*>(address) : runtime_.memory(address);
+    rows_.add(dtype, address, memory, sizes, strides);
     of_rows_.push_back(device);
-    const io::Box box(format::dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
-    std::string bytes(box.bytes(), '\0');
-    const std::byte* from = device < 0 ? reinterpret_cast<std::byte*>(address) : runtime_.memory(address);
-    box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), from);
-    bytes_.push_back(std::move(bytes));
   }
 
   void add(int device, std::string_view dtype, const Sizes& sizes) {
@@ -83,19 +74,10 @@ class DeviceSnapshot : public ::testing::Test {
     return {of_rows_, std::move(producers), &pipelines_};
   }
   std::unique_ptr<Snapshot> make(uint64_t budget_bytes = kPlenty) {
-    return std::make_unique<Snapshot>(table_, budget_bytes, kThreads, arena_, devices());
+    return std::make_unique<Snapshot>(rows_.table(), budget_bytes, kThreads, arena_, devices());
   }
 
-  void expect_copied(const Snapshot& snapshot) const {
-    EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
-    const std::vector<write::RecordSource> sources = write::parse_write_table(snapshot.table());
-    ASSERT_EQ(sources.size(), bytes_.size() - snapshot.first());
-    for (size_t index = 0; index < sources.size(); ++index) {
-      const std::string& wanted = bytes_[snapshot.first() + index];
-      const std::string_view copied(reinterpret_cast<const char*>(sources[index].data), sources[index].bytes);
-      EXPECT_TRUE(copied == wanted) << "row " << snapshot.first() + index;
-    }
-  }
+  void expect_copied(const Snapshot& snapshot) const { rows_.expect_copied(snapshot); }
 
   // Rows for three pieces of the arena, small ones among them.
   void add_three_pieces() {
@@ -129,8 +111,8 @@ class DeviceSnapshot : public ::testing::Test {
   std::deque<Memory> host_;
   std::vector<std::pair<device::DeviceAddress, uint64_t>> on_devices_;
   uint64_t allocations_ = 0;
-  std::vector<int64_t> table_, of_rows_;
-  std::vector<std::string> bytes_;
+  SnapshotRows rows_;
+  std::vector<int64_t> of_rows_;
 };
 
 TEST_F(DeviceSnapshot, HoldsWhatTheStateWasWhereverItIs) {

@@ -7,15 +7,13 @@
 #include <cerrno>
 #include <deque>
 #include <optional>
-#include <string>
 #include <thread>
 
 #include "base/error.h"
 #include "base/system.h"
 #include "error_of.h"
-#include "io/table_cursor.h"
+#include "stage/snapshot_rows.h"
 #include "tensors.h"
-#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -25,21 +23,11 @@ using namespace std::chrono_literals;
 constexpr uint64_t kUnlimited = uint64_t{1} << 40;
 constexpr unsigned kWorkers = 3;
 
-// Rows of a write table, and what their bytes were when each was added.
-class State {
+// A state in host memory.
+class State : public SnapshotRows {
  public:
-  // Any view of memory; strides in elements.
   void add_view(std::string_view dtype, const std::byte* data, const Sizes& sizes, const Sizes& strides) {
-    const uint32_t code = dtype_code(dtype);
-    table_.insert(table_.end(), {code, address(data), static_cast<int64_t>(sizes.size())});
-    table_.insert(table_.end(), sizes.begin(), sizes.end());
-    table_.insert(table_.end(), strides.begin(), strides.end());
-    const io::Box box(format::dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
-    std::string bytes(box.bytes(), '\0');
-    box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), data);
-    bytes_.push_back(std::move(bytes));
-    dtypes_.push_back(code);
-    sizes_.push_back(sizes);
+    SnapshotRows::add(dtype, reinterpret_cast<uintptr_t>(data), data, sizes, strides);
   }
 
   // A tensor of its own.
@@ -63,37 +51,8 @@ class State {
     for (const Memory& memory : memory_) std::memset(memory.data(), 0xEE, memory.size());
   }
 
-  std::span<const int64_t> table() const { return table_; }
-  size_t rows() const { return bytes_.size(); }
-
-  void expect_copied(const Snapshot& snapshot) const {
-    ASSERT_EQ(snapshot.rows(), rows());
-    EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
-    const std::vector<int64_t> table = snapshot.table();
-    const std::vector<write::RecordSource> sources = write::parse_write_table(table);
-    ASSERT_EQ(sources.size(), rows() - snapshot.first());
-    size_t at = 0;
-    for (size_t index = 0; index < sources.size(); ++index) {
-      const size_t row = snapshot.first() + index;
-      EXPECT_FALSE(sources[index].strided);
-      ASSERT_EQ(sources[index].bytes, bytes_[row].size());
-      const std::string_view copied(reinterpret_cast<const char*>(sources[index].data), sources[index].bytes);
-      EXPECT_TRUE(copied == bytes_[row]) << "row " << row;
-      EXPECT_TRUE(sources[index].unchanging);
-      EXPECT_EQ(table[at], dtypes_[row] | int64_t{io::kUnchanging});
-      ASSERT_EQ(table[at + 2], std::ssize(sizes_[row]));
-      EXPECT_TRUE(std::equal(sizes_[row].begin(), sizes_[row].end(), table.begin() + static_cast<int64_t>(at) + 3));
-      at += 3 + 2 * sizes_[row].size();
-    }
-    EXPECT_EQ(at, table.size());
-  }
-
  private:
   std::deque<Memory> memory_;
-  std::vector<int64_t> table_;
-  std::vector<std::string> bytes_;
-  std::vector<uint32_t> dtypes_;
-  std::vector<Sizes> sizes_;
 };
 
 class SnapshotTest : public ::testing::Test {

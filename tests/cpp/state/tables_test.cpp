@@ -354,5 +354,47 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   EXPECT_EQ(changed(17, 1), Error::kNoItem);  // ends early
 }
 
+// Two float64 tensors of shape [2, 3], and one whose dtype cannot be stored.
+const Words kStored = {64, dtype_code("float64"), kHostDevice, 2, 2, 3, 3, 1,
+                       0,  dtype_code("float64"), -1,          2, 2, 3, 1, 2};
+const Words kOther = {0, -1, kHostDevice, 0};
+const std::vector<std::string> kNames = {"object", "first", "second"};
+const std::vector<std::byte> kFlags = {std::byte{0}, std::byte{1}};
+
+TEST(DescribeState, TakesTensorsAndObjectsInTheOrderOfTheNames) {
+  const size_t object = 0;
+  const auto described = describe_state(kNames, TensorTable(kStored), kFlags, {&object, 1}, 5);
+  ASSERT_TRUE(described);
+  EXPECT_EQ(described->sources, Words({-1, 0, 0, 2, 0, 0, 1, 2, 0, 0}));
+  const Inventory inventory(described->inventory);
+  ASSERT_EQ(inventory.size(), 3u);
+  EXPECT_EQ(inventory.node(), 5);
+  EXPECT_EQ(inventory[0].kind, ItemKind::object);
+  const Item first = inventory[1], second = inventory[2];
+  EXPECT_EQ(first.name, "first");
+  EXPECT_EQ(first.kind, ItemKind::tensor);
+  EXPECT_EQ(first.bytes, 48u);
+  EXPECT_EQ(Words(first.size.begin(), first.size.end()), Words({2, 3}));
+  EXPECT_EQ(first.flags, 0);
+  EXPECT_EQ(second.flags, kRequiresGrad);
+}
+
+TEST(DescribeState, RefusesWhatDoesNotBelongTogether) {
+  const size_t far = 7;
+  EXPECT_THROW(describe_state(kNames, TensorTable(kStored), kFlags, {}, 0), Error);
+  EXPECT_THROW(describe_state(kNames, TensorTable(kStored), kFlags, {&far, 1}, 0), Error);
+  EXPECT_FALSE(describe_state({kNames.data(), 1}, TensorTable(kOther), {kFlags.data(), 1}, {}, 0));
+}
+
+TEST(RowsOfTensors, EqualOnesAreOneRow) {
+  Words table = kStored;
+  table.insert(table.end(), kOther.begin(), kOther.end());
+  const TensorRows rows = rows_of_tensors(TensorTable(table), std::vector<std::byte>(3));
+  EXPECT_EQ(rows.distinct.size(), 1u);
+  EXPECT_EQ(rows.numbers, std::vector<uint32_t>({0, 0, TensorRows::kNoRow}));
+  EXPECT_EQ(rows.sources, Words({0, 2, 0, 0, 1, 2, 0, 0, 2, 0}));
+  EXPECT_EQ(rows_of_tensors(TensorTable(kStored), kFlags).distinct.size(), 2u);
+}
+
 }  // namespace
 }  // namespace vescale_ckpt::state

@@ -12,14 +12,21 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..._engine import _C
+from ..._state import extra_files
 from ..._storage import orphans
 from ..._storage.open_storage import storage_at
 from ..._storage.orphans import Orphan
+from ...errors import CheckpointError
 from . import file_names
-from .named_files import named_by_any
+from .metadata_file import has_metadata, metadata_fingerprint
+
+if TYPE_CHECKING:
+    from .native_checkpoint import NativeCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +55,30 @@ def commit(
 
 def remove_orphans(
     directory: str,
-    superseded: AbstractSet[str] = frozenset(),
+    superseded: AbstractSet[str] | None = None,
     *,
     dry_run: bool = False,
 ) -> list[str]:
     """Removes files that no metadata file of the directory names, and returns their names. They are orphans of dead
-    saves, and the files of `superseded`, which the metadata before the last commit named.
+    saves, and the files of `superseded`, which the metadata before a save named.
 
     Files of a running save of another process or rank are locked and stay. If a metadata file cannot be read, nothing
     is removed, because it may name any file. Logs failures, because an orphan does no harm. `dry_run`: removes nothing,
     and returns what would be removed.
 
-    An object store has no locks. There a file counts as an orphan when nobody has written it for a day. If `superseded`
-    names files, only these are removed there.
+    An object store has no locks. There a file counts as an orphan when nobody has written it for a day; a save, which
+    gives `superseded`, removes only these there, and `vescale-ckpt repair` looks for others.
     """
     try:
-        storage = storage_at(directory)
-        only_superseded = not storage.has_locks and bool(superseded)
-        found = superseded if only_superseded else storage.names()
+        storage, old = storage_at(directory), superseded or frozenset()
         candidates = [
             name
-            for name in found
-            if name in superseded or file_names.is_data_file(name) or file_names.is_temporary_file(name)
+            for name in (storage.names() if superseded is None or storage.has_locks else old)
+            if name in old or file_names.is_data_file(name) or file_names.is_temporary_file(name)
         ]
         named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
-        removed = orphans.remove(_orphans(directory, left, superseded), dry_run=dry_run)
+        removed = orphans.remove(_orphans(directory, left, old), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("orphans in %s are kept, because the search for them failed: %s", directory, error)
         return []
@@ -104,3 +109,51 @@ def _orphans(directory: str, candidates: Iterable[str], superseded: AbstractSet[
 
 def _is_named(directory: str, name: str) -> bool:
     return name in named_by_any(directory)
+
+
+# --- What metadata names
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a save needs to know of the checkpoint that it replaces."""
+
+    fingerprint: str = ""  #: of its metadata; empty if there is none
+    files: frozenset[str] = frozenset()  #: data files that it names
+    checkpoint: NativeCheckpoint | None = None
+
+    @classmethod
+    def read(cls, directory: str) -> Replaced:
+        """Reads it from the metadata of the directory. Nothing is known if that is missing or cannot be read."""
+        if not has_metadata(directory, None):
+            return cls()
+        try:
+            found, checkpoint = metadata_fingerprint(directory), _opened(directory, None)
+            return cls(found, frozenset(checkpoint.named_files()), checkpoint)
+        except (CheckpointError, OSError):
+            return cls()
+
+    def extra_names(self, directory: str) -> list[str]:
+        """Returns the names of the extra files of the checkpoint that is there now. Reads it if it is another one."""
+        is_same = False
+        with contextlib.suppress(OSError):
+            is_same = metadata_fingerprint(directory) == self.fingerprint
+        present = self if is_same else self.read(directory)
+        try:
+            return [] if present.checkpoint is None else extra_files.names_in(present.checkpoint.keys())
+        except CheckpointError:
+            return []  # loads cannot read it, either
+
+
+def _opened(directory: str, rank: int | None) -> NativeCheckpoint:
+    from .native_checkpoint import NativeCheckpoint  # it imports torch
+
+    return NativeCheckpoint.by_index(directory, rank)
+
+
+def named_by_any(directory: str) -> set[str]:
+    """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
+    named: set[str] = set()
+    for name in filter(file_names.is_metadata_file, storage_at(directory).names()):
+        named |= _opened(directory, file_names.rank_of_metadata(name)).named_files()
+    return named

@@ -16,6 +16,8 @@ from .metadata_check import TRAILER_BYTES, TRAILER_MAGIC, check, check_beginning
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from .metadata_unpickler import Places
+
 _MOST_INDEX_BYTES = 1 << 30  # 14 times what 9,000 ranks of 405B with Adam need
 NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: ends the error for a missing metadata file
 
@@ -31,23 +33,35 @@ def metadata_ranks(directory: str) -> list[int | None]:
     return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
 
 
-def read_metadata(directory: str, rank: int | None = None, *, of_places: bool = False) -> Metadata:
-    """Reads and checks the metadata of the checkpoint in a directory. `of_places`: that of `metadata_pickle.loads`.
+def read_metadata(directory: str, rank: int | None = None) -> Metadata:
+    """Reads and checks the metadata of the checkpoint in a directory.
 
     Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
     """
     from .metadata_pickle import loads
 
-    path = os.path.join(directory, metadata_name(rank))
-    return loads(metadata_bytes(directory, rank), path, of_places=of_places)
+    return loads(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
 
 
-def read_metadata_of(directory: str, rank: int | None, save_id: str, *, of_places: bool = False) -> Metadata:
+def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
     """Reads the metadata that one save committed. Raises `CheckpointError` if a later save has replaced it."""
-    metadata = read_metadata(directory, rank, of_places=of_places)
+    metadata = read_metadata(directory, rank)
+    _check_save(directory, metadata, save_id)
+    return metadata
+
+
+def read_places_of(directory: str, rank: int | None, save_id: str) -> Places:
+    """Does the same, but leaves out what describes tensors and records."""
+    from .metadata_unpickler import load_places
+
+    places = load_places(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
+    _check_save(directory, places, save_id)
+    return places
+
+
+def _check_save(directory: str, metadata: Metadata | Places, save_id: str) -> None:
     if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
         raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
-    return metadata
 
 
 def metadata_bytes(directory: str, rank: int | None) -> bytes:
@@ -124,7 +138,7 @@ def _matching(directory: str, rank: int | None, metadata: bytes | None) -> tuple
             length = found.size
         return (data, index) if index.matches(end, length) else None
     except (OSError, _C.EngineError) as error:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and storage.can_be_away:
+        if storage.is_away(error):
             raise of_system(error, directory) from error
         return None
 

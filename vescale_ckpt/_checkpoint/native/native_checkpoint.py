@@ -8,9 +8,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from typing import TYPE_CHECKING, Any
 
 from ..._engine import _C
 from ..._engine.dtype_codes import dtype_code
@@ -31,10 +29,13 @@ from ..loadable import LoadableCheckpoint, Part, fill_parts
 from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
-from . import metadata_check, metadata_file, metadata_pickle
+from . import metadata_check, metadata_file
 from .explain_missing import explained
 from .file_names import NODE_MARKER, index_name, is_data_file, metadata_name
 from .save_facts import unstamped
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # the footer of the table of block checksums: docs/format.md
 
@@ -78,7 +79,9 @@ class NativeCheckpoint(LoadableCheckpoint):
     def unpack(cls, path: str, index: bytes, metadata: bytes) -> NativeCheckpoint:
         """Makes the checkpoint from the index, or the whole metadata, that another rank has read."""
         if not index:
-            return cls.of(path, None, metadata_pickle.loads(metadata, os.path.join(path, metadata_name(None))))
+            from .metadata_pickle import loads
+
+            return cls.of(path, None, loads(metadata, os.path.join(path, metadata_name(None))))
         file = os.path.join(path, index_name(None))
         with named_errors(str, file):  # raises only for damage on the way: the coordinator has checked the bytes
             return cls._of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
@@ -169,7 +172,7 @@ class NativeCheckpoint(LoadableCheckpoint):
     def places(self) -> tuple[object, Structure | None]:
         if self.index is None:
             return super().places()
-        found = metadata_file.read_metadata_of(self.path, self.rank, self.index.save_id, of_places=True)
+        found = metadata_file.read_places_of(self.path, self.rank, self.index.save_id)
         return found.planner_data, structure_of(found)
 
     @cached_property
@@ -274,6 +277,8 @@ class _Listing:
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: dict[str, Chunk] = {}
         self.malformed: list[CheckpointError] = []
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
         # {key: {offset in the tensor: unchecked location}}. Objects have no offset. A tensor without one is not found,

@@ -145,7 +145,7 @@ def read(directory: str) -> Branch:
     except FileNotFoundError:
         return FIRST
     except (OSError, CorruptCheckpointError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, OSError) and storage_at(directory).can_be_away:
+        if storage_at(directory).is_away(error):
             raise
         logger.warning("%s: nobody knows when its checkpoint was saved: %s", path, error)
         return FIRST

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..._engine import _C
 from ..._engine.dtype_codes import CODE_DTYPES
-from ..._engine.options import threads_of
-from ..._engine.rows import LOCATION_ROW, words
-from ..._engine.torch_private import StorageInfo
-from ..._state.stacking import Stack
+from ..._engine.rows import ITEM_BYTES, LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
+from ..._state.chunk_rows import ShardChunk, packed_row
 from ..._storage.open_storage import is_file, stat_of, storage_at
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UntrustedCheckpointError
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..loadable import LoadableCheckpoint, fill_parts
-from ..quantized_tensors import Quantized, fill, find, of_values
+from ..quantized_tensors import Quantized, stacked_with_scales
 from ..record_reader import ReadOptions, RecordReader
+from ..stacking import Composite, Stack
+from ..view import View
 from .headers import HeaderTables
 from .model_names import INDEX_SUFFIX, SUFFIXES
-from .stack_rows import stack_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class SafetensorsCheckpoint(LoadableCheckpoint):
@@ -49,6 +47,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         super().__init__(path, headers.root, lambda: _metadata(headers), index)
         self.aliases = headers.aliases
         self.headers = headers
+        self.quantization_config = headers.quantization
 
     @classmethod
     def open(cls, path: str) -> SafetensorsCheckpoint:
@@ -59,7 +58,7 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
         return opened
 
     def stacked(self, stack: Stack) -> SafetensorsCheckpoint:
-        other = SafetensorsCheckpoint(self.path, stack_rows(self.headers, stack, self.quantized))
+        other = SafetensorsCheckpoint(self.path, _stacked(self.headers, stack, View(self).known))
         other.save_id, other._stored = self.save_id, self
         return other
 
@@ -90,33 +89,8 @@ class SafetensorsCheckpoint(LoadableCheckpoint):
     def _reader(self) -> RecordReader:
         return RecordReader(self, ReadOptions(), self._seen)
 
-    @cached_property
-    def _quantization(self) -> tuple[Mapping[str, Quantized], str]:
-        config = self.headers.quantization
-        return find(config, self.tensors) if config else ({}, "no config.json beside it has a quantization_config")
-
-    @property
-    def quantized(self) -> Mapping[str, Quantized]:
-        return self._quantization[0]
-
-    @property
-    def not_dequantized(self) -> str:  # type: ignore[override]
-        return self._quantization[1]
-
-    def dequantized(self, dtype_of: Callable[[str], torch.dtype]) -> Mapping[str, TensorInfo]:
-        return of_values(self.tensors, self.quantized, dtype_of)
-
     def read(self, reads: Sequence[Read]) -> None:
-        stored, boxes = [], []
-        for read in reads:
-            of = self.quantized.get(read.key)
-            if of is None or read.target.dtype == of.numbers_dtype:
-                stored.append(read)
-            else:
-                boxes.append((of, read.offsets, read.target))
-        fill_parts(self._reader, self.parts(stored))
-        if boxes:
-            fill(boxes, lambda of: fill_parts(self._reader, self.parts(of)), threads_of())
+        fill_parts(self._reader, self.parts(reads))
 
 
 def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], Chunk]]:
@@ -129,6 +103,16 @@ def _chunks(headers: HeaderTables) -> Iterator[tuple[str, int, tuple[int, ...], 
 
 def _metadata(headers: HeaderTables) -> Metadata:
     """Returns the contents as DCP's metadata, for DCP's planners."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from ..._engine.torch_private import StorageInfo
+
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     for name, code, shape, chunk in _chunks(headers):
@@ -159,3 +143,70 @@ def was_exported_since(path: str, save_id: str) -> bool:
         return SafetensorsCheckpoint(path, HeaderTables.read(path, verify=False)).save_id != save_id
     except CheckpointError:
         return True
+
+
+# --- Stacked, concatenated and split: rows of stored tensors under other names, so that a load plans on them
+
+
+def _stacked(headers: HeaderTables, stack: Stack, known: Mapping[str, Quantized]) -> HeaderTables:
+    """Returns the contents with the tensors that the rules make of the stored ones, in the same places of the files.
+
+    `known`: the quantised tensors whose scheme is known. Raises as `restacked` does, and `CheckpointError` for a rule
+    that takes one name of a shared (tied) tensor and leaves another.
+    """
+    codes: dict[str, int] = {}
+    stored: dict[str, list[Chunk]] = {}
+    tensors: list[Composite] = []
+    for name, code, shape, chunk in _chunks(headers):
+        if name not in stored:
+            codes[name] = code
+            tensors.append(Composite(name, shape, CODE_DTYPES[code], (name,)))
+        stored.setdefault(name, []).append(chunk)
+    file_numbers = {name: number for number, name in enumerate(headers.files)}
+    names: list[str] = []
+    packed: list[bytes] = []
+    locations = int_table()
+    made = stacked_with_scales(tensors, stack, stored, known, headers.aliases)
+    seen: dict[tuple[str, int], tuple[str, int, tuple[int, ...]]] = {}
+    for of in made:
+        code = codes[of.keys[0]]
+        if prod(max(length, 1) for length in of.shape) * ITEM_BYTES[code] >= MOST_BYTES:
+            raise UntrustedCheckpointError(f"{of.name}: no tensor has shape {of.shape}", key=of.name)
+        chunks = list(_chunks_of(of, stored))
+        for chunk in [chunk for chunk in chunks if chunk.bytes] or chunks[:1]:
+            form = of.name, chunk.bytes, chunk.sizes
+            if chunk.bytes and (first := seen.setdefault((chunk.file, chunk.offset), form))[1:] != form[1:]:
+                raise CheckpointError(
+                    f"stack: {first[0]} and {of.name} are stored as one tensor (shared weights), and the rules make "
+                    "different tensors of it: name both in a rule",
+                    key=of.name,
+                )
+            kind = TENSOR if chunk.sizes == of.shape else SHARD
+            box = ShardChunk(chunk.offsets, chunk.sizes, ())
+            names.append(of.name)
+            packed.append(packed_row(kind, code, False, ITEM_BYTES[code], box, of.shape))
+            locations.extend((file_numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc))
+    left = {of.name for of in made if of.is_stored}
+    aliases = {alias: name for alias, name in headers.aliases.items() if {alias, name} <= left}
+    inventory = _C.pack_inventory(names, packed, 0)
+    return replace(headers, inventory=inventory, locations=locations.tobytes(), aliases=aliases)
+
+
+def _chunks_of(of: Composite, stored: Mapping[str, list[Chunk]]) -> Iterator[Chunk]:
+    """Yields the chunks of a composite: the stored ones at other offsets, or one index of them."""
+    if of.index is not None:
+        for chunk in stored[of.keys[0]]:
+            inside = of.index - chunk.offsets[0]
+            if 0 <= inside < chunk.sizes[0]:
+                length = chunk.bytes // chunk.sizes[0]
+                at = chunk.offset + inside * length
+                yield Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.file, at, length, chunk.crc)
+        return
+    for key, layer, begin in of.parts():
+        for chunk in stored[key]:
+            offsets, sizes = chunk.offsets, chunk.sizes
+            if of.rows:
+                offsets = (offsets[0] + begin, *offsets[1:])
+            if of.stacked:
+                offsets, sizes = (layer, *offsets), (1, *sizes)
+            yield Chunk(offsets, sizes, chunk.file, chunk.offset, chunk.bytes, chunk.crc)

@@ -9,6 +9,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from .checkpoint import Read
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,25 @@ class Composite:
         for layer in range(len(self.keys) // max(1, len(self.rows))):
             for key, begin, _ in self.parts_of_layer(layer):
                 yield key, layer, begin
+
+    def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
+        """Yields the reads of stored tensors that fill `target` with the box at `offsets` that has its sizes."""
+        if self.index is not None:
+            yield Read(self.keys[0], (self.index, *offsets), target.unsqueeze(0))
+        elif self.stacked:
+            for number in range(target.shape[0]):
+                yield from self._reads_of_layer(offsets[0] + number, offsets[1:], target[number])
+        else:
+            yield from self._reads_of_layer(0, offsets, target)
+
+    def _reads_of_layer(self, layer: int, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
+        for key, begin, rows in self.parts_of_layer(layer):
+            if rows is None:
+                yield Read(key, offsets, target)
+                continue
+            start, end = max(offsets[0], begin), min(offsets[0] + target.shape[0], begin + rows)
+            if start < end:
+                yield Read(key, (start - begin, *offsets[1:]), target[start - offsets[0] : end - offsets[0]])
 
 
 def restacked(tensors: Iterable[Composite], stack: Stack) -> list[Composite]:

@@ -1,4 +1,4 @@
-"""Holds a save's plans and results for DCP, which sees them as its lists of items.
+"""Holds a save's plans and results, and a load's reads, for DCP, which sees them as its lists of items.
 
 DCP passes plans and results between calls and ranks without reading them. Code that reads them, such as a stock storage
 writer, gets DCP's own items.
@@ -7,14 +7,21 @@ writer, gets DCP's own items.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
@@ -24,9 +31,35 @@ from .._engine.torch_private import StorageInfo
 from .._plan.global_plan import GlobalPlan, Locations, PlanAnswer, PlanRequest
 from .._plan.local_plan import LocalPlan, cut
 from .._plan.planner import pack_paths
+from .._plan.read_plan import ReadRow, Reads
 from .._state.chunk_rows import ShardChunk, packed_row
 from ..errors import CheckpointError
-from .lazy_list import LazyList
+
+
+class LazyList(Sequence[Any]):
+    """Looks like one of DCP's lists of items, which is built at the first access. Pickles as a list."""
+
+    def _build(self) -> list[Any]:
+        raise NotImplementedError
+
+    @cached_property
+    def built(self) -> list[Any]:
+        return self._build()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.built[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.built)
+
+    def __len__(self) -> int:
+        return len(self.built)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self.built,)
+
+
+# --- Saves
 
 
 @dataclass(frozen=True)
@@ -165,3 +198,36 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
         piece = ShardChunk(data.chunk.offsets, sizes, ())
         rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
     return _C.pack_inventory([item.index.fqn for item in items], rows, 0)
+
+
+# --- Loads
+
+
+class PackedReads(LazyList):
+    """Looks like `list[ReadItem]` on the rank that planned it. Pickles as an empty list, because the coordinator
+    decides nothing about reads."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+
+    def _build(self) -> list[ReadItem]:
+        reads = self.reads
+        return [*map(self._tensor_item, reads.tensors()), *(self._object_item(row.item) for row in reads.objects())]
+
+    def _tensor_item(self, row: ReadRow) -> ReadItem:
+        name, chunk = self.reads.stored_chunk(row)
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(name, self.reads.state.items[row.item][6], row.item),
+            dest_offsets=torch.Size(row.dest_offset),
+            storage_index=MetadataIndex(name, chunk),
+            storage_offsets=torch.Size(row.storage_offset),
+            lengths=torch.Size(row.lengths),
+        )
+
+    def _object_item(self, item: int) -> ReadItem:
+        index, nothing = MetadataIndex(self.reads.state.names[item]), torch.Size([0])
+        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()

@@ -1,6 +1,7 @@
-"""`RemoteTier` reads the durable place of a manager with `local`, without long waits for a store that is away.
+"""`Tier` says which folder a manager uses in front of its durable place, and what becomes durable.
 
-`DurableStep` copies to a node what the nodes have lost of a step.
+`DurablePlace` reads that place, without long waits for a store that is away. `DurableStep` copies to a node what the
+nodes have lost of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps, path_of
 from .._collective.node_files import DURABLE
@@ -22,6 +23,7 @@ from .._ranks.send_files import Check
 from .._storage.open_storage import size_in, storage_at
 from .._storage.pending import PendingFile
 from ..errors import CheckpointError, StorageFullError
+from ..settings import checked_count, checked_path
 from . import run_id
 from .run_id import Run
 
@@ -34,6 +36,55 @@ _AWAY_SECONDS = 60.0  # a store that did not answer is not asked again for so lo
 _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EDQUOT, errno.ENOSPC}
 
 
+StepPlace = Literal["local", "uploading", "durable"]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A folder on fast disks or in memory, in front of a `CheckpointManager`'s `directory`: its durable place, which is
+    a shared folder or an object store.
+
+    Saves go to the folder, and are copied to the durable place in the background. Retention holds for both. `restore`
+    and `latest` prefer the local copy of a step if it is whole. `tiers` of the manager says where each step is.
+
+    A subclass may define `becomes_durable`, to have a rule of its own.
+
+    Args:
+        local: the folder. All ranks may share it; then the coordinator copies. Or, which is experimental, each node has
+            one of its own under the same path: then a node saves what its ranks hold, and the folders of all nodes
+            together have the step. `restore` brings what a node lacks from nodes that have it. Managers find out when
+            they are made: all ranks make theirs together. They raise `CheckpointError` if a folder has steps of another
+            run.
+        copies: with a folder of each node, how many other nodes get each file of a step, while training goes on. At
+            most all others, with a warning. Replicas that nodes have saved count. While a step is sent, those that are
+            saved get no copies, but the last one when the manager is closed.
+        copy_bytes_per_second: with `copies`, most that each node sends; 0: no limit.
+        durable_interval_steps: only steps that are multiples of it are copied to the durable place, and with a folder
+            of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those that
+            are saved stay on the nodes.
+        upload_bytes_per_second: the limit for copies to the durable place, of each node that copies; 0: no limit.
+        local_max_bytes: with a folder of each node, about how many bytes the checkpoints there may have. Those saved
+            first are removed, whatever retention says, so that the next one has room; the one saved last stays. None:
+            no limit.
+    """
+
+    local: str | os.PathLike[str]
+    copies: int = 0
+    copy_bytes_per_second: int = 0
+    durable_interval_steps: int | None = None
+    upload_bytes_per_second: int = 0
+    local_max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        checked_path("local", self.local)
+        checked_count("local_max_bytes", self.local_max_bytes)
+        checked_count("durable_interval_steps", self.durable_interval_steps)
+
+    def becomes_durable(self, step: int) -> bool:
+        """Whether a step is copied to the durable place."""
+        return self.durable_interval_steps is None or step % self.durable_interval_steps == 0
+
+
 @dataclass(frozen=True)
 class Durable:
     """What the durable place has."""
@@ -44,8 +95,8 @@ class Durable:
     error: CheckpointError | OSError | None = None  #: why it does not answer, where nothing else has checkpoints
 
 
-class RemoteTier:
-    """The durable place behind a local directory. As long as no local directory has a checkpoint, requests wait as
+class DurablePlace:
+    """The durable place behind a local folder. As long as no local directory has a checkpoint, requests wait as
     always, and errors are raised: there is no other checkpoint to continue from.
 
     Args:
@@ -131,15 +182,15 @@ class RemoteTier:
 class DurableStep:
     """One step in the durable place, perhaps not committed there. Its files have the names that they have on nodes."""
 
-    def __init__(self, tier: RemoteTier, step: int) -> None:
-        self._tier = tier
-        self._url = path_of(tier.url, step)
-        self._path = path_of(tier.local, step)
+    def __init__(self, place: DurablePlace, step: int) -> None:
+        self._place = place
+        self._url = path_of(place.url, step)
+        self._path = path_of(place.local, step)
 
     def size_of(self, name: str) -> int | None:
         """None, with a warning, also if the place cannot be read now."""
         try:
-            return self._tier.ask(lambda: size_in(self._url, name), None)
+            return self._place.ask(lambda: size_in(self._url, name), None)
         except (CheckpointError, OSError) as error:
             logger.warning("%s in %s does not count: %s", name, self._url, error)
             return None
