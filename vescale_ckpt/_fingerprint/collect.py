@@ -53,7 +53,7 @@ def fingerprint(
     check_is_mapping(state, "fingerprint")
     exchange = Exchange.of(process_group, settings.timeout(timeout))
     steps = Steps(exchange, "taking a fingerprint")
-    held = steps.take(_describe, state, exchange)
+    held = steps.take(lambda: _describe(flat_values(state, exchange)))
     values = steps.take(lambda: _values(held)) if held is not None else None
 
     def message() -> tuple[bytes, ...]:
@@ -68,11 +68,14 @@ def fingerprint(
     return _parsed(content, _chunks(held, values))
 
 
-def _describe(state: Mapping[str, Any], exchange: Exchange) -> State:
-    planner = Planner(reuse_plans=False)
+def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
+    """What a save would store, under its keys."""
     with set_rank(exchange.rank, exchange.size):
-        values, paths, structure = planner.flatten(saved_form(state))
-    return planner.describe_all(values, paths, structure)
+        return Planner(reuse_plans=False).flatten(saved_form(state))[0]
+
+
+def _describe(values: dict[str, Any]) -> State:
+    return Planner(reuse_plans=False).describe_all(values, None, "")
 
 
 def _values(state: State) -> bytes:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..errors import CorruptCheckpointError, some
+from ..errors import CorruptCheckpointError
 
+FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fingerprint
 _VERSION = 1  # of the text, and of how values are computed
 
 
@@ -67,9 +68,12 @@ class Fingerprint:
     def digest(self) -> str:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
+    def keys(self) -> set[str]:
+        return {*self.tensors, *self.objects}
+
     def __sub__(self, other: Fingerprint) -> dict[str, Difference]:
         found = {}
-        for key in sorted({*self.tensors, *self.objects, *other.tensors, *other.objects}):
+        for key in sorted(self.keys() | other.keys()):
             if (difference := self._difference(other, key)) is not None:
                 found[key] = difference
         return found
@@ -111,7 +115,9 @@ class Fingerprint:
             tensors = {key: _tensor_value(*of) for key, of in found["tensors"].items()}
             objects = {key: str(of) for key, of in found["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{path}: its fingerprint is not readable: {error}", file=path) from None
+            raise CorruptCheckpointError(
+                f"{path}: its fingerprint is not readable: {error}", key=None, file=path
+            ) from None
         return cls(tensors, objects)
 
 
@@ -121,7 +127,3 @@ def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:
 
 def _described(value: TensorValue) -> str:
     return f"{value.dtype} {list(value.shape)}"
-
-
-def differences_text(found: Mapping[str, Any]) -> str:
-    return some([f"{key}: {difference}" for key, difference in found.items()])
