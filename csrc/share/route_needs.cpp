@@ -68,7 +68,7 @@ uint64_t item_bytes(const Need& need) {
 
 std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::vector<Replicas> groups;
-  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of its tables: equal tables often are one object
+  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of a rank's tables: equal ones are often shared
   std::unordered_multimap<size_t, size_t> by_hash;
   for (const uint32_t rank : members) {
     const RankReads& reads = ranks[rank];
@@ -126,7 +126,7 @@ int64_t last_record(std::span<const int64_t> reads) {
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
                                               uint32_t parts, uint64_t range_bytes) {
   if (parts == 0 || range_bytes == 0) throw Error::invalid("reads are split into one part or more");
-  std::vector<uint64_t> first;  // part of each file's first range, by its name: ranks number files differently
+  std::vector<uint64_t> first;  // number of each file's first range, from its name: ranks number files differently
   for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
   std::vector<std::vector<int64_t>> result(parts);
   for_each_row(reads, [&](const Need& need) {

@@ -234,7 +234,8 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   const uint64_t slice = bytes / static_cast<uint64_t>(box.size[dim]);
   const auto head = static_cast<int64_t>(head_bytes / slice);
   if (head == 0 || head >= box.size[dim]) return std::nullopt;
-  // In a load the reader must be a receiver: a cut might leave a receiver of a part on one side only.
+  // In a load, a reader must be a receiver of what it reads. A receiver of a part of the piece might be on one side of
+  // the cut only, and so could not read the other side.
   const bool all_along = std::ranges::all_of(receivers, [&](const Receiver& to) {
     return to.box.offset[dim] == box.offset[dim] && to.box.size[dim] == box.size[dim];
   });

@@ -129,7 +129,8 @@ Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOption
 // Makes each replica a receiver, and extends the sets to all ranks. The returned needs must outlive the pieces.
 std::deque<Need> expand_replicas(Pieces& pieces);
 
-// Replaces each piece that more than `most_nodes` nodes need by several equal ones, for evenly many nodes each.
+// Replaces each piece that more than `most_nodes` nodes need by several equal ones, each for about as many nodes as
+// the others.
 void split_among_nodes(Pieces& pieces, std::span<const RankReads> ranks, size_t most_nodes);
 
 // Estimates the bytes that a rank reads to obtain this box; ranges with small gaps are read as one.

@@ -124,7 +124,7 @@ class Rounds {
     return parcels.size() == 1 && parcels.front().box == piece.box;
   }
 
-  // What several nodes want alike is packed once.
+  // Returns the bytes that a piece takes in packed messages to other nodes. A box that goes to several is packed once.
   static uint64_t bytes_to_pack(const Piece& piece, const std::map<uint32_t, Parcels>& by_node, uint32_t own_node) {
     const auto less = [](const Box* left, const Box* right) {
       return std::tie(left->offset, left->size) < std::tie(right->offset, right->size);

@@ -36,8 +36,9 @@ Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row, 
   return {rest.first(head), list(0), list(1), list(2), lists > 3 ? list(3) : std::span<const int64_t>()};
 }
 
-// Translates each row of `table`. `append_head(row, number, made)` appends the first words of the engine's row, and
-// returns buffer offset and dtype of the contiguous piece, with the sizes of row.third, that the row ends with.
+// Translates each row of `table`. `append_head(row, number, made)` appends the first words of the engine's row to
+// `made`, and returns the buffer offset and the dtype of a contiguous piece, whose sizes are row.third. The row of the
+// engine ends with the piece's address and strides.
 template <typename AppendHead>
 std::vector<int64_t> translated(std::span<const int64_t> table, size_t head, std::span<const std::byte> memory,
                                 const AppendHead& append_head) {

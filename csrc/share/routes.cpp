@@ -37,8 +37,8 @@ Groups groups_of(std::span<const RankReads> ranks) {
 }
 
 // Divides the ranks of a group into crews, which are planned together. Nodes with pairwise equal needs are distributed
-// evenly over as few crews as hold at most `most_nodes` of them each. Returns {needs of the ranks: crews with these
-// needs}; the ranks of such crews correspond by position.
+// evenly over the fewest crews that have at most `most_nodes` of them each. Returns {needs of the ranks: crews with
+// these needs}; the ranks of such crews correspond by position.
 std::map<std::vector<uint32_t>, std::vector<std::vector<uint32_t>>> crews_of(std::span<const RankReads> ranks,
                                                                              std::span<const uint32_t> members,
                                                                              size_t most_nodes) {
@@ -81,7 +81,7 @@ void pad_rounds(std::span<RankRoutes> routes) {
   for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
 }
 
-// Smaller imbalances do not justify a cut, where both readers read a whole checksum block.
+// Smaller imbalances do not justify a cut, because both of its readers read the whole checksum block at the cut.
 constexpr uint64_t kTolerance = 2 << 20;
 
 // Assigns the pieces of one set to its ranks: each rank takes consecutive pieces up to the fill level. Parts of pieces

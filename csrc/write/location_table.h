@@ -17,12 +17,12 @@ class LocationTable {
  public:
   using Row = std::array<int64_t, 4>;  // file, offset, length, CRC-32 (-1: none)
 
-  // Takes what `writer` has written, which began with the file of that number. `rows`: of the plan, one of each record,
-  // in any order.
+  // Adds the records that `writer` has placed. `rows`: the row of the plan for each record, in any order. `first_file`:
+  // the number of the writer's first file.
   void add(const FileWriter& writer, std::span<const PlacedRecord> placed, std::span<const size_t> rows,
            uint64_t first_file);
 
-  // All rows, with the files that hold any of them numbered anew, and the old numbers of these files, ascending.
+  // All rows, with the files that hold any of them renumbered, and the old numbers of these files, ascending.
   std::pair<std::vector<Row>, std::vector<int64_t>> in_used_files() const;
 
  private:

@@ -50,7 +50,8 @@ std::vector<uint32_t> OrderedWriter::finish() {
   return std::move(checksums_);
 }
 
-// Writes the boxes, the local boxes up to the last of them, and all files before its file; or everything.
+// Writes all that precedes the end of the last of `boxes`: earlier files, local boxes, and `boxes` themselves. With
+// `to_the_end`, writes everything.
 void OrderedWriter::write_until(std::span<const PlacedBox> boxes, bool to_the_end) {
   for (; next_ < targets_.size(); ++next_, cursor_ = 0) {
     const Target& target = targets_[next_];

@@ -24,9 +24,9 @@ struct PlacedBox {
 
 class PlacedBoxes {
  public:
-  // A table as for reads (read/reader.h): file, offset of the tensor in it, bytes of the tensor, any number, dtype,
-  // dimensions n, n sizes of the tensor, n offsets of the box, n sizes, address of its first element, n strides.
-  // `files`: how many there are. Throws Error(invalid, row).
+  // A table as for reads (read/reader.h): file, offset of the tensor in it, bytes of the tensor, a number that is
+  // ignored, dtype, dimensions n, n sizes of the tensor, n offsets of the box, n sizes, address of its first element,
+  // n strides. `files`: how many there are. Throws Error(invalid, row).
   PlacedBoxes(std::span<const int64_t> table, size_t files);
   PlacedBoxes(const PlacedBoxes&) = delete;
   PlacedBoxes& operator=(const PlacedBoxes&) = delete;
@@ -72,7 +72,7 @@ class BoxWriter {
   // Syncs if `sync`. Returns the checksum contributions of all boxes, as PlacedBoxes::take_checksums.
   std::vector<uint32_t> finish(bool sync);
 
-  // From any thread, at any time: as FileWriter's.
+  // From any thread, at any time, like FileWriter::cancel().
   void cancel() { control_.cancel(); }
   uint64_t progress() const { return stats_.bytes(); }
   const io::TransferStats& stats() const { return stats_; }

@@ -333,7 +333,8 @@ class Ranges {
     std::memset(slot + (at - range.begin), 0, range.end - at);
   }
 
-  // Writes all runs but the last here: into the page cache that is a memory copy, which gains nothing from a channel.
+  // Writes all runs but the last on this thread: a write into the page cache is a memory copy, which gains nothing from
+  // a transfer of its own. The last one becomes the transfer of `flight`.
   void send_runs(const Part& part, io::Flight& flight) {
     const PlacedTensor& source = *part.source;
     const uint64_t begin = part.body(), end = begin + part.bytes();

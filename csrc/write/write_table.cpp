@@ -35,7 +35,7 @@ int64_t place_of(int64_t position, std::span<const int64_t> sizes, std::span<con
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
   format::RecordCache framings;
-  if (table.size() > 2 && table[2] >= 0) {  // exact if all rows have the rank of the first
+  if (table.size() > 2 && table[2] >= 0) {  // exact if all tensors have as many dimensions as the first
     sources.reserve(table.size() / (3 + 2 * std::min<uint64_t>(static_cast<uint64_t>(table[2]), table.size())));
   }
   uint32_t last_dtype = 0;

@@ -71,7 +71,7 @@ std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> record
     const size_t record = where.order[at];
     const uint32_t file = where.file_of[record], crc = format::joined_crc(place.begin, place.end, place.blocks);
     placed[record] = {tensor.begin(), tensor.end() - tensor.begin(), crc, file};
-    // Blocks are for parts of tensors; objects are read whole, and one checksum does.
+    // Block checksums serve reads of parts of tensors. An object is read whole, so one checksum suffices.
     if (checksums_ && tensor.framing != nullptr) {
       files_[file].table.add(tensor.begin(), place.begin, place.end - place.begin, crc, place.blocks);
     }
@@ -201,7 +201,8 @@ std::vector<uint32_t> FileWriter::write_dense(std::span<const RecordSource> sour
         {{files_[0].file.get(), offset, offset + source.bytes, offset / format::kChecksumBlock, {}}, source.data});
     offset += source.bytes;
   }
-  // Calls share blocks. Remote files are sent in order, which rules out edges that are written first.
+  // The block at the border of two calls belongs to both. Remote files are sent in order, which rules out edges that
+  // are written first.
   std::vector<uint32_t> blocks = send(tensors, files_[0].file->window() == nullptr ? Edges::shared : Edges::exclusive);
   files_[0].cursor = offset;
   return blocks;

@@ -116,7 +116,7 @@ class FileWriter {
   io::TransferControl control_;
 };
 
-// --- Tables of records to write, which Python passes once a save: consecutive rows of 64-bit integers
+// --- Tables of records to write, which Python passes once per save: consecutive rows of 64-bit integers
 // (write_table.cpp).
 
 // Rows: dtype (with io::kUnchanging for RecordSource::unchanging), address, dimensions n, n sizes, n strides

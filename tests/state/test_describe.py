@@ -214,8 +214,8 @@ def test_what_ten_thousand_plain_tensors_cost() -> None:
     state = {f"layers.{number}.weight": torch.empty(4, 8) for number in range(10_000)}
     describer = Describer()
     describer.describe(state)
-    assert calls_of(lambda: Describer().describe(state)) < 100
-    assert calls_of(lambda: describer.describe(state)) < 100  # none for a tensor
+    assert calls_of(lambda: Describer().describe(state)) < 120
+    assert calls_of(lambda: describer.describe(state)) < 120  # none for a tensor
 
 
 def test_what_ten_thousand_dtensors_cost(mesh: DeviceMesh) -> None:

@@ -57,7 +57,7 @@ class CollectivePlan:
         return self._describe(self._flat)
 
     def leave_out(self, keys: Collection[str]) -> None:
-        """Called after `describe`: this rank saves none of these keys."""
+        """Excludes `keys` from what this rank saves. Called after `describe` and before `make`."""
         values, paths, structure = self._flat
         self._describe(({key: value for key, value in values.items() if key not in keys}, paths, structure))
 

@@ -115,7 +115,7 @@ class SaveHandle:
         return error
 
     def wait(self, timeout: float | None = None) -> BaseException | None:
-        """Like `exception`, but a failure still counts as not retrieved, and sets the exit status of the process."""
+        """Like `exception`, but a failure still counts as not retrieved, so it sets the exit status of the process."""
         try:
             return self._result.exception(timeout)
         except futures.TimeoutError as late:  # distinct from the built-in class before Python 3.11

@@ -50,7 +50,7 @@ from .node_files import NodeFiles
 from .transformers_forms import propose
 
 _Result = TypeVar("_Result")
-_PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; other steps plan
+_PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; others: "plan"
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Contents:
         return list(filterfalse(is_extra, self.checkpoint.keys()))
 
     def nowhere(self, keys: list[str]) -> list[str]:
-        """Returns the names and patterns of the selection that match none of `keys` and no empty mapping."""
+        """Returns the names and patterns of the selection that match neither a key of `keys` nor an empty mapping."""
         nowhere = self.selection.without_match(keys)
         structure = structure_of(self.checkpoint.metadata) if nowhere else None
         empty = () if structure is None else structure.empty
@@ -130,8 +130,8 @@ class _Contents:
 
 
 class CollectiveLoad:
-    """This rank's part of one load. Each step is collective: a rank with an error holds it until the next exchange, in
-    which all ranks raise."""
+    """This rank's part of one load. Each step is collective: a rank with an error keeps it until the next exchange,
+    in which all ranks raise."""
 
     def __init__(
         self,
@@ -391,7 +391,8 @@ class _TargetState:
     def plan(self, contents: _Contents) -> tuple[FillPlan, _Fit]:
         contents = self._split_old_containers(contents)
         checkpoint, stored = contents.checkpoint, contents.stored
-        # Exports store the value under "" by keys without a prefix; so do other checkpoints if no key starts with ".".
+        # An export stores what is under "" by its own name, without the prefix ".". So does another checkpoint if none
+        # of its keys starts with ".".
         if self._same_names and "" in self._state:
             self._drops_prefix = checkpoint.format == "safetensors" or not any(key.startswith(".") for key in stored)
         application = self.application
@@ -418,7 +419,7 @@ class _TargetState:
         checkpoint, selection = contents.checkpoint, contents.selection
         application, of = self.application, self._name
         flat, self._paths = flatten(application.form)
-        by_path = self._drops_prefix  # otherwise keys that keep their names need no mapping one by one
+        by_path = self._drops_prefix  # otherwise the name of a key does not depend on its path
         names = rename_keys(flat, (lambda key: of(key, self._paths[key])) if by_path else self._checkpoint_key)
         by_name = {name: key for key, name in names.items()}
         self._state_keys = {name: by_name[name] for name in selection.of(by_name)}

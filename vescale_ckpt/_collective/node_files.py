@@ -3,7 +3,7 @@ nodes.
 
 Each node's folder holds a part of the checkpoint's files (`NodeLayout`). A file is copied whole, verified against the
 checksums of the checkpoint on arrival, and then counts as one more copy. A copy that is damaged or cannot be read is
-dropped from the table, and the next one is tried. Files that no node has may be in the durable place.
+dropped from `NodeFiles.places`, and the next one is tried. Files that no node has may be in the durable place.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class NodeFiles:
         return {name for name, ranks in self.places.items() if min(ranks, default=None) == rank}
 
     def bring_lost(self, exchange: Exchange, phase: str, path: str) -> bool:
-        """Copies files that no node has to the coordinator's node. Collective. Returns whether all were found."""
+        """Copies to the coordinator's node, from the durable place, the files that no node has. Collective. Returns
+        whether all were found."""
         checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
         lost = [name for name, ranks in self.places.items() if ranks.keys() <= {DURABLE}]
         try:
@@ -178,7 +179,7 @@ class NodeFiles:
 
     def check_own(self, exchange: Exchange, phase: str, path: str) -> bool:
         """Verifies all files of the checkpoint in this node's folder, after a load found damage, and drops damaged ones
-        from the table. Collective. Returns whether any was damaged, on any node."""
+        from `places`. Collective. Returns whether any was damaged, on any node."""
         damaged: list[str] = []
         checkpoint = exchange.together(partial(NativeCheckpoint.by_metadata, path, None), phase, LoadFailedError)
         if self.leaders[exchange.rank] == exchange.rank:

@@ -77,7 +77,7 @@ class Save:
 
         `error`: why this rank cannot take part. `gated`: do not wait for devices."""
         with phase("plan"):
-            # From `doing` and the marker it detects ranks that are at different saves or in different directories.
+            # By `doing` and the marker, ranks detect that they are at different saves or in different directories.
             marker = MarkerFile(self.path, self.exchange.kept)
             plan = CollectivePlan(self.steps, self.planner, marker, on_devices=not gated)
             self.steps.error = error
@@ -184,7 +184,7 @@ class Save:
         layout, plan = self._layout, self._plan
         self._settle_fate()
         if plan is not None and self.staged_plan is None and layout.reads_in_finish and not plan.state.all_ready:
-            self.stage(None)  # until it is sent a tensor must be in host memory
+            self.stage(None)  # a tensor must stay in host memory until it is sent
         layout.join_ranks(self.steps, self._is_in_one_table())
         messages = self.steps.gather(self._write, "write")
         with self.exchange.commit_in_doubt(lambda: self._committed, self._by_node):

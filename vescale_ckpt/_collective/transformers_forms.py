@@ -23,8 +23,8 @@ _MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenat
 
 
 def propose(checkpoint: Checkpoint, flat: Mapping[str, Any]) -> str:
-    """Returns advice for a load whose state `flat` has keys that the folder lacks. Empty if transformers was not
-    imported by the caller, or its rules do not give all tensors of the state of what is stored."""
+    """Returns advice for a load whose state `flat` has keys that the folder lacks. Empty if the caller did
+    not import transformers, or its rules cannot make all tensors of the state from what is stored."""
     folder = checkpoint.root
     if "transformers" in sys.modules and os.path.isfile(os.path.join(folder, "config.json")):
         with suppress(Exception):  # advice for an error: whatever another library raises must not replace that error

@@ -1,4 +1,4 @@
-"""Copies tensors that the engine cannot read directly to host memory, in batches, and writes them.
+"""Copies to host memory, in batches, the tensors that the engine cannot read directly, and writes them.
 
 One batch is written while the next one is copied.
 """
@@ -27,7 +27,7 @@ from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
 from .layout import Layout, SaveOptions
 
-_SAMPLED_ELEMENTS = 4  # at most so many elements of a tensor are hashed
+_SAMPLED_ELEMENTS = 4  # the most elements of a tensor that are hashed
 
 
 class Batch(NamedTuple):
@@ -42,8 +42,8 @@ class Batch(NamedTuple):
 
 def samples_of(table: Any, devices: Any = b"") -> memoryview:
     """Returns a hash of a few elements for each row of a table of tensors to write or copy, to detect changes that do
-    not increment the version counter. `devices`: as for `new_snapshot`. 0 for tensors on a device, because reading them
-    would wait for the device."""
+    not increment the version counter. The hash of a tensor on a device is 0, because reading it would wait for the
+    device. `devices`: as for `new_snapshot`."""
     return memoryview(_C.sample_hashes(table, devices, _SAMPLED_ELEMENTS)).cast("Q")
 
 
@@ -143,8 +143,8 @@ def host_batches(
 
 
 def on_accelerator(plan: LocalPlan, rows: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Returns {row: tensor} for rows whose tensors are on an accelerator and need no conversion, so that a single copy
-    takes a snapshot of them."""
+    """Returns {row: tensor} for rows whose tensors are on an accelerator and need no conversion, so that one snapshot
+    can hold them all."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return {}

@@ -73,7 +73,8 @@ class Layout(ABC):
 
     @abstractmethod
     def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
-        """What is saved of a state, with the layout's own files on at least one rank."""
+        """Returns what is saved of a state. On at least one rank it includes the layout's extra files, if
+        there are any."""
 
     def left_out(self, description: State) -> Collection[str]:
         """The keys that are not stored. Raises `CheckpointError` for values that the layout cannot hold."""
@@ -85,8 +86,8 @@ class Layout(ABC):
         return
 
     def join_ranks(self, steps: Steps, in_one_table: bool) -> None:
-        """Collective; called before any rank writes. `in_one_table`: whether one table holds the host addresses of all
-        tensors of this rank."""
+        """Prepares what ranks exchange while they write. Collective; called before any rank writes. `in_one_table`:
+        whether one table holds the host addresses of all tensors of this rank."""
         return
 
     @abstractmethod
@@ -98,8 +99,8 @@ class Layout(ABC):
         """Returns what each rank commits; empty: nothing. `messages`: those of all ranks."""
 
     def hand_out(self, steps: Steps, contents: Sequence[tuple[bytes, ...]] | None) -> tuple[bytes, ...]:
-        """With all ranks. Returns what this rank commits of the `contents` that the coordinator has; None if a rank has
-        an error."""
+        """Collective. Returns what this rank commits. `contents`: the result of `contents` on the coordinator; None on
+        other ranks, and if any rank has an error."""
         return () if contents is None else contents[0]  # the coordinator alone commits
 
     # --- This rank's files
@@ -115,8 +116,8 @@ class Layout(ABC):
 
     @abstractmethod
     def write_records(self, records: list[bytes], keys: list[str], rows: Sequence[int], of_tensors: bool) -> None:
-        """Writes pickled objects, after all tensors of a file; `of_tensors`: wrapper subclasses, as archives of
-        `torch.save`."""
+        """Writes pickled objects, after all tensors of a file; `of_tensors`: whether they are wrapper
+        subclasses of tensors, as archives of `torch.save`."""
 
     @abstractmethod
     def finish(self) -> Written:

@@ -28,7 +28,7 @@ from .._storage.storage import COMMITTED_MEANWHILE, Lease
 from ..errors import CheckpointError
 from .layout import Layout, SaveOptions, Written
 
-LEAST_FILE_BYTES = 64 << 20  #: of each, where a rank spreads its tensors over several
+LEAST_FILE_BYTES = 64 << 20  #: per data file, where a rank spreads its tensors over several files
 
 
 class NativeLayout(Layout):
@@ -54,7 +54,7 @@ class NativeLayout(Layout):
         self._tensor_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
         self._locations = _C.LocationTable()
-        self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is made
+        self._pending: _C.PendingFile | None = None  # `.metadata`, if it is written while it is generated
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
@@ -159,7 +159,8 @@ class NativeLayout(Layout):
             self._writer.write_objects(records, self._locations, rows, self._first)
 
     def located(self) -> Locations:
-        """Where all rows that were written lie. Of several files some may hold none: one tensor had it all."""
+        """Returns where all written rows are stored. Leaves out files that hold no row: of several files, some stay
+        empty if one tensor has most of the bytes."""
         table, used = self._locations.in_used_files()
         return Locations(table, [self._names[file] for file in used])
 

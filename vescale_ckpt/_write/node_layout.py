@@ -4,8 +4,8 @@ All folders get the same `.metadata`, byte for byte, after the data of all nodes
 proves that the save is complete, provided that each file it names is found in some folder.
 
 Nodes that hold the same chunks (replicas) write equal files, which are renamed to the names on the lowest of these
-nodes: files with the same name have the same bytes on all nodes. A file that equals none of a lower node, and that the
-metadata does not name, is removed.
+nodes: files with the same name have the same bytes on all nodes. A file that has no equal on a lower node, and that
+the metadata does not name, is removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class NodeLayout(NativeLayout):
     """The files of one save in one folder per node. For plans with `placement="local"`."""
 
     # Replicas are recognized by equal locations, which must not depend on a node's number of threads. Also, a commit
-    # renames files one by one, and the first one must not be renamed before the others.
+    # renames files one by one; the lock on a rank's first file protects its other files, so that file would have to be
+    # renamed last.
     _may_spread = False
 
     def __init__(self, options: SaveOptions, extra_files: Mapping[str, bytes] | None = None) -> None:
@@ -42,7 +43,7 @@ class NodeLayout(NativeLayout):
         self._planned = b""  # describes what this rank writes; equal on ranks that write the same
 
     def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
-        return super().values(state, True)  # the plan takes one rank of each node
+        return super().values(state, True)  # the plan has them written by one rank of each node
 
     def place(self, steps: Steps, plan: LocalPlan, planned: GlobalPlan | None) -> None:
         _, *what_it_holds = _C.inventory_parts(plan.state.inventory)  # the head has the node's number
@@ -87,8 +88,8 @@ class NodeLayout(NativeLayout):
         return exchange.scatter_contents(contents, steps.phase("metadata"))
 
     def commit(self, *content: bytes) -> None:
-        """Gives the node's files their names, and commits its copy of the metadata. `content`: of the metadata, of the
-        index, and {name of a file: its name on the lowest node that has it}."""
+        """Gives the node's files their names, and commits its copy of the metadata. `content`: the metadata, the index,
+        and {name of a file: its name on the lowest node that has it}."""
         try:
             self._commit(*content)
         except StorageFullError as error:  # other nodes may have committed

@@ -124,7 +124,7 @@ class SafetensorsLayout(Layout):
     # --- With the other ranks
 
     def values(self, state: dict[str, Any], is_coordinator: bool) -> dict[str, Any]:
-        """Moves the keys of the value under the name "" to the top level, as files of a model have them."""
+        """Moves the keys of the value under the name "" to the top level, where the files of a model have them."""
         inner = state.get("")
         if not isinstance(inner, Mapping):
             return state
@@ -134,7 +134,8 @@ class SafetensorsLayout(Layout):
         return {**others, **inner}
 
     def left_out(self, description: State) -> Collection[str]:
-        """Of tensors in the same memory the first is stored."""
+        """Returns the keys of tensors that share memory with an earlier one, which is stored, and of
+        `empty_duplicates`."""
         refuse_wrappers(description)
         self._tied = shared_names(description)
         return self._tied.keys() | empty_duplicates(description)
@@ -190,8 +191,8 @@ class SafetensorsLayout(Layout):
         self._boxes = boxes
 
     def _plan_routes(self, made: _C.ExportLayout, catalog: _C.Catalog, nodes: list[int]) -> list[bytes]:
-        """Returns each rank's packed routes. Ranks of a node exchange short runs, because a column shard has one in
-        each row of a file. `nodes`: a number per rank, equal for ranks that share memory."""
+        """Returns each rank's packed routes. Ranks of a node exchange short runs: a column shard has one in each row
+        of its tensor. `nodes`: a number per rank, equal for ranks that share memory."""
         made.bring_short_runs(nodes, LEAST_BYTES)
         try:
             return plan_writes(made, catalog, nodes, nodes)
@@ -304,8 +305,8 @@ def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
 
 
 def refuse_wrappers(description: State) -> None:
-    """Raises `CheckpointError` with the key of a wrapper subclass, of which no safetensors file can hold the inner
-    tensors."""
+    """Raises `CheckpointError` with the key of the first wrapper subclass, if there is any: no safetensors file can
+    hold its inner tensors."""
     if not any_wrapper(description.tensors):
         return
     for item, key in enumerate(description.names):

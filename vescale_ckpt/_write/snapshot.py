@@ -36,10 +36,11 @@ _GAP = 4096  # bytes between the addresses of two ranges
 
 
 class TorchSnapshot:
-    """A snapshot that torch fills, of tensors on devices that the engine cannot copy from. Use it as `_C.Snapshot`.
+    """A snapshot of tensors on devices that the engine cannot copy from: torch copies them. It is used like
+    `_C.Snapshot`.
 
-    It has memory of the snapshots' arena for the last of these tensors, as many as the budget allows. A tensor without
-    gaps keeps its strides; others become contiguous."""
+    Its memory comes from the arena of all snapshots. If the budget is too small for all tensors, it holds the last ones
+    of them. A tensor without gaps keeps its strides; others become contiguous."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int, threads: int) -> None:
         table, address = int_table(), _GAP
@@ -53,8 +54,8 @@ class TorchSnapshot:
         self._copies: list[torch.Tensor] = []
 
     def copy(self, key_of: Callable[[int], str]) -> None:
-        """Returns when all is copied, behind what the current streams of the devices had queued. `key_of`: the key of
-        one of the tensors, by its number, for errors."""
+        """Copies the tensors after the work queued on the current streams of their devices, and returns when all are
+        copied. `key_of`: returns the key of a tensor, by its number, for errors."""
         for number, (source, offset) in enumerate(zip(self._sources, self._memory.offsets(), strict=True)):
             strides = torch.empty_like(source, device="meta").stride()
             target = torch.empty_strided(source.shape, strides, dtype=source.dtype, device="cpu")
@@ -65,7 +66,7 @@ class TorchSnapshot:
             note_device(source.device.type)
             try:
                 target.copy_(source)
-            except RuntimeError as error:  # of the backend, as that it has no memory
+            except RuntimeError as error:  # from the backend, such as a lack of memory
                 key = key_of(self.first + number)
                 raise CheckpointError(f"{key}: {error}", key=key) from error
         self._sources.clear()
@@ -100,11 +101,11 @@ class StagedPlan:
         self._is_open = False
         self._threads = threads_of(save.layout.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
-        self._rows, self._names = words(plan.table), plan.state.names  # a plan holds the state, which may go
+        self._rows, self._names = words(plan.table), plan.state.names  # not the plan: it keeps the state alive
         self._tensors, self._body_bytes = plan.tensors, plan.body_bytes()
         self._objects = {key: objects.dump(value, key) for key, value in plan.objects().items()}
-        self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and what holds them
-        self._written: list[tuple[Sequence[int], _Copies]] = []  # their copies, until the save has read them
+        self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and their copies
+        self._written: list[tuple[Sequence[int], _Copies]] = []  # the same, while the layout may still read them
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
         self._samples = memoryview(b"").cast("Q")  # hashes of the guarded rows when the constructor returned
@@ -301,5 +302,5 @@ class StagedPlan:
 
 
 def _table_of(plan: LocalPlan, rows: Sequence[int]) -> tuple[bytes, bytes]:
-    """The engine's table of rows where they are, and their devices; empty if all are in host memory."""
+    """Returns the engine's table of the rows' own tensors, and the devices of these; b"" if all are in host memory."""
     return (plan.write_table(rows), b"") if plan.state.all_ready else plan.copy_table(rows)

@@ -2,7 +2,7 @@
 
 An object is uploaded in order, and a file begins with the checksums of its tensors. So each file has one rank as its
 writer: it sends its own tensors directly from memory, and receives those of other ranks in rounds. Ranks checksum their
-tensors before, and the writers checksum what they send: the two must match.
+tensors beforehand, and the writers checksum what they send: the two must match.
 """
 
 from __future__ import annotations
