@@ -23,6 +23,7 @@ from .._state.application import check_is_mapping, saved_form
 from .._state.per_rank import set_rank
 from .._state.state import State
 from .._state.tensor_table import narrowed
+from ..errors import CheckpointError
 from .fingerprint import ChunkValue, Fingerprint, TensorValue
 from .objects import digest_of
 
@@ -86,8 +87,15 @@ def _values(state: State) -> bytes:
         values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
     for item, (key, kind, *_) in enumerate(state.items):
         if kind == OBJECT:
-            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = digest_of(state.objects[key])
+            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _digest(key, state.objects[key])
     return bytes(values)
+
+
+def _digest(key: str, value: Any) -> bytes:
+    try:
+        return digest_of(value)
+    except Exception as error:
+        raise CheckpointError(f"{key}: a {type(value).__name__} has no fingerprint: {error}", key=key) from error
 
 
 def _value_in_python(state: State, item: int) -> bytes:
