@@ -1,5 +1,4 @@
-"""`fingerprint` and `prove`: equal states have equal fingerprints however they are shared, and each fault of a resume is
-named by its key."""
+"""Equal states have equal fingerprints however ranks share them; `prove` names each fault of a resume by its key."""
 
 from __future__ import annotations
 
@@ -62,7 +61,6 @@ def test_a_fingerprint_does_not_depend_on_how_ranks_share_the_state() -> None:
         if dist.get_rank() not in ranks:
             continue
         for way in WAYS:
-            of_mesh = way[: mesh.ndim]
             state = {key: _placed(value, mesh, way[: mesh.ndim]) for key, value in _fulls().items()}
             found = vescale_ckpt.fingerprint(state, process_group=groups[ranks])
             assert found == expected, (way, ranks, found - expected)
