@@ -108,7 +108,7 @@ def _value_in_python(state: State, item: int) -> bytes:
     shape, offset, size = shape or (1,), offset or (0,), size or (1,)
     rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))
     total = 0
-    for first, part in zip(range(0, size[0], rows), chunk.split(rows), strict=True):
+    for first, part in zip(range(0, size[0], rows), torch.split(chunk, rows), strict=True):
         data = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
         place = (offset[0] + first, *offset[1:])
         total += _number(_C.fingerprint_of(data, part.itemsize, shape, place, tuple(part.shape), threads_of()))
@@ -117,7 +117,7 @@ def _value_in_python(state: State, item: int) -> bytes:
 
 def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     """Adds up what the ranks hold: each chunk once, whichever ranks hold it."""
-    inventories = [tuple(parts[:4]) for parts in gathered]
+    inventories = [(head, rows, numbers, names) for head, rows, numbers, names, _ in gathered]
     values = [parts[4] for parts in gathered]
     plan = _C.GlobalPlan(inventories, "lowest_rank", _NEVER_SPLIT, [_hashes(of_rank) for of_rank in values])
     differing = {key: [one, other] for key, one, other in plan.differences}
@@ -138,7 +138,7 @@ def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     return json.dumps([tensors, objects, differing]).encode()
 
 
-def _first_holder(inventories: Sequence[tuple[bytes, ...]], key: str) -> int:
+def _first_holder(inventories: Sequence[tuple[bytes, bytes, bytes, bytes]], key: str) -> int:
     return next(rank for rank, inventory in enumerate(inventories) if key in _C.inventory_objects(inventory))
 
 
