@@ -15,7 +15,7 @@ from pathlib import Path
 FLOORS = (
     {"bindings"},
     {"hf", "plan", "share", "stage"},
-    {"read", "write", "metadata", "device"},
+    {"read", "write", "metadata", "device", "fingerprint"},
     {"io", "state"},
     {"format"},
     {"base"},

@@ -16,6 +16,10 @@ from ._dcp.save_planner import SavePlanner as SavePlanner
 from ._dcp.stager import Stager as Stager
 from ._dcp.storage_reader import StorageReader as StorageReader
 from ._dcp.storage_writer import StorageWriter as StorageWriter
+from ._fingerprint.collect import fingerprint as fingerprint
+from ._fingerprint.fingerprint import Fingerprint as Fingerprint
+from ._fingerprint.prove import Proof as Proof
+from ._fingerprint.prove import prove as prove
 from ._inspect.info import inspect as inspect
 from ._state.per_rank import PerRank as PerRank
 from ._state.random_state import RandomState as RandomState

@@ -16,6 +16,8 @@ from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
 from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
+from ._fingerprint.collect import fingerprint as take_fingerprint
+from ._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
 from ._load.source import Source
 from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
@@ -46,6 +48,7 @@ def save(
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
     extra_files: Mapping[str, bytes] | None = None,
+    fingerprint: bool = False,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`. Collective: all ranks of the group call it.
 
@@ -77,6 +80,8 @@ def save(
         extra_files: {name: content} of small files that belong to the checkpoint (`{"config.json": b"..."}`). Those of
             rank 0 are used. They are committed with the checkpoint, and `load` returns them. After the commit, a copy
             of each is written into the directory, for other programs. Only for format "dcp".
+        fingerprint: whether the `vescale_ckpt.fingerprint` of `state` is stored with the checkpoint, for `prove`. It is
+            taken of the live tensors before the call returns. Only for format "dcp".
 
     Returns:
         A handle; without `async_checkpoint`, the save is complete.
@@ -97,11 +102,17 @@ def save(
         raise ValueError("gate: only an asynchronous save copies while training goes on")
     check_is_mapping(state, "save")
     safetensors = chosen_format(format)
+    checked_flag("fingerprint", fingerprint)
+    if safetensors is not None and fingerprint:
+        raise ValueError("fingerprint: a model in format='safetensors' has no place for it. Save with format='dcp'")
     if safetensors is not None and extra_files is not None:
         raise ValueError(
             "extra_files: a model in format='safetensors' has no place for files that are committed with it. Write "
             "them into its folder before the save, as save_pretrained does with config.json"
         )
+    if fingerprint:
+        taken = take_fingerprint(state, process_group=process_group, timeout=timeout)
+        extra_files = {**(extra_files or {}), FINGERPRINT_FILE: taken.to_bytes()}
     directory = checkpoint_path(path)  # absolute: the working directory may change later
 
     def layout(options: SaveOptions) -> Layout:
@@ -235,7 +246,10 @@ def load(
     options = ReadOptions(verify=verify, weights_only=weights_only, allow_cast=allow_cast)
     source = Source(os.fspath(path), options, None if stack is None else checked_rules(stack))
     with start_load(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
-        return loading.all() if state is None else loading.into(state, rename)
+        found = loading.all() if state is None else loading.into(state, rename)
+    if extra_files is not None:
+        extra_files.pop(FINGERPRINT_FILE, None)  # `prove` reads it
+    return found
 
 
 def prepare(

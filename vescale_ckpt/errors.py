@@ -18,6 +18,7 @@ __all__ = [
     "SaveCancelledError",
     "SaveFailedError",
     "SaveInProgressError",
+    "StateDiffersError",
     "StorageFullError",
     "UntrustedCheckpointError",
 ]
@@ -114,6 +115,15 @@ class MissingKeysError(CheckpointError):
 class UntrustedCheckpointError(CheckpointError):
     """The checkpoint is unsafe to load: it would run code, names a path outside its directory, or claims more bytes
     than its files contain."""
+
+
+class StateDiffersError(CheckpointError):
+    """A state is not what its checkpoint holds: `prove` found differences."""
+
+    different: dict[str, str]  #: {key: what differs}
+    missing: list[str]  #: keys of the checkpoint that the state does not have
+    unexpected: list[str]  #: keys of the state that the checkpoint does not have
+    replicas: dict[str, tuple[int, int]]  #: {key: two ranks that hold different values}
 
 
 class StorageFullError(CheckpointError):

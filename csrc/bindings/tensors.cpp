@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_reader.h"
+#include "fingerprint/fingerprint.h"
 #include "plan/replicas.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
@@ -132,6 +133,26 @@ py::tuple replica_sum(const HeldState& state, const SampleArgument& sample, cons
   return py::make_tuple(found.sum, rest);
 }
 
+py::tuple fingerprints(const HeldState& state, unsigned threads) {
+  const fingerprint::ItemValues found = without_gil([&] { return fingerprint::of_items(state.tables(), threads); });
+  return py::make_tuple(bytes_of(found.values), found.rest);
+}
+
+py::bytes fingerprint_of(const py::buffer& data, uint32_t item_bytes, const std::vector<int64_t>& shape,
+                         const std::vector<int64_t>& offset, const std::vector<int64_t>& size, unsigned threads) {
+  const py::buffer_info bytes = data.request();
+  std::vector<int64_t> strides(size.size());
+  int64_t stride = 1;
+  for (size_t dim = size.size(); dim-- > 0; stride *= size[dim]) strides[dim] = stride;
+  if (shape.size() != size.size() || offset.size() != size.size() || bytes.itemsize != 1 || bytes.ndim != 1 ||
+      bytes.size != stride * int64_t{item_bytes} || (bytes.size != 0 && bytes.strides[0] != 1)) {
+    throw Error::invalid("expected the contiguous bytes of a chunk");
+  }
+  const fingerprint::Chunk chunk{io::Box(item_bytes, shape, offset, size, strides),
+                                 static_cast<const std::byte*>(bytes.ptr)};
+  return bytes_of(without_gil([&] { return fingerprint::of_chunks(std::span(&chunk, 1), threads); }));
+}
+
 }  // namespace
 
 void bind_tensors(py::module_& module) {
@@ -184,7 +205,11 @@ void bind_tensors(py::module_& module) {
       .def("offered_hashes", &offered_hashes, py::arg("sample"), py::arg("factors"), py::arg("offered"),
            "a hash of each item, 0 for none; and the items that are to be hashed in Python")
       .def("replica_sum", &replica_sum, py::arg("sample"), py::arg("factors"), py::arg("holders"),
-           "the sum of this rank's summands; item and factor of those that are to be added in Python");
+           "the sum of this rank's summands; item and factor of those that are to be added in Python")
+      .def("fingerprints", &fingerprints, py::arg("threads"),
+           "16 bytes of each item, 0 for objects; and the items that the engine may not read, which have 0, too");
+  module.def("fingerprint_of", &fingerprint_of, py::arg("data"), py::arg("item_bytes"), py::arg("shape"),
+             py::arg("offset"), py::arg("size"), py::arg("threads"), "16 bytes of a contiguous chunk");
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -36,6 +36,7 @@ class Box {
 
   // How much of the body is in the box without a gap, again and again.
   uint64_t run_bytes() const;
+  uint64_t memory_run_bytes() const { return run_; }  // the same, without a gap in memory either
 
   // Calls `emit(begin, memory, bytes)` for what lies in the body range [begin, end), in rising order: runs of
   // run_bytes(), of which the first and the last may be cut. `memory` is only right where a run is one of memory, too.

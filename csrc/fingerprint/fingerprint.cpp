@@ -1,0 +1,281 @@
+#include "fingerprint/fingerprint.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+
+#include "base/error.h"
+#include "base/workers.h"
+#include "format/torch_record.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace vescale_ckpt::fingerprint {
+namespace {
+
+using detail::kBlockWords;
+
+// The point: the first 127 bits of the fractional part of pi.
+constexpr Value kPoint = ((Value{0x243F6A8885A308D3} << 64) | 0x13198A2E03707344) >> 1;
+
+constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
+constexpr uint64_t kWordMask = (uint64_t{1} << (8 * kWordBytes)) - 1;
+
+// The powers of the point from 0 on.
+constexpr std::array<Value, kBlockWords> make_powers() {
+  std::array<Value, kBlockWords> powers{1};
+  for (size_t i = 1; i < kBlockWords; ++i) powers[i] = product(powers[i - 1], kPoint);
+  return powers;
+}
+constexpr std::array<Value, kBlockWords> kPowers = make_powers();
+constexpr Value kBlockPower = product(kPowers[kBlockWords - 1], kPoint);
+
+// Returns up to 6 bytes as a number.
+uint64_t number(const std::byte* data, uint64_t bytes) {
+  uint64_t word = 0;
+  std::memcpy(&word, data, bytes);
+  return word;
+}
+
+using Words = Value (*)(const std::byte*, uint64_t);
+
+Words choose() {
+#if defined(__x86_64__)
+  if (detail::have_ifma()) return detail::words_ifma;
+#endif
+  return detail::words_portable;
+}
+
+const Words kWords = choose();
+
+// Sums up runs of bytes of one tensor. The powers of the point at the last two runs are kept, because the distance from
+// run to run is mostly the same.
+class Sum {
+ public:
+  void add(const std::byte* data, uint64_t bytes, uint64_t offset) {
+    if (bytes == 0) return;
+    move_to(offset / kWordBytes);
+    if (const uint64_t before = offset % kWordBytes; before != 0) {
+      const uint64_t taken = std::min(bytes, kWordBytes - before);
+      total_ = sum(total_, product(power_, Value{number(data, taken)} << (8 * before)));
+      data += taken;
+      bytes -= taken;
+      if (bytes == 0) return;
+      move_to(word_ + 1);
+    }
+    Value factor = power_;
+    for (; bytes >= kBlockBytes; data += kBlockBytes, bytes -= kBlockBytes) {
+      total_ = sum(total_, product(factor, kWords(data, kBlockWords)));
+      factor = product(factor, kBlockPower);
+    }
+    const uint64_t words = bytes / kWordBytes, rest = bytes % kWordBytes;
+    Value tail = words == 0 ? 0 : kWords(data, words);
+    if (rest != 0) tail = sum(tail, product(kPowers[words], number(data + words * kWordBytes, rest)));
+    total_ = sum(total_, product(factor, tail));
+  }
+
+  Value total() const { return total_; }
+
+ private:
+  void move_to(uint64_t word) {
+    if (word == word_) return;
+    if (word < word_) {
+      power_ = power(kPoint, word);
+    } else {
+      const uint64_t step = word - word_;
+      if (step != step_) step_power_ = step < kBlockWords ? kPowers[step] : power(kPoint, step);
+      step_ = step;
+      power_ = product(power_, step_power_);
+    }
+    word_ = word;
+  }
+
+  Value total_ = 0;
+  uint64_t word_ = 0, step_ = 0;
+  Value power_ = 1, step_power_ = 1;  // the point to the power of `word_` and of `step_`
+};
+
+constexpr uint64_t kPartBytes = 4 << 20, kShortRun = 64, kGatherBytes = 32 << 10;
+
+// A part of a chunk, for one thread: a range of bytes of the tensor.
+struct Part {
+  size_t chunk;
+  uint64_t begin, end;
+};
+
+Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std::byte>& buffer) {
+  Sum total;
+  const io::Box& box = chunk.box;
+  const auto add_from_memory = [&](uint64_t at, int64_t memory, uint64_t bytes) {
+    total.add(chunk.memory + memory, bytes, at);
+  };
+  const bool scattered = box.memory_run_bytes() < std::min(kShortRun, box.run_bytes());
+  if (!scattered) {
+    box.runs_in_memory(begin, end, add_from_memory);
+    return total.total();
+  }
+  buffer.resize(kGatherBytes);
+  box.runs(begin, end, [&](uint64_t at, int64_t, uint64_t bytes) {
+    for (uint64_t done = 0; done < bytes; done += kGatherBytes) {
+      const uint64_t some = std::min(kGatherBytes, bytes - done);
+      box.gather(buffer.data(), at + done, at + done + some, chunk.memory);
+      total.add(buffer.data(), some, at + done);
+    }
+  });
+  return total.total();
+}
+
+}  // namespace
+
+Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset) {
+  Sum total;
+  total.add(data, bytes, offset);
+  return total.total();
+}
+
+std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const io::Box& box = chunks[i].box;
+    if (box.bytes() == 0) continue;
+    // A chunk may be thin in its tensor: parts are ranges of the tensor that hold about the same share of it.
+    const uint64_t count = (box.bytes() + kPartBytes - 1) / kPartBytes,
+                   step = (box.end() - box.begin() + count - 1) / count;
+    for (uint64_t begin = box.begin(); begin < box.end(); begin += step) {
+      parts.push_back({i, begin, std::min(box.end(), begin + step)});
+    }
+  }
+  std::vector<Value> of_parts(parts.size());
+  parallel_for(threads, parts.size(), 1, [&] {
+    return [&, buffer = std::vector<std::byte>()](size_t index) mutable {
+      const Part& part = parts[index];
+      of_parts[index] = of_part(chunks[part.chunk], part.begin, part.end, buffer);
+    };
+  });
+  std::vector<Value> values(chunks.size());
+  for (size_t i = 0; i < parts.size(); ++i) values[parts[i].chunk] = sum(values[parts[i].chunk], of_parts[i]);
+  return values;
+}
+
+ItemValues of_items(const state::StateTables& state, unsigned threads) {
+  ItemValues result{std::vector<Value>(state.inventory.size()), {}};
+  std::vector<Chunk> chunks;
+  std::vector<uint32_t> items;
+  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
+    const state::Item item = state.inventory[number];
+    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
+    const std::span<const int64_t> source = state.sources[number];
+    const auto index = static_cast<size_t>(source[0]);
+    const state::LocalTensor tensor = state.tensors[index];
+    if (static_cast<uint8_t>(state.ready[index]) != state::kOnHost) {
+      result.rest.push_back(number);
+      continue;
+    }
+    const uint32_t item_bytes = format::dtypes()[item.dtype].item_bytes;
+    const std::span<const int64_t> place = source.subspan(2);
+    if (place.size() != tensor.strides.size() || item.size.size() != place.size() || tensor.dtype != item.dtype) {
+      throw Error::invalid("an item does not fit its tensor");
+    }
+    int64_t first = 0;
+    for (size_t dim = 0; dim < place.size(); ++dim) {
+      if (place[dim] < 0 || item.size[dim] > tensor.shape[dim] - place[dim]) {
+        throw Error::invalid("an item leaves its tensor");
+      }
+      first += place[dim] * tensor.strides[dim];
+    }
+    const int64_t address = tensor.address + first * item_bytes;
+    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, tensor.strides),
+                      reinterpret_cast<const std::byte*>(address)});  // NOLINT(performance-no-int-to-ptr)
+    items.push_back(number);
+  }
+  const std::vector<Value> found = of_chunks(chunks, threads);
+  for (size_t i = 0; i < items.size(); ++i) result.values[items[i]] = found[i];
+  return result;
+}
+
+namespace detail {
+
+Value words_portable(const std::byte* data, uint64_t words) {
+  // The products of 48 and 64 bits add up to less than 2^122.
+  Value low = 0, high = 0;
+  for (uint64_t i = 0; i < words; ++i, data += kWordBytes) {
+    const uint64_t word = number(data, kWordBytes);
+    low += Value{word} * static_cast<uint64_t>(kPowers[i]);
+    high += Value{word} * static_cast<uint64_t>(kPowers[i] >> 64);
+  }
+  return sum(reduced(low), shifted(reduced(high), 64));
+}
+
+#if defined(__x86_64__)
+bool have_ifma() {
+  return __builtin_cpu_supports("avx512ifma") && __builtin_cpu_supports("avx512vbmi");
+}
+
+namespace {
+
+// The powers in three limbs, so that a product with a word, of 91 bits, is two of 52.
+constexpr unsigned kLimbBits = 43;
+using Limbs = std::array<uint64_t, kBlockWords>;
+constexpr Limbs make_limbs(unsigned limb) {
+  Limbs limbs{};
+  for (size_t i = 0; i < kBlockWords; ++i) {
+    limbs[i] = static_cast<uint64_t>(kPowers[i] >> (limb * kLimbBits)) & ((uint64_t{1} << kLimbBits) - 1);
+  }
+  return limbs;
+}
+alignas(64) constexpr std::array<Limbs, 3> kLimbs{make_limbs(0), make_limbs(1), make_limbs(2)};
+
+// For each of eight numbers of 64 bits, its 6 bytes among 48.
+constexpr std::array<uint8_t, 64> make_spread() {
+  std::array<uint8_t, 64> spread{};
+  for (unsigned byte = 0; byte < 64; ++byte) spread[byte] = static_cast<uint8_t>(byte / 8 * kWordBytes + byte % 8);
+  return spread;
+}
+alignas(64) constexpr std::array<uint8_t, 64> kSpread = make_spread();
+
+constexpr size_t kAhead = 1024;  // bytes that are asked for before they are used
+
+__attribute__((target("avx512f"))) uint64_t sum_of_lanes(__m512i lanes) {
+  alignas(64) std::array<uint64_t, 8> each;
+  _mm512_store_si512(each.data(), lanes);
+  return std::accumulate(each.begin(), each.end(), uint64_t{0});  // 512 numbers of 52 bits have fewer than 64
+}
+
+__attribute__((target("avx512f"))) Value sum_of_limb(__m512i low, __m512i high, unsigned limb) {
+  return shifted(sum(sum_of_lanes(low), shifted(sum_of_lanes(high), 52)), limb * kLimbBits);
+}
+
+}  // namespace
+
+__attribute__((target("avx512f,avx512bw,avx512vbmi,avx512ifma"))) Value words_ifma(const std::byte* data,
+                                                                                   uint64_t words) {
+  constexpr uint64_t kStep = 8;
+  const __m512i spread = _mm512_load_si512(kSpread.data());
+  // Six variables, because the compiler keeps an array in memory.
+  __m512i low0{}, low1{}, low2{}, high0{}, high1{}, high2{};
+  uint64_t i = 0;
+  for (; i + kStep <= words; i += kStep, data += kStep * kWordBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(data) + kAhead, _MM_HINT_T0);
+    const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t{1} << (kStep * kWordBytes)) - 1, data);
+    const __m512i eight = _mm512_maskz_permutexvar_epi8(0x3f3f3f3f3f3f3f3f, spread, bytes);
+    const __m512i powers0 = _mm512_load_si512(kLimbs[0].data() + i);
+    const __m512i powers1 = _mm512_load_si512(kLimbs[1].data() + i);
+    const __m512i powers2 = _mm512_load_si512(kLimbs[2].data() + i);
+    low0 = _mm512_madd52lo_epu64(low0, eight, powers0);
+    high0 = _mm512_madd52hi_epu64(high0, eight, powers0);
+    low1 = _mm512_madd52lo_epu64(low1, eight, powers1);
+    high1 = _mm512_madd52hi_epu64(high1, eight, powers1);
+    low2 = _mm512_madd52lo_epu64(low2, eight, powers2);
+    high2 = _mm512_madd52hi_epu64(high2, eight, powers2);
+  }
+  Value total = sum(sum_of_limb(low0, high0, 0), sum(sum_of_limb(low1, high1, 1), sum_of_limb(low2, high2, 2)));
+  for (; i < words; ++i, data += kWordBytes) total = sum(total, product(kPowers[i], number(data, kWordBytes)));
+  return total;
+}
+#endif
+
+}  // namespace detail
+}  // namespace vescale_ckpt::fingerprint

@@ -1,0 +1,57 @@
+// Fingerprints of tensors that do not depend on how ranks share them.
+//
+// The bytes of a tensor, in C's order of its global shape, are cut into words of 6 bytes. Word w, as a little-endian
+// number, is the coefficient of x^w of a polynomial; the fingerprint is the value of the polynomial at a fixed point x,
+// modulo the prime 2^127 - 1. It is a sum over all words, and a word is a sum over its bytes: so the fingerprint of a
+// tensor is the sum of those of its chunks, wherever they are cut, and absent bytes count as 0.
+//
+// Two different tensors of n words have equal fingerprints at no more than n - 1 of the 2^127 - 1 points, because their
+// difference is a polynomial of a lower degree than n. For a point that is independent of the tensors, the probability
+// is at most n / 2^127: 2^-95 for 16 GiB. The point is public, so this proves nothing against somebody who makes a
+// collision on purpose (Carter and Wegman, "Universal classes of hash functions", 1979; Bernstein, "hash127", 1999).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "fingerprint/field.h"
+#include "io/box.h"
+#include "state/tables.h"
+
+namespace vescale_ckpt::fingerprint {
+
+constexpr uint64_t kWordBytes = 6;
+
+// Returns the fingerprint of bytes that begin at an offset in a tensor, whose other bytes are 0.
+Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset);
+
+// A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`.
+struct Chunk {
+  io::Box box;
+  const std::byte* memory;
+};
+
+// Returns the fingerprint of each chunk.
+std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads);
+
+// Returns the fingerprint of each item of a state. `rest`: the items whose memory the engine may not read, which have
+// 0. Objects have 0, too.
+struct ItemValues {
+  std::vector<Value> values;
+  std::vector<uint32_t> rest;
+};
+ItemValues of_items(const state::StateTables& state, unsigned threads);
+
+namespace detail {  // each implementation alone, for tests
+// Returns the fingerprint of whole words, at most kBlockWords.
+constexpr uint64_t kBlockWords = 512;
+Value words_portable(const std::byte* data, uint64_t words);
+#if defined(__x86_64__)
+bool have_ifma();
+Value words_ifma(const std::byte* data, uint64_t words);
+#endif
+}  // namespace detail
+
+}  // namespace vescale_ckpt::fingerprint

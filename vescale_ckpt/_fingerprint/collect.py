@@ -1,0 +1,171 @@
+"""Takes the fingerprint of a state with all ranks: each hashes what it holds, and the coordinator adds it up."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import settings
+from .._engine import _C
+from .._engine.dtype_codes import DTYPE_CODES
+from .._engine.options import threads_of
+from .._engine.rows import OBJECT, PLAN_ROW
+from .._engine.wrapper_tensors import is_wrapper
+from .._plan.planner import Planner
+from .._ranks.exchange import Exchange
+from .._ranks.steps import Steps
+from .._state.application import check_is_mapping, saved_form
+from .._state.per_rank import set_rank
+from .._state.state import State
+from .._state.tensor_table import narrowed
+from ..errors import CheckpointError
+from .fingerprint import ChunkValue, Fingerprint, TensorValue
+from .objects import digest_of
+
+PRIME = (1 << 127) - 1
+VALUE_BYTES = 16
+
+_DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPE_CODES.items()}
+_PARTS = 5  # of a rank's message
+_NEVER_SPLIT = 1 << 62
+_COPY_BYTES = 64 << 20  # of tensors that are copied to the host at a time
+
+
+def fingerprint(
+    state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None, timeout: float | None = None
+) -> Fingerprint:
+    """Takes the fingerprint of what `save` would save of `state`; all ranks of the group call it together.
+
+    Each rank reads once what it holds. Replicas are compared whole; `Fingerprint.replicas` names those that differ.
+
+    Args:
+        state: as for `save`.
+        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+
+    Raises on all ranks if any fails: `CheckpointError` with the key of a value that cannot be saved, or has no
+    fingerprint; `CheckpointTimeoutError` with the ranks that did not arrive.
+    """
+    check_is_mapping(state, "fingerprint")
+    exchange = Exchange.of(process_group, settings.timeout(timeout))
+    steps = Steps(exchange, "taking a fingerprint")
+    held = steps.take(lambda: _describe(flat_values(state, exchange)))
+    values = steps.take(lambda: _values(held)) if held is not None else None
+
+    def message() -> tuple[bytes, ...]:
+        assert held is not None and values is not None
+        return *_C.inventory_parts(held.inventory), values
+
+    gathered = steps.gather_distinct(message, _PARTS, "gather fingerprints")
+    combined = None if gathered is None else steps.take(_combine, gathered)
+    steps.raise_together("combine fingerprints")
+    content = exchange.broadcast(combined, steps.phase("share the fingerprint"))
+    assert held is not None and values is not None
+    return _parsed(content, _chunks(held, values))
+
+
+def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
+    """What a save would store, under its keys."""
+    with set_rank(exchange.rank, exchange.size):
+        return Planner(reuse_plans=False).flatten(saved_form(state))[0]
+
+
+def _describe(values: dict[str, Any]) -> State:
+    return Planner(reuse_plans=False).describe_all(values, None, "")
+
+
+def _values(state: State) -> bytes:
+    """The value of each item of the inventory: of a tensor its polynomial, of an object its digest."""
+    packed, rest = state.for_engine.fingerprints(threads_of())
+    values = bytearray(packed)
+    for item in rest:
+        values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
+    for item, (key, kind, *_) in enumerate(state.items):
+        if kind == OBJECT:
+            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _digest(key, state.objects[key])
+    return bytes(values)
+
+
+def _digest(key: str, value: Any) -> bytes:
+    try:
+        return digest_of(value)
+    except Exception as error:
+        raise CheckpointError(f"{key}: a {type(value).__name__} has no fingerprint: {error}", key=key) from error
+
+
+def _value_in_python(state: State, item: int) -> bytes:
+    """The value of a chunk that the engine cannot read: it is on a device, or its values are lazily conjugated."""
+    tensor, start = state.source(item)
+    _, _, _, _, _, shape, offset, size = state.items[item]
+    if is_wrapper(tensor):  # its bytes are those of the tensors inside, which have another layout
+        return digest_of(tensor)
+    chunk = narrowed(tensor, start, size).reshape(size or (1,))
+    shape, offset, size = shape or (1,), offset or (0,), size or (1,)
+    rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))
+    total = 0
+    for first, part in zip(range(0, size[0], rows), torch.split(chunk, rows), strict=True):
+        data = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        place = (offset[0] + first, *offset[1:])
+        total += _number(_C.fingerprint_of(data, part.itemsize, shape, place, tuple(part.shape), threads_of()))
+    return (total % PRIME).to_bytes(VALUE_BYTES, "little")
+
+
+def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
+    """Adds up what the ranks hold: each chunk once, whichever ranks hold it."""
+    inventories = [(head, rows, numbers, names) for head, rows, numbers, names, _ in gathered]
+    values = [parts[4] for parts in gathered]
+    plan = _C.GlobalPlan(inventories, "lowest_rank", _NEVER_SPLIT, [_hashes(of_rank) for of_rank in values])
+    differing = {key: [one, other] for key, one, other in plan.differences}
+    tensors: dict[str, list[Any]] = {}
+    objects: dict[str, str] = {}
+    for rank, inventory in enumerate(inventories):
+        items = _C.inventory_items(inventory)
+        for item, (key, kind, *_) in enumerate(items):
+            if kind == OBJECT:
+                digest = _value_at(values[rank], item).hex()
+                if objects.setdefault(key, digest) != digest:
+                    differing.setdefault(key, [_first_holder(inventories, key), rank])
+        for item in array("q", plan.local_plan(rank))[::PLAN_ROW]:
+            key, kind, dtype, _, _, shape, _, _ = items[item]
+            if kind != OBJECT:
+                of_key = tensors.setdefault(key, [dtype, shape, 0])
+                of_key[2] = (of_key[2] + _number(_value_at(values[rank], item))) % PRIME
+    return json.dumps([tensors, objects, differing]).encode()
+
+
+def _first_holder(inventories: Sequence[tuple[bytes, bytes, bytes, bytes]], key: str) -> int:
+    return next(rank for rank, inventory in enumerate(inventories) if key in _C.inventory_objects(inventory))
+
+
+def _hashes(values: bytes) -> bytes:
+    """The lower half of each value, for comparisons of replicas. 0 would mean that it is not compared."""
+    return array("Q", [low or 1 for low in array("Q", values)[::2]]).tobytes()
+
+
+def _parsed(content: bytes, chunks: dict[str, tuple[ChunkValue, ...]]) -> Fingerprint:
+    tensors, objects, differing = json.loads(content)
+    of_tensors = {
+        key: TensorValue(_DTYPE_NAMES[dtype], tuple(shape), value) for key, (dtype, shape, value) in tensors.items()
+    }
+    return Fingerprint(of_tensors, objects, {key: (one, other) for key, (one, other) in differing.items()}, chunks)
+
+
+def _chunks(state: State, values: bytes) -> dict[str, tuple[ChunkValue, ...]]:
+    found: dict[str, list[ChunkValue]] = {}
+    for item, (key, kind, *_, offset, size) in enumerate(state.items):
+        if kind != OBJECT:
+            found.setdefault(key, []).append(ChunkValue(offset, size, _number(_value_at(values, item))))
+    return {key: tuple(of_key) for key, of_key in found.items()}
+
+
+def _value_at(values: bytes, item: int) -> bytes:
+    return values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)]
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, "little")

@@ -1,0 +1,106 @@
+"""Digests of Python objects: equal values have equal digests, on every rank and in every process.
+
+A pickle does not serve: its bytes depend on which equal objects are one object, and on the order of sets and mappings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+DIGEST_BYTES = 16
+
+
+def digest_of(value: Any) -> bytes:
+    """Returns 128 bits of a value: of its type, and of what it holds, without regard to identity, to the order of
+    mappings and sets, and to the device of tensors.
+
+    Containers, numbers, text, tensors and NumPy arrays are walked; any other object is what `__reduce_ex__` says of it,
+    as for `copy` and `pickle`. Raises TypeError for one that says nothing.
+    """
+    return _Walk().digest(value)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self._above: list[int] = []  # containers that are being walked, so that one that holds itself ends
+
+    def digest(self, value: Any) -> bytes:
+        if id(value) in self._above:
+            return _hashed(b"above", [str(self._above[::-1].index(id(value))).encode()])
+        encode = _SCALARS.get(type(value))
+        if encode is not None:
+            return _hashed(type(value).__name__.encode(), [encode(value)])
+        self._above.append(id(value))
+        try:
+            return self._of_container(value)
+        finally:
+            self._above.pop()
+
+    def _of_container(self, value: Any) -> bytes:
+        kind = _name_of(type(value))
+        if isinstance(value, torch.Tensor):
+            return _hashed(kind, _parts_of_tensor(value))
+        if type(value) in (list, tuple):
+            return _hashed(kind, map(self.digest, value))
+        if type(value) in (set, frozenset):
+            return _hashed(kind, sorted(map(self.digest, value)))
+        if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+            # An OrderedDict equals a dict in other languages' JSON and in DCP's flattening: all mappings are alike.
+            return _hashed(b"mapping", sorted(self.digest(key) + self.digest(of) for key, of in value.items()))
+        if isinstance(value, type) or callable(value):
+            return _hashed(b"name", [_name_of(value)])
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            return self._of_array(value, kind)
+        return self._of_reduced(value, kind)
+
+    def _of_array(self, value: Any, kind: bytes) -> bytes:
+        if value.dtype.hasobject:
+            return _hashed(kind, [repr(value.shape).encode(), *map(self.digest, value.reshape(-1).tolist())])
+        return _hashed(kind, [repr((value.dtype.descr, value.shape)).encode(), value.tobytes()])
+
+    def _of_reduced(self, value: Any, kind: bytes) -> bytes:
+        reduced = value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return _hashed(kind, [reduced.encode()])
+        make, arguments, *rest = reduced
+        state, elements, items = (*rest, None, None, None)[:3]
+        parts = [_name_of(make), self.digest(arguments), self.digest(state)]
+        parts += [self.digest(list(elements)) if elements is not None else b""]
+        parts += [self.digest(dict(items)) if items is not None else b""]
+        return _hashed(kind, parts)
+
+
+def _hashed(kind: bytes, parts: Iterable[bytes]) -> bytes:
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (kind, *parts):
+        hashed.update(struct.pack("<Q", len(part)))
+        hashed.update(part)
+    return hashed.digest()
+
+
+def _name_of(value: Any) -> bytes:
+    return f"{getattr(value, '__module__', '')}.{value.__qualname__}".encode()
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> list[bytes]:
+    dense = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return [repr((str(dense.dtype), tuple(dense.shape))).encode(), bytes(dense.reshape(-1).view(torch.uint8).numpy())]
+
+
+_SCALARS: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"",
+    bool: lambda value: b"%d" % value,
+    int: lambda value: str(value).encode(),
+    float: lambda value: struct.pack("<d", value),
+    complex: lambda value: struct.pack("<dd", value.real, value.imag),
+    str: lambda value: value.encode("utf-8", "surrogatepass"),
+    bytes: bytes,
+    bytearray: bytes,
+    torch.dtype: lambda value: str(value).encode(),
+    torch.device: lambda value: b"",  # a resumed run may use another
+}

@@ -1,0 +1,158 @@
+"""Proves that a state is what a checkpoint holds, after every hook of the framework has run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import settings
+from .._checkpoint.record_reader import ReadOptions
+from .._collective.start_load import start_load
+from .._engine.torch_types import is_dtensor
+from .._load.source import Source
+from .._ranks.exchange import Exchange
+from .._state.key_selection import Selection
+from ..errors import CheckpointError, StateDiffersError, some
+from .collect import fingerprint, flat_values
+from .fingerprint import FILE, Fingerprint
+
+_MOST_LOCATED = 8  # tensors that are compared element by element
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `prove` found; equal on all ranks. It is true if nothing differs. Keys are those of the checkpoint."""
+
+    fingerprint: Fingerprint  #: of the state
+    equal: int  #: number of keys whose values are equal
+    different: Mapping[str, str]  #: {key: what differs}
+    missing: tuple[str, ...]  #: keys of the checkpoint that the state does not have
+    unexpected: tuple[str, ...]  #: keys of the state that the checkpoint does not have
+    replicas: Mapping[str, tuple[int, int]]  #: {key: two ranks that hold different values}
+
+    def __bool__(self) -> bool:
+        return not (self.different or self.missing or self.unexpected or self.replicas)
+
+    def __str__(self) -> str:
+        named = {
+            "different": [f"{key} ({what})" for key, what in self.different.items()],
+            "not in the state": self.missing,
+            "not in the checkpoint": self.unexpected,
+            "different from rank to rank": [f"{key} (ranks {a} and {b})" for key, (a, b) in self.replicas.items()],
+        }
+        texts = [f"{len(keys)} {what}: {some(keys)}" for what, keys in named.items() if keys]
+        return "; ".join([f"{self.equal} keys are equal (fingerprint {self.fingerprint})", *texts])
+
+
+def prove(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> Proof:
+    """Compares `state` with the fingerprint in the checkpoint at `path`; all ranks of the group call it together, after
+    the load and every hook of the framework, before the first step.
+
+    The checkpoint must have been saved with `fingerprint=True`. Its data are read only for the first tensors that
+    differ, to say how many elements on which ranks.
+
+    Args:
+        path: a path or `file://` URL.
+        state: what was loaded, in the form in which it would be saved.
+        strict: True raises `StateDiffersError` unless everything is equal; False only returns what was found.
+        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+
+    Raises on all ranks if any fails: `StateDiffersError`, with `different`, `missing`, `unexpected` and `replicas`;
+    `CheckpointError` if the checkpoint has no fingerprint; what `fingerprint` and `load` raise.
+    """
+    stored = stored_fingerprint(path, process_group, timeout)
+    proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
+    if unequal := [key for key in proof.different if _same_form(stored, proof.fingerprint, key)][:_MOST_LOCATED]:
+        located = _locate(path, state, unequal, process_group, timeout)
+        proof = replace(proof, different={**proof.different, **located})
+    if strict and not proof:
+        found = {"different": dict(proof.different), "replicas": dict(proof.replicas)}
+        text = f"{os.fspath(path)}: the state is not what was saved. {proof}"
+        raise StateDiffersError(text, missing=[*proof.missing], unexpected=[*proof.unexpected], **found)
+    return proof
+
+
+def stored_fingerprint(
+    path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, timeout: float | None = None
+) -> Fingerprint:
+    """Reads the fingerprint of a checkpoint, with all ranks. Raises `CheckpointError` if it has none."""
+    files: dict[str, bytes] = {}
+    _load(path, {}, None, process_group, timeout, files)
+    if FILE not in files:
+        raise CheckpointError(
+            f"{os.fspath(path)} has no fingerprint to compare with: it was saved without fingerprint=True", path=path
+        )
+    return Fingerprint.from_bytes(files[FILE], os.fspath(path))
+
+
+def _load(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    keys: Iterable[str] | None,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+    files: dict[str, bytes] | None = None,
+) -> None:
+    source = Source(os.fspath(path), ReadOptions(), None)
+    with start_load(source, Selection(keys), False, False, process_group, timeout, files) as loading:
+        loading.into(state, None)
+
+
+def _compare(stored: Fingerprint, live: Fingerprint) -> Proof:
+    there, here = stored.keys(), live.keys()
+    different = {key: str(of) for key, of in (stored - live).items() if key in there and key in here}
+    equal = len(there & here) - len(different)
+    return Proof(live, equal, different, tuple(sorted(there - here)), tuple(sorted(here - there)), live.replicas)
+
+
+def _same_form(stored: Fingerprint, live: Fingerprint, key: str) -> bool:
+    a, b = stored.tensors.get(key), live.tensors.get(key)
+    return a is not None and b is not None and a[:2] == b[:2]
+
+
+def _locate(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    keys: Iterable[str],
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> dict[str, str]:
+    """{key: how many elements differ, on which ranks}. Loads one tensor at a time, beside the state's."""
+    exchange = Exchange.of(process_group, settings.timeout(timeout))
+    values = flat_values(state, exchange)
+    found = {}
+    for key in keys:
+        held = values.get(key)
+        target = {key: torch.empty_like(held)} if isinstance(held, torch.Tensor) else {}
+        _load(path, target, [key], process_group, timeout)
+        here = _count_different(held, target[key]) if target else (0, 0)
+        of_ranks = map(json.loads, exchange.share(json.dumps(here).encode(), f"comparing {key}"))
+        parts = [f"rank {rank}: {count:,} of {of:,} elements" for rank, (count, of) in enumerate(of_ranks) if count]
+        found[key] = some(parts, 4) if parts else "other values in memory than a load gives"
+    return found
+
+
+def _count_different(held: Any, loaded: Any) -> tuple[int, int]:
+    with torch.no_grad():
+        bits = [_bits(value.to_local() if is_dtensor(value) else value) for value in (held, loaded)]
+        different = (bits[0] != bits[1]).any(-1)
+    return int(different.sum()), different.numel()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1, 1).view(torch.uint8)
