@@ -17,6 +17,7 @@ from harness.files import read_metadata, rewrite_metadata
 from harness.states import MiB, assert_same, blank, mixed_state
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -285,3 +286,16 @@ print(*sys.modules.keys() - before)
     new = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     heavy = ("sympy", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp")
     assert 0 < len(new) <= 180 and not [name for name in new if name.startswith(heavy)]
+
+
+def test_placements_among_objects_load_in_a_process_that_has_no_dtensor(tmp_path: Path) -> None:
+    # DTensor's module registers them as safe to unpickle, and stock DCP always imports it.
+    placements = (Shard(1), Replicate())
+    vescale_ckpt.save(tmp_path / "c", {"w": torch.ones(2), "placements": {"w": placements}})
+    code = """
+import sys, vescale_ckpt
+assert "torch.distributed.tensor" not in sys.modules
+print(vescale_ckpt.load(sys.argv[1])["placements"]["w"])
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "c")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == str(placements)

@@ -15,9 +15,11 @@ from harness.steps import saved_form
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, IncompatibleStateError, MissingKeysError
+from vescale_ckpt._engine import torch_types
 from vescale_ckpt._state.optimizers import OptimizerState
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -430,3 +432,33 @@ def test_hooks_of_a_module_on_the_meta_device(checkpoint: Path, form: str, caplo
     else:
         with pytest.raises(IncompatibleStateError, match=r"model\.a\.w0.*load the whole module"):
             vescale_ckpt.load(checkpoint, {"model": part}, keys="model.a")
+
+
+class Delegating:
+    """Gives what it lacks from another object, as wrappers do."""
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._of, name)
+
+
+def test_an_object_is_stateful_where_dcp_takes_it_for_one(tmp_path: Path) -> None:
+    class Half:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    own = Half()
+    own.load_state_dict = lambda state: None  # type: ignore[attr-defined]
+    for value in (Delegating(nn.Linear(1, 1)), nn.Linear(1, 1), Half(), own):
+        assert isinstance(value, torch_types.Stateful) == isinstance(value, Stateful), value
+    state = {"of": Delegating(nn.Linear(1, 1)), "w": torch.ones(1)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    vescale_ckpt.save(tmp_path / "own", state)
+    stock, own_keys = (
+        dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata.keys() for name in ("dcp", "own")
+    )
+    assert stock == own_keys

@@ -7,7 +7,9 @@ is loaded, so a process that saves and loads plain tensors never pays for them.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Protocol, runtime_checkable  # as in DCP: before Python 3.12, typing calls `__getattr__`
 
 if TYPE_CHECKING:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
