@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import vescale_ckpt
 from vescale_ckpt import PerRank
-from vescale_ckpt._fingerprint.objects import digest_of
+from vescale_ckpt._fingerprint.object_digest import digest_of
 from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StateDiffersError
 
 SHAPES = [(), (16, 8), (7, 5), (1, 3), (0, 4), (11,), (3, 5, 4), (310, 601)]

@@ -25,7 +25,7 @@ from .._state.state import State
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError
 from .fingerprint import ChunkValue, Fingerprint, TensorValue
-from .objects import digest_of
+from .object_digest import digest_of
 
 PRIME = (1 << 127) - 1
 VALUE_BYTES = 16
