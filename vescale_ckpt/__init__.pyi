@@ -63,6 +63,9 @@ from .errors import (
     SaveInProgressError as SaveInProgressError,
 )
 from .errors import (
+    StateDiffersError as StateDiffersError,
+)
+from .errors import (
     StorageFullError as StorageFullError,
 )
 from .errors import (

@@ -28,9 +28,11 @@ def _state() -> dict[str, Any]:
 
 #: Calls that all ranks make together: in the manager's process group.
 COLLECTIVE: dict[str, Call] = {
-    "save": lambda path, of: vescale_ckpt.save(path / "a", _state(), process_group=of.process_group),
+    "save": lambda path, of: vescale_ckpt.save(path / "a", _state(), fingerprint=True, process_group=of.process_group),
     "load": lambda path, of: vescale_ckpt.load(path / "a", _state(), process_group=of.process_group),
     "prepare": lambda path, of: vescale_ckpt.prepare(_state(), process_group=of.process_group),
+    "fingerprint": lambda _, of: vescale_ckpt.fingerprint(_state(), process_group=of.process_group),
+    "prove": lambda path, of: vescale_ckpt.prove(path / "a", _state(), process_group=of.process_group),
     "convert": lambda path, of: vescale_ckpt.convert(
         path / "a", path / "converted", format="safetensors", overwrite=True, process_group=of.process_group
     ),

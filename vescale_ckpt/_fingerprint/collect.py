@@ -17,7 +17,7 @@ from .._engine.options import threads_of
 from .._engine.rows import OBJECT, PLAN_ROW
 from .._engine.wrapper_tensors import is_wrapper
 from .._plan.planner import Planner
-from .._ranks.exchange import Exchange
+from .._ranks.exchange import Exchange, calling
 from .._ranks.steps import Steps
 from .._state.application import check_is_mapping, saved_form
 from .._state.per_rank import set_rank
@@ -52,7 +52,11 @@ def fingerprint(
     fingerprint; `CheckpointTimeoutError` with the ranks that did not arrive.
     """
     check_is_mapping(state, "fingerprint")
-    exchange = Exchange.of(process_group, settings.timeout(timeout))
+    with calling("fingerprint", process_group):
+        return _take(state, Exchange.of(process_group, settings.timeout(timeout)))
+
+
+def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
     steps = Steps(exchange, "taking a fingerprint")
     held = steps.take(lambda: _describe(flat_values(state, exchange)))
     values = steps.take(lambda: _values(held)) if held is not None else None

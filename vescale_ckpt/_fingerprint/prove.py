@@ -16,7 +16,7 @@ from .._checkpoint.record_reader import ReadOptions
 from .._collective.start_load import start_load
 from .._engine.torch_types import is_dtensor
 from .._load.source import Source
-from .._ranks.exchange import Exchange
+from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Selection
 from ..errors import CheckpointError, StateDiffersError, some
 from .collect import fingerprint, flat_values
@@ -74,11 +74,12 @@ def prove(
     Raises on all ranks if any fails: `StateDiffersError`, with `different`, `missing`, `unexpected` and `replicas`;
     `CheckpointError` if the checkpoint has no fingerprint; what `fingerprint` and `load` raise.
     """
-    stored = stored_fingerprint(path, process_group, timeout)
-    proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
-    if unequal := [key for key in proof.different if _same_form(stored, proof.fingerprint, key)][:_MOST_LOCATED]:
-        located = _locate(path, state, unequal, process_group, timeout)
-        proof = replace(proof, different={**proof.different, **located})
+    with calling("prove", process_group):
+        stored = stored_fingerprint(path, process_group, timeout)
+        proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
+        if unequal := [key for key in proof.different if _same_form(stored, proof.fingerprint, key)][:_MOST_LOCATED]:
+            located = _locate(path, state, unequal, process_group, timeout)
+            proof = replace(proof, different={**proof.different, **located})
     if strict and not proof:
         found = {"different": dict(proof.different), "replicas": dict(proof.replicas)}
         text = f"{os.fspath(path)}: the state is not what was saved. {proof}"
