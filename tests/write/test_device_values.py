@@ -130,6 +130,7 @@ def test_what_torch_copies_takes_bounded_memory(tmp_path: Path) -> None:
             "load": lambda: vescale_ckpt.load(tmp_path / "a", state),
             "async": lambda: save(True),
         }
+        steps["save"]()  # the pages of libraries that a first save touches count as its memory
         peaks = {name: measure(step).peak_extra_bytes for name, step in steps.items()}
         assert all(torch.equal(value.cpu(), numbers(2 * MiB, first=int(key))) for key, value in state.items())
     peaks = {name: None if peak is None else peak // MiB for name, peak in peaks.items()}
