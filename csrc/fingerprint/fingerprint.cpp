@@ -5,9 +5,9 @@
 #include <cstring>
 #include <numeric>
 
-#include "base/error.h"
 #include "base/workers.h"
 #include "format/torch_record.h"
+#include "io/table_cursor.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -162,34 +162,29 @@ std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
 
 ItemValues of_items(const state::StateTables& state, unsigned threads) {
   ItemValues result{std::vector<Value>(state.inventory.size()), {}};
-  std::vector<Chunk> chunks;
   std::vector<uint32_t> items;
+  std::vector<int64_t> whole;  // rows of a local plan
   for (uint32_t number = 0; number < state.inventory.size(); ++number) {
     const state::Item item = state.inventory[number];
     if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
-    const std::span<const int64_t> source = state.sources[number];
-    const auto index = static_cast<size_t>(source[0]);
-    const state::LocalTensor tensor = state.tensors[index];
-    if (static_cast<uint8_t>(state.ready[index]) != state::kOnHost) {
+    if (static_cast<uint8_t>(state.ready[static_cast<size_t>(state.sources[number][0])]) != state::kOnHost) {
       result.rest.push_back(number);
       continue;
     }
-    const uint32_t item_bytes = format::dtypes()[item.dtype].item_bytes;
-    const std::span<const int64_t> place = source.subspan(2);
-    if (place.size() != tensor.strides.size() || item.size.size() != place.size() || tensor.dtype != item.dtype) {
-      throw Error::invalid("an item does not fit its tensor");
-    }
-    int64_t first = 0;
-    for (size_t dim = 0; dim < place.size(); ++dim) {
-      if (place[dim] < 0 || item.size[dim] > tensor.shape[dim] - place[dim]) {
-        throw Error::invalid("an item leaves its tensor");
-      }
-      first += place[dim] * tensor.strides[dim];
-    }
-    const int64_t address = tensor.address + first * item_bytes;
-    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, tensor.strides),
-                      reinterpret_cast<const std::byte*>(address)});  // NOLINT(performance-no-int-to-ptr)
     items.push_back(number);
+    whole.insert(whole.end(), {int64_t{number}, -1, 0, 0});
+  }
+  const std::vector<int64_t> table = state::make_write_table(state, whole);
+  io::TableCursor cursor(table);
+  std::vector<Chunk> chunks;
+  for (const uint32_t number : items) {
+    const state::Item item = state.inventory[number];
+    const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
+    const std::byte* const memory = cursor.address();
+    const uint64_t dims = cursor.size();
+    cursor.take(dims);  // the sizes, which are the item's
+    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims)), memory});
+    cursor.next_row();
   }
   const std::vector<Value> found = of_chunks(chunks, threads);
   for (size_t i = 0; i < items.size(); ++i) result.values[items[i]] = found[i];

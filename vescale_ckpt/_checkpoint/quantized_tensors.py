@@ -140,8 +140,8 @@ def of_values(
     known: Mapping[str, Quantized],
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
 ) -> dict[str, TensorInfo]:
-    """Returns the tensors with values in the place of numbers and scales where `dtype_of` gives a dtype of values, of a
-    key and a dtype of numbers."""
+    """Replaces numbers and scales by the values made of them, wherever `dtype_of`, given a key and the dtype of the
+    numbers, returns a dtype of values."""
     result, scales = {}, set()
     values = {of.numbers: (key, of) for key, of in known.items() if not of.is_mxfp4 or of.is_exchanged}
     for stored, info in tensors.items():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .._engine.options import threads_of
-from .._engine.torch_types import is_dtensor
+from .._engine.torch_types import local_of
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.chunks import tells_chunks, whole_shape
 from ..errors import CheckpointError, Mismatch
@@ -113,7 +113,7 @@ class View:
             target = targets.get(key)
             if not isinstance(target, torch.Tensor) or target.dtype == of.numbers_dtype or of.scales in targets:
                 continue
-            shape, local = whole_shape(target), target.to_local() if is_dtensor(target) else target
+            shape, local = whole_shape(target), local_of(target)
             if shape != of.shape:
                 unfit[key] = Mismatch(key, f"shape {tuple(shape)}", f"shape {of.shape}")
             elif target.dtype not in VALUE_DTYPES or tells_chunks(target, loading=True) or is_wrapper(local):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Protocol, runtime_checkable  # as in DCP: before Python 3.12, typing calls `__getattr__`
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -37,6 +38,11 @@ class Stateful(Protocol):
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     return isinstance(value, _loaded(_DTENSOR))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def is_sharded_tensor(value: object) -> TypeIs[ShardedTensor]:

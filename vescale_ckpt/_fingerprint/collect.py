@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import settings
 from .._engine import _C
-from .._engine.dtype_codes import DTYPE_CODES
+from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of
 from .._engine.rows import OBJECT, PLAN_ROW
 from .._engine.wrapper_tensors import is_wrapper
@@ -25,12 +25,11 @@ from .._state.state import State
 from .._state.tensor_table import narrowed
 from ..errors import CheckpointError
 from .fingerprint import ChunkValue, Fingerprint, TensorValue
-from .object_digest import digest_of
+from .object_digest import DIGEST_BYTES, bytes_of_elements, digest_of
 
 PRIME = (1 << 127) - 1
-VALUE_BYTES = 16
+VALUE_BYTES = DIGEST_BYTES  # a message has one value for each item, of tensors and objects alike
 
-_DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPE_CODES.items()}
 _PARTS = 5  # of a rank's message
 _NEVER_SPLIT = 1 << 62
 _COPY_BYTES = 64 << 20  # of tensors that are copied to the host at a time
@@ -113,7 +112,7 @@ def _value_in_python(state: State, item: int) -> bytes:
     rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))
     total = 0
     for first, part in zip(range(0, size[0], rows), torch.split(chunk, rows), strict=True):
-        data = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = bytes_of_elements(part.to("cpu")).numpy()
         place = (offset[0] + first, *offset[1:])
         total += _number(_C.fingerprint_of(data, part.itemsize, shape, place, tuple(part.shape), threads_of()))
     return (total % PRIME).to_bytes(VALUE_BYTES, "little")
@@ -126,24 +125,21 @@ def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     plan = _C.GlobalPlan(inventories, "lowest_rank", _NEVER_SPLIT, [_hashes(of_rank) for of_rank in values])
     differing = {key: [one, other] for key, one, other in plan.differences}
     tensors: dict[str, list[Any]] = {}
-    objects: dict[str, str] = {}
+    objects: dict[str, tuple[str, int]] = {}  # {key: digest, and the first rank that has the object}
     for rank, inventory in enumerate(inventories):
         items = _C.inventory_items(inventory)
         for item, (key, kind, *_) in enumerate(items):
             if kind == OBJECT:
                 digest = _value_at(values[rank], item).hex()
-                if objects.setdefault(key, digest) != digest:
-                    differing.setdefault(key, [_first_holder(inventories, key), rank])
+                first_digest, first_rank = objects.setdefault(key, (digest, rank))
+                if first_digest != digest:
+                    differing.setdefault(key, [first_rank, rank])
         for item in array("q", plan.local_plan(rank))[::PLAN_ROW]:
             key, kind, dtype, _, _, shape, _, _ = items[item]
             if kind != OBJECT:
                 of_key = tensors.setdefault(key, [dtype, shape, 0])
                 of_key[2] = (of_key[2] + _number(_value_at(values[rank], item))) % PRIME
-    return json.dumps([tensors, objects, differing]).encode()
-
-
-def _first_holder(inventories: Sequence[tuple[bytes, bytes, bytes, bytes]], key: str) -> int:
-    return next(rank for rank, inventory in enumerate(inventories) if key in _C.inventory_objects(inventory))
+    return json.dumps([tensors, {key: digest for key, (digest, _) in objects.items()}, differing]).encode()
 
 
 def _hashes(values: bytes) -> bytes:
@@ -154,7 +150,8 @@ def _hashes(values: bytes) -> bytes:
 def _parsed(content: bytes, chunks: dict[str, tuple[ChunkValue, ...]]) -> Fingerprint:
     tensors, objects, differing = json.loads(content)
     of_tensors = {
-        key: TensorValue(_DTYPE_NAMES[dtype], tuple(shape), value) for key, (dtype, shape, value) in tensors.items()
+        key: TensorValue(str(CODE_DTYPES[code]).removeprefix("torch."), tuple(shape), value)
+        for key, (code, shape, value) in tensors.items()
     }
     return Fingerprint(of_tensors, objects, {key: (one, other) for key, (one, other) in differing.items()}, chunks)
 

@@ -15,6 +15,11 @@ import torch
 DIGEST_BYTES = 16
 
 
+def bytes_of_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements in C's order as one row of bytes, on their device. A contiguous tensor is not copied."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 def digest_of(value: Any) -> bytes:
     """Returns 128 bits of a value: of its type, and of what it holds, without regard to identity, to the order of
     mappings and sets, and to the device of tensors.
@@ -88,8 +93,8 @@ def _name_of(value: Any) -> bytes:
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> list[bytes]:
-    dense = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return [repr((str(dense.dtype), tuple(dense.shape))).encode(), bytes(dense.reshape(-1).view(torch.uint8).numpy())]
+    content = bytes(bytes_of_elements(tensor.to("cpu")).numpy())
+    return [repr((str(tensor.dtype), tuple(tensor.shape))).encode(), content]
 
 
 _SCALARS: dict[type, Callable[[Any], bytes]] = {

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from .. import settings
 from .._checkpoint.record_reader import ReadOptions
 from .._collective.start_load import start_load
-from .._engine.torch_types import is_dtensor
+from .._engine.torch_types import local_of
 from .._load.source import Source
 from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Selection
 from ..errors import CheckpointError, StateDiffersError, some
 from .collect import fingerprint, flat_values
 from .fingerprint import FILE, Fingerprint
+from .object_digest import bytes_of_elements
 
 _MOST_LOCATED = 8  # tensors that are compared element by element
 
@@ -149,11 +150,6 @@ def _locate(
 
 def _count_different(held: Any, loaded: Any) -> tuple[int, int]:
     with torch.no_grad():
-        bits = [_bits(value.to_local() if is_dtensor(value) else value) for value in (held, loaded)]
-        different = (bits[0] != bits[1]).any(-1)
+        one, other = (bytes_of_elements(local_of(value)).view(-1, value.itemsize) for value in (held, loaded))
+        different = (one != other).any(-1)
     return int(different.sum()), different.numel()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1, 1).view(torch.uint8)

@@ -35,11 +35,11 @@ class Buffers:
         """From now on no other process can open the memory. Mappings stay."""
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
-        """Tells the neighbours that this rank has emptied its buffer of a round, or what it reads in theirs, and waits
-        until those that `round_` sends to have, too, and until the messages of this rank have come."""
+        """Notifies the neighbours that this rank has emptied its buffer of a round, or finished reading theirs. Waits
+        until the ranks that `round_` sends to have done the same and the messages of this rank have arrived."""
 
     def leave(self) -> None:
-        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
+        """Notifies the neighbours that this rank drops out after an error, so that they do not wait for it."""
 
     def release(self) -> None:
         """Gives the memory back."""

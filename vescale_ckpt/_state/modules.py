@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.torch_types import is_dtensor
+from .._engine.torch_types import local_of
 from .._engine.wrapper_tensors import is_wrapper
 from ..errors import IncompatibleStateError
 from .load_targets import allocate_targets
@@ -87,7 +87,7 @@ def _give_own(
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a tensor; none for a wrapper subclass."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local = local_of(tensor)
     memory = torch.empty(0, dtype=torch.uint8, device=local.device)
     return memory if is_wrapper(local) else memory.set_(local.detach().untyped_storage())
 

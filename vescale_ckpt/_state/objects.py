@@ -122,7 +122,7 @@ def load(data: bytes, *, weights_only: bool, key: str) -> Any:
     except Exception as error:
         if weights_only and isinstance(error, pickle.UnpicklingError):
             with suppress(Exception):
-                if b"torch.distributed." in data:  # the import tells torch that its classes, as placements, are safe
+                if b"torch.distributed." in data:  # the import registers its classes (placements) as safe
                     import_module("torch.distributed.tensor")
                     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             with suppress(Exception):

@@ -84,7 +84,7 @@ class State:
     other: dict[str, Any] = field(default_factory=dict)  #: values without items: they describe themselves to DCP
     paths: Mapping[str, Any] | None = None  #: the path of each key: DCP's planner_data; None: it is the key
     structure: str = ""  #: `Structure.pack`: what the paths leave out
-    # What tells changes of values
+    # Detects changes of values
     wrappers: dict[int, DTensor] = field(default_factory=dict)  #: {index of its local tensor: DTensor, counted apart}
     storages: list[torch.UntypedStorage] = field(default_factory=list)  #: kept alive if a tensor is given another one
     storage_bytes: array[int] = field(default_factory=lambda: array("q"))

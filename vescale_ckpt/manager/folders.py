@@ -37,7 +37,7 @@ _UNREADABLE_NOW = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.E
 
 class Folders(ABC):
     """The steps in the folder of a manager, and in the durable place behind it, if there is one. All ranks call its
-    methods together, if nothing else is said."""
+    methods together unless stated otherwise."""
 
     branches: BranchTracker
     writes_notes: bool  #: whether this rank writes what stands beside checkpoints in its folder, and cleans up there

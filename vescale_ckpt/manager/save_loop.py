@@ -1,4 +1,4 @@
-"""`SaveLoop` makes the saves of a manager, one after another, and tolerates their failures if it is told to."""
+"""`SaveLoop` makes the saves of a manager, one after another, and tolerates their failures if configured to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import step_metrics
 from .background_work import CommitCalls
 from .folders import Folders
 from .running_save import RunningSave
-from .schedule import NO_SIGNAL, SECONDS_TO_CANCEL, Ranks, SaveClock, SignalFlag
+from .schedule import NO_SIGNAL, SECONDS_TO_CANCEL, Ranks, SaveClock, SignalFlag, check_same_step
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.5  # so often the ranks agree on whether the deadline of a sig
 
 
 class SaveLoop:
-    """The saves of one manager. All ranks call its methods together, if nothing else is said.
+    """The saves of one manager. All ranks call its methods together unless stated otherwise.
 
     Args:
         best: a metric that each save needs.
@@ -209,11 +209,8 @@ class SaveLoop:
     def _end_in_time(self, flag: SignalFlag, running: RunningSave | None) -> tuple[bool, bool, int]:
         """Waits for a save, and cancels it at the deadline of a signal. Returns, equal on all ranks, whether it became
         durable after a signal, whether another may begin, and the milliseconds that are left."""
-        began, limit, doing = (
-            time.monotonic(),
-            settings.timeout(self._ranks.timeout),
-            "waiting for the save before this one",
-        )
+        began, limit = time.monotonic(), settings.timeout(self._ranks.timeout)
+        doing = "waiting for the save before this one"
         while True:
             exchange = self._ranks.exchange()
             others = not exchange.is_coordinator  # `agree` takes the minimum of each
@@ -256,8 +253,7 @@ def _agree(
     number = digest(text)
     ours = (step, ~step, number, ~number, exchange.size if error is None else exchange.rank)
     least, not_most, low, not_high, missing_on, *votes = exchange.agree((*ours, *votes), "beginning to save")
-    if least != ~not_most:
-        raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
+    check_same_step(least, not_most)
     if error is None and missing_on < exchange.size:
         error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
     elif error is None and low != ~not_high:

@@ -121,13 +121,18 @@ class SaveClock:
         left = NO_SIGNAL if flag is None else flag.milliseconds_left()
         ours = (step, ~step, due, by_clock or not exchange.is_coordinator, left)
         least, not_most, *answers = exchange.agree(ours, phase)
-        if least != ~not_most:
-            raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
+        check_same_step(least, not_most)
         due, by_clock, left = bool(answers[0]), bool(answers[1]), answers[2]
         if flag is not None:
             flag.agree(left)
         by_signal = 0 < left < NO_SIGNAL
         return Decision(due or by_clock or by_signal, by_signal)
+
+
+def check_same_step(least: int, not_most: int) -> None:
+    """Raises `CheckpointError` unless all ranks are at one step, given the minima of `step` and `~step`."""
+    if least != ~not_most:
+        raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
 
 
 class Ranks:
