@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -20,7 +19,7 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import Format
 from .._engine.engine_errors import of_system
 from .._ranks.exchange import Exchange, calling
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.open_storage import checkpoint_path
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
@@ -247,22 +246,12 @@ class _Conversion:
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = formats.rank_of_each(files.files, self._exchange.size)
 
-        written = []
-
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
                 if rank == self._exchange.rank:
                     write_file(file, directory, self.made.view, self._buffers)
-                    written.append(file.name)
 
-        try:
-            self._together(write, "write")
-        except BaseException:
-            if not storage_at(directory).renames:  # there is no pending folder that would be removed
-                for name in filter(None, written):
-                    with contextlib.suppress(OSError):
-                        storage_at(directory).remove(name)
-            raise
+        self._together(write, "write")
         if files.finish is not None:
             finish = files.finish
             self._together(lambda: finish(directory) if self._exchange.is_coordinator else None, "finish")
