@@ -197,7 +197,7 @@ COMMANDS = (
         "copy a checkpoint, with verification, resumable after a kill",
         "write_copies:copy",
         (
-            value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
+            value("src", "the directory of a checkpoint of any format", metavar="SRC"),
             value("dst", "the path of the copy", metavar="DST"),
             flag("--overwrite", "replace an existing checkpoint"),
             _QUIET,
