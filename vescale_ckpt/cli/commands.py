@@ -70,7 +70,6 @@ COMMANDS = (
             _KEYS,
             value("--depth", "levels of the tree to show; 0: every key", type=int, default=2, metavar="N"),
             _ALL,
-            flag("--ranks", "show what each rank has written"),
         ),
         "Reads DCP checkpoints (of this package and of stock DCP), safetensors and files of torch.save. Runs no code "
         "of the checkpoint. Shows the values of numbers, strings and short lists (in a DCP checkpoint, of the first "

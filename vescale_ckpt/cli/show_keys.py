@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -14,7 +12,6 @@ from ..reports import CheckpointInfo, StoredObject
 from . import output
 from .output import FINE, clean
 
-_RANK = re.compile(r"__(\d+)_")  # begins the names of data files
 _IN_A_PICKLE = "in the pickle of the file"  # torch.save stores objects together
 _MOST_OF_A_VALUE = 80  # characters
 _MOST_CHILDREN = 40  # a level shows so many; of more the first ones and the last
@@ -47,11 +44,8 @@ def inspect(options: Namespace) -> int:
         ]
     )
     print()
-    if options.ranks:
-        _print_ranks(info)
-    else:
-        for line in tree(info, options.depth, math.inf if options.all else _MOST_CHILDREN):
-            print(line)
+    for line in tree(info, options.depth, math.inf if options.all else _MOST_CHILDREN):
+        print(line)
     return FINE
 
 
@@ -61,29 +55,6 @@ def _saved(info: CheckpointInfo) -> str:
         return "not recorded"
     ranks = f"{by.ranks:,} rank{'s' * (by.ranks != 1)}"
     return f"{by.time}, by {ranks}, with vescale_ckpt {by.vescale_ckpt} and torch {by.torch}"
-
-
-def _print_ranks(info: CheckpointInfo) -> None:
-    tensors: Counter[str] = Counter()
-    held: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for name, length in info.files.items():
-        rank = _writer_of(name)
-        files[rank] += 1
-        held[rank] += max(0, length)
-    for tensor in info.tensors.values():
-        tensors.update(_writer_of(chunk.file) for chunk in tensor.chunks)
-    rows = [
-        (rank, f"{files[rank]:,}", f"{tensors[rank]:,}", size(held[rank]))
-        for rank in sorted(files, key=lambda rank: (not rank.isdecimal(), int(rank) if rank.isdecimal() else 0, rank))
-    ]
-    columns = ("rank" if all(row[0].isdecimal() for row in rows) else "file", "files", "chunks", "bytes")
-    output.print_table(columns, rows, right=columns)
-
-
-def _writer_of(file: str) -> str:
-    match = _RANK.match(file.rpartition("/")[2])
-    return match[1] if match else file
 
 
 @dataclass
