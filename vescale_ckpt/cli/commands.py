@@ -226,12 +226,6 @@ COMMANDS = (
             ),
             _KEYS,
             _RENAME,
-            value(
-                "--rename-pattern",
-                "a regular expression and its replacement, applied in order",
-                metavar="REGEX=NEW",
-                action="append",
-            ),
             _DTYPE,
             value(
                 "--stack",
