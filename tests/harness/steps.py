@@ -227,11 +227,6 @@ def hash_in_python() -> Any:
     return mock.patch.multiple(replicas, **functions)
 
 
-def installed_version(version: str) -> Any:
-    """A context in which all frameworks are of this version."""
-    return mock.patch("vescale_ckpt.integrations._versions.metadata.version", lambda package: version)
-
-
 def no_plans_known() -> Any:
     """A context in which saves know no plans of earlier ones."""
     return mock.patch.object(api, "_planners", PerGroup(Planner))

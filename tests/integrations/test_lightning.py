@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import socket
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -516,23 +514,6 @@ def test_fabric_saves_and_loads(tmp_path: Path, kind: str) -> None:
             fabric.save(tmp_path / "b", state, filter={"model": lambda name, _: name == "bias"})
             fabric.strategy.wait_for_save()
             assert [key for key in vescale_ckpt.inspect(tmp_path / "b").tensors if "model" in key] == ["model.bias"]
-
-
-# --- Versions
-
-
-def test_an_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "2.9.1")
-    with pytest.warns(UserWarning, match=r"lightning 2\.5 up to, but not including, 2\.7: lightning 2\.9\.1"):
-        importlib.reload(ours)
-
-
-def test_a_missing_hook_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("lightning.pytorch.strategies.ModelParallelStrategy")
-    with pytest.raises(CheckpointError, match=r"lightning 2.* has no lightning.pytorch.strategies.ModelParallelStra"):
-        importlib.reload(ours)
-    monkeypatch.undo()
-    importlib.reload(ours)
 
 
 def test_the_other_distribution_of_lightning_is_served() -> None:
