@@ -338,22 +338,6 @@ def test_diff_of_integers_that_other_dtypes_round(tmp_path: Path) -> None:
         assert found.different == 1
 
 
-def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with vescale_ckpt.CheckpointManager(tmp_path, async_checkpoint=False) as manager:
-        for step in (1, 2):
-            manager.save(step, {"x": torch.arange(100.0)})
-    assert run(capsys, "verify", tmp_path / "step-2")[0] == 0
-    assert run(capsys, "latest", tmp_path)[1].strip() == str(tmp_path / "step-2")
-    (data,) = (tmp_path / "step-2").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    status, found = run_json(capsys, "verify", tmp_path / "step-2", "--quick")
-    assert status == 1 and not found["ok"] and found["damaged"]
-    status, found = run_json(capsys, "latest", tmp_path)
-    assert (status, found["step"], list(found["passed_over"])) == (0, 1, ["2"])
-    (tmp_path / "none").mkdir()
-    assert run(capsys, "latest", tmp_path / "none")[0] == 2
-
-
 def test_verify_names_the_keys_of_one_damage_in_one_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data,) = checkpoint.glob("*.distcp")
     content = bytearray(data.read_bytes())
