@@ -108,10 +108,7 @@ def transfer(segments: Iterable[Piece], view: View, file: File, buffers: Buffers
     def filled() -> Iterator[Batch]:
         for batch in _batches(segments, buffers):
             view.read(
-                [
-                    Read(placed.segment.output.name, placed.segment.offsets, placed.stored)
-                    for placed in batch.segments
-                ]
+                [Read(placed.segment.output.name, placed.segment.offsets, placed.stored) for placed in batch.segments]
             )
             yield batch
 

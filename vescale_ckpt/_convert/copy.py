@@ -268,8 +268,8 @@ def _compare(
     transfer: Transfer,
     report: CopyReport,
 ) -> None:
-    """Reads back what was written to the folder `made`. Raises `CorruptCheckpointError` if it is damaged, with the place in the
-    source if that is damaged too."""
+    """Reads back what was written to the folder `made`. Raises `CorruptCheckpointError` if it is damaged, with the
+    place in the source if that is damaged too."""
     found = verify_checkpoint(made, False, _progress_of(transfer), must_exist=True)
     if found.unreadable or found.refused:
         first = (found.unreadable or found.refused)[0]
