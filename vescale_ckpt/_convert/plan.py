@@ -21,7 +21,7 @@ from .._state.structure import Path
 DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
 
 _SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch has no conversion of this dtype
+_PACKED = torch.float4_e2m1fn_x2  # two values in a byte: torch has no conversion of this dtype
 
 
 @dataclass(frozen=True, kw_only=True)
