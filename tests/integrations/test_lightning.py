@@ -233,7 +233,6 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, mo
     trained(strategy, Hold(), Watcher(look), every(tmp_path, save_top_k=1))
     assert seen[3] == str(tmp_path / "step=1.ckpt")  # ModelCheckpoint had removed it at step 2
     assert names(tmp_path) == ["step=4.ckpt"]
-    assert strategy.last_save is not None and strategy.last_save.result().plan_reused
 
 
 @pytest.mark.parametrize("fails_at", [2, 4])
@@ -452,7 +451,7 @@ def test_storage_options_are_refused() -> None:
 def test_one_file_is_left_to_lightning(tmp_path: Path) -> None:
     made = sharded(ours.ModelParallel, save_distributed_checkpoint=False)
     trained(made, every(tmp_path), shard=True)
-    assert (tmp_path / "step=4.ckpt").is_file() and made.last_save is None
+    assert (tmp_path / "step=4.ckpt").is_file()
     again = sharded(ours.ModelParallel, save_distributed_checkpoint=False)
     assert trained(again, steps=5, resume=str(tmp_path / "step=4.ckpt"), shard=True).losses
 

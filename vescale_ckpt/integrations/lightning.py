@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from .. import SaveHandle, inspect, settings, verify
+from .. import inspect, settings, verify
 from .._checkpoint.recognize import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
@@ -192,11 +192,6 @@ class _Strategy(_Host):
         self._weights_only = weights_only
         self._in_folders = in_folders
         self._loaded_folder = False
-
-    @property
-    def last_save(self) -> SaveHandle | None:
-        """The handle of the last save that has begun."""
-        return self._saves.last
 
     def wait_for_save(self) -> None:
         """Waits until the last checkpoint is durable. Raises the error of its save. All ranks call it together."""

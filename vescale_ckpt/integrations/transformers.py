@@ -32,7 +32,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-TESTED = ("5.22", "5.24")
 _LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
 
 
@@ -59,7 +58,7 @@ class OneCommit:
         manager_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_version("transformers", TESTED)
+        check_version("transformers", ("5.22", "5.24"))
         for name in ("_save_checkpoint", "_init_training_state", "_load_from_checkpoint", "_load_scaler",
                      "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model", "_get_output_dir",
                      "_inner_training_loop", "_determine_best_metric"):  # fmt: skip
