@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from .. import CheckpointManager, PerRank, RandomState, Safetensors, SaveHandle, api, verify
@@ -301,7 +300,6 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Saves a model of transformers for `from_pretrained`; all ranks call it together, each writes its shards.
 
@@ -315,7 +313,7 @@ def save_pretrained(
         if not isinstance(inner, nn.Module):
             raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
         model = inner
-    exchange = Exchange.of(process_group, None, purpose="pretrained")
+    exchange = Exchange.of(None, None, purpose="pretrained")
 
     def write_config() -> None:
         if exchange.is_coordinator:
@@ -328,6 +326,4 @@ def save_pretrained(
                 model.generation_config.save_pretrained(directory)
 
     exchange.together(write_config, f"writing config.json to {os.fspath(directory)}")
-    return api.save(
-        directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size), process_group=process_group
-    )
+    return api.save(directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size))
