@@ -108,8 +108,7 @@ $(INTEGRATIONS)/.installed: requirements-integrations.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check -r requirements-integrations.txt
-	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check --no-deps megatron-core==0.16.1 \
-	  nvidia-resiliency-ext==0.4.1 ai2-olmo-core==3.0.0
+	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check --no-deps megatron-core==0.16.1
 	touch $@
 
 # The tests under the other supported torch versions: large downloads, by hand.

@@ -15,7 +15,6 @@ BENCHMARKS = {
     "convert": "a DCP checkpoint becomes safetensors",
     "quantized": "loads of quantised models into bfloat16, and of experts as stacks",
     "nodes": "a folder of each machine: saves, copies on other machines, a lost machine",
-    "peers": "a copy on another rank beside torchft's, and saves of two ranks beside DCP's",
     "many_ranks": "what connecting costs each of hundreds of ranks, and the first saves and loads of a job",
     "object_store": "saves to and loads from an S3 server",
     "planning": "who writes and reads what",

@@ -4,7 +4,7 @@ Each load is that of a new process, because memory costs most where it is touche
 call, ``load and copy`` also copies all tensors to memory that the caller has. On a virtual machine it counts what the
 host has done with unused memory: the process has slept for ``--idle`` seconds, so that the host could take memory back,
 or has just touched ``--touch`` GiB, which the host then has. The stock is the safetensors library, which maps the file.
-fastsafetensors and runai-model-streamer take part where they are installed. All must load the same bytes.
+fastsafetensors takes part where it is installed. All must load the same bytes.
 """
 
 from __future__ import annotations
@@ -42,20 +42,12 @@ def load_fastsafetensors(*paths: str) -> Tensors:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def _runai(path: str) -> Tensors:
-    """It gives views of a buffer that it uses again, so they are copied out."""
-    with import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
-        streamer.stream_file(path)
-        return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
-
-
 #: Name of a way → the package that it needs, and the load.
 WAYS: dict[str, tuple[str, Callable[[str], Tensors]]] = {
     "vescale": ("vescale_ckpt", safetensors.load_file),
     "not verified": ("vescale_ckpt", partial(safetensors.load_file, verify=False)),
     STOCK: ("safetensors", library.load_file),
     "fastsafetensors": ("fastsafetensors", load_fastsafetensors),
-    "runai": ("runai_model_streamer", _runai),
 }
 
 

@@ -16,8 +16,7 @@ HEAD = """# Commands
 <!-- Written by scripts/write_commands_page.py from vescale_ckpt/cli/commands.py. -->
 
 `vescale-ckpt` (or `python -m vescale_ckpt`) inspects, verifies, compares, converts, copies and cleans up checkpoints.
-It is part of the [installation](install.md), and needs no GPU and no ranks. The extra `cli` adds shell completion:
-`vescale-ckpt --install-completion` prints the line for your `~/.bashrc` or `~/.zshrc`.
+It is part of the [installation](install.md), and needs no GPU and no ranks.
 
 Exit status: **0** success; **1** damage, or a difference; **2** wrong usage, or nothing that can be read; **3** nothing
 that can be verified, or values that were not compared. Every command accepts `--json` and then prints one document. Its

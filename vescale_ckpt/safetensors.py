@@ -51,7 +51,6 @@ def __dir__() -> list[str]:
 Device = str | int | torch.device
 
 _DTYPE_OF = attrgetter("dtype")
-_MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - SAFETENSORS_DTYPES.keys()  # this torch does not have them
 
 
 # --- Saving
@@ -269,7 +268,7 @@ def load_file(
         FileNotFoundError: there is no such file.
         CorruptCheckpointError: the data is damaged.
         UntrustedCheckpointError: the header contradicts the file.
-        CheckpointError: other errors, including a dtype that this torch lacks.
+        CheckpointError: other errors, including a dtype that torch lacks.
     """
     return _Opened(filename, device, verify).read_all()
 
@@ -313,9 +312,6 @@ class _Opened:
 
     @contextmanager
     def _errors_of_torch(self, indices: Sequence[int]) -> Iterator[None]:
-        for name, _, torch_name, _ in map(self.tensors.__getitem__, indices if _MISSING_DTYPES else ()):
-            if torch_name in _MISSING_DTYPES:
-                raise CheckpointError(f"{name}: this torch has no {torch_name}", path=self.path)
         try:
             yield
         except _C.EngineError as error:

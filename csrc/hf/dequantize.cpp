@@ -13,6 +13,13 @@
 #pragma GCC optimize("O3")
 #endif
 
+// For AVX2, too, which is chosen when the library is loaded; ThreadSanitizer does not run by then.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+#define VESCALE_CKPT_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define VESCALE_CKPT_WIDE
+#endif
+
 namespace vescale_ckpt::hf {
 namespace {
 
@@ -56,8 +63,8 @@ template <typename Value>
 
 // One row. `scales`: those of its blocks.
 template <typename Value>
-[[gnu::always_inline]] inline void float8_row(const ScaledBox& box, const uint8_t* numbers, const float* scales,
-                                              Value* values) {
+VESCALE_CKPT_WIDE void float8_row(const ScaledBox& box, const uint8_t* numbers, const float* scales, std::byte* bytes) {
+  auto* const values = reinterpret_cast<Value*>(bytes);
   uint64_t end = std::min(box.columns, box.block_columns - box.first_column);
   for (uint64_t at = 0; at < box.columns; ++scales) {
     scale_run(numbers + at, end - at, *scales, values + at);
@@ -95,8 +102,8 @@ template <typename Value>
 }
 
 template <typename Value>
-[[gnu::always_inline]] inline void mxfp4_groups(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents,
-                                                std::byte* values) {
+VESCALE_CKPT_WIDE void mxfp4_groups(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents,
+                                    std::byte* values) {
   for (uint64_t group = 0; group < groups; ++group, numbers += kMxGroupBytes) {
     const uint32_t exponent = exponents[group];
     if (exponent == 255) [[unlikely]] {  // no float32 is 2^128, but half of it times a number is one
@@ -108,63 +115,16 @@ template <typename Value>
   }
 }
 
-using Float8Row = void (*)(const ScaledBox& box, const uint8_t* numbers, const float* scales, std::byte* values);
-using Mxfp4Groups = void (*)(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents, std::byte* values);
-
-template <typename Value>
-void plain_float8_row(const ScaledBox& box, const uint8_t* numbers, const float* scales, std::byte* values) {
-  float8_row(box, numbers, scales, reinterpret_cast<Value*>(values));
-}
-
-template <typename Value>
-void plain_mxfp4(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents, std::byte* values) {
-  mxfp4_groups<Value>(groups, numbers, exponents, values);
-}
-
-#if defined(__x86_64__)
-template <typename Value>
-__attribute__((target("avx2"))) void wide_float8_row(const ScaledBox& box, const uint8_t* numbers, const float* scales,
-                                                     std::byte* values) {
-  float8_row(box, numbers, scales, reinterpret_cast<Value*>(values));
-}
-
-template <typename Value>
-__attribute__((target("avx2"))) void wide_mxfp4(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents,
-                                                std::byte* values) {
-  mxfp4_groups<Value>(groups, numbers, exponents, values);
-}
-
-bool have_avx2() {
-  return __builtin_cpu_supports("avx2") != 0;
-}
-#endif
-
-template <typename Value>
-Float8Row float8_by() {
-#if defined(__x86_64__)
-  if (have_avx2()) return wide_float8_row<Value>;
-#endif
-  return plain_float8_row<Value>;
-}
-
-template <typename Value>
-Mxfp4Groups mxfp4_by() {
-#if defined(__x86_64__)
-  if (have_avx2()) return wide_mxfp4<Value>;
-#endif
-  return plain_mxfp4<Value>;
-}
-
 // Exchanges the values of up to 32 rows, group by group: what is written of a row of the result is a cache line or two.
 template <typename Value>
-void exchange(Mxfp4Groups convert, uint64_t rows, uint64_t all_rows, uint64_t groups, const uint8_t* numbers,
-              const uint8_t* exponents, Value* values) {
+void exchange(uint64_t rows, uint64_t all_rows, uint64_t groups, const uint8_t* numbers, const uint8_t* exponents,
+              Value* values) {
   constexpr uint64_t kSide = 2 * kMxGroupBytes;
   alignas(64) Value tile[kSide][kSide];
   for (uint64_t group = 0; group < groups; ++group) {
     for (uint64_t row = 0; row < rows; ++row) {
       const uint64_t at = row * groups + group;
-      convert(1, numbers + at * kMxGroupBytes, exponents + at, reinterpret_cast<std::byte*>(tile[row]));
+      mxfp4_groups<Value>(1, numbers + at * kMxGroupBytes, exponents + at, reinterpret_cast<std::byte*>(tile[row]));
     }
     for (uint64_t column = 0; column < kSide; ++column, values += all_rows) {
       for (uint64_t row = 0; row < rows; ++row) values[row] = tile[row][column];
@@ -187,7 +147,7 @@ void dequantize_float8(const ScaledBox& box, const uint8_t* numbers, const float
     throw Error::invalid("a box of scaled numbers begins inside of a block");
   }
   if (box.rows == 0 || box.columns == 0) return;
-  const Float8Row row = type == ValueType::float32 ? float8_by<float>() : float8_by<uint16_t>();
+  const auto row = type == ValueType::float32 ? float8_row<float> : float8_row<uint16_t>;
   const uint64_t scale_rows = box.scale_rows(), scale_columns = box.scale_columns(), bytes = size_of(type);
   parallel_for(threads, box.matrices * box.rows, std::max<uint64_t>(1, kBatchNumbers / box.columns), [&] {
     return [&](size_t i) {
@@ -199,7 +159,7 @@ void dequantize_float8(const ScaledBox& box, const uint8_t* numbers, const float
 
 void dequantize_mxfp4(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents, ValueType type,
                       std::byte* values, unsigned threads) {
-  const Mxfp4Groups convert = type == ValueType::float32 ? mxfp4_by<float>() : mxfp4_by<uint16_t>();
+  const auto convert = type == ValueType::float32 ? mxfp4_groups<float> : mxfp4_groups<uint16_t>;
   constexpr uint64_t kBatch = kBatchNumbers / kMxGroupBytes;
   parallel_for(threads, (groups + kBatch - 1) / kBatch, 1, [&] {
     return [&](size_t i) {
@@ -219,7 +179,7 @@ void dequantize_mxfp4_exchanged(uint64_t matrices, uint64_t rows, uint64_t group
       const uint64_t matrix = i / tiles, row = i % tiles * kSide, count = std::min(kSide, rows - row);
       const uint64_t at = (matrix * rows + row) * groups, to = matrix * groups * kSide * rows + row;
       const auto exchange_as = [&]<typename Value>(Value* to_values) {
-        exchange(mxfp4_by<Value>(), count, rows, groups, numbers + at * kMxGroupBytes, exponents + at, to_values + to);
+        exchange(count, rows, groups, numbers + at * kMxGroupBytes, exponents + at, to_values + to);
       };
       if (type == ValueType::float32) {
         exchange_as(reinterpret_cast<float*>(values));

@@ -8,7 +8,8 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from vescale_ckpt.integrations.transformers import VescaleCallback, last_sound_checkpoint, save_pretrained
+from vescale_ckpt.integrations import dcp_defaults
+from vescale_ckpt.integrations.transformers import last_sound_checkpoint, save_pretrained
 
 
 class PrintLoss(TrainerCallback):
@@ -43,9 +44,10 @@ def main(directory: str) -> None:
         LlamaForCausalLM(config),
         arguments,
         train_dataset=[{"input_ids": line, "labels": line} for line in words],
-        callbacks=[VescaleCallback(), PrintLoss()],
+        callbacks=[PrintLoss()],
     )
-    trainer.train(resume_from_checkpoint=last_sound_checkpoint(directory))
+    with dcp_defaults():
+        trainer.train(resume_from_checkpoint=last_sound_checkpoint(directory))
     save_pretrained(trainer.model, f"{directory}/final")  # from_pretrained reads it
     trainer.accelerator.end_training()
 

@@ -132,17 +132,6 @@ def test_nodes(tmp_path: Path) -> None:
     assert 1 <= received < 1.5 and 1 <= sent < 1.5, "each file once, and messages"
 
 
-def test_peers(tmp_path: Path) -> None:
-    rows = run("peers", tmp_path, "--mib=1")
-    assert steps(rows) | {"torchft": {"copy"}} == {
-        CEILING: {"copy"},
-        "vescale": {"copy", "save"},
-        STOCK: {"save"},
-        "torchft": {"copy"},
-    }
-    assert rows["copy", "vescale"]["of_ceiling"] > 0 and rows["save", STOCK]["of_baseline"] > 0
-
-
 def test_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run("many_ranks", tmp_path, "--connect=3,20", "--save=2", "--items=3")
     saved = {"first save", "first load", "save", "load"}

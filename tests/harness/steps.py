@@ -227,17 +227,6 @@ def hash_in_python() -> Any:
     return mock.patch.multiple(replicas, **functions)
 
 
-def installed_version(version: str) -> Any:
-    """A context in which all frameworks are of this version."""
-    return mock.patch("vescale_ckpt.integrations._versions.metadata.version", lambda package: version)
-
-
-def fsdp_of_trainer(state_dict_type: str) -> Any:
-    """A context in which Trainers of transformers seem to have FSDP, which there is none of on the CPU."""
-    plugin = type("Plugin", (), {"state_dict_type": f"StateDictType.{state_dict_type}"})()
-    return mock.patch("vescale_ckpt.integrations.transformers._fsdp_plugin", lambda: plugin)
-
-
 def no_plans_known() -> Any:
     """A context in which saves know no plans of earlier ones."""
     return mock.patch.object(api, "_planners", PerGroup(Planner))

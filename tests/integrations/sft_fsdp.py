@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from vescale_ckpt.integrations import dcp_defaults
 from vescale_ckpt.integrations.peft import save_adapter
-from vescale_ckpt.integrations.transformers import VescaleCallback, last_sound_checkpoint
+from vescale_ckpt.integrations.transformers import last_sound_checkpoint
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -47,9 +48,10 @@ def main(directory: str) -> None:
         train_dataset=Dataset.from_dict({"input_ids": torch.randint(1, 64, (64, 16)).tolist()}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>"),
         peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-        callbacks=[VescaleCallback(), PrintLoss()],
+        callbacks=[PrintLoss()],
     )
-    trainer.train(resume_from_checkpoint=last_sound_checkpoint(directory))
+    with dcp_defaults():
+        trainer.train(resume_from_checkpoint=last_sound_checkpoint(directory))
     save_adapter(trainer.model, f"{directory}/adapter")
     trainer.accelerator.end_training()
 

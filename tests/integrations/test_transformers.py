@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import math
 import os
@@ -20,13 +19,12 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from harness import faults, jobs, steps
+from harness import faults, jobs
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import vescale_ckpt
-from vescale_ckpt.integrations import dcp as ours
-from vescale_ckpt.integrations.transformers import OneCommit, VescaleCallback, last_sound_checkpoint, save_pretrained
+from vescale_ckpt.integrations.transformers import OneCommit, last_sound_checkpoint, save_pretrained
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,24 +210,12 @@ def test_other_objects_are_no_models_of_transformers(tmp_path: Path) -> None:
 
 
 class _Model(nn.Module):
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.fails = fails
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.fails:
-            raise KeyError("in training")
         return {"loss": (self.weight * x).sum()}
-
-
-def _trainer(path: Path, callback: VescaleCallback, **options: Any) -> Trainer:
-    arguments = TrainingArguments(str(path), use_cpu=True, report_to=[], max_steps=1, save_strategy="no")
-    return Trainer(_Model(**options), arguments, train_dataset=[{"x": torch.ones(2)}] * 4, callbacks=[callback])
-
-
-def _is_ours() -> bool:
-    return dcp.FileSystemWriter is ours.DefaultWriter
 
 
 class _OneCommitTrainer(OneCommit, Trainer):  # type: ignore[misc]
@@ -510,65 +496,6 @@ def test_what_one_commit_cannot_do_is_refused(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "step-1", {"model": torch.ones(2)})
     with pytest.raises(vescale_ckpt.CheckpointError, match="was not saved by OneCommit"):
         trainer.train(resume_from_checkpoint=True)
-
-
-@pytest.fixture
-def sharded() -> None:
-    steps.fsdp_of_trainer("SHARDED_STATE_DICT").start()
-
-
-def test_without_fsdp_the_callback_warns_and_changes_nothing(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="changes nothing: without FSDP .*SHARDED_STATE_DICT"):
-        trainer = _trainer(tmp_path, VescaleCallback())
-    assert not _is_ours()
-    trainer.train()
-    assert not _is_ours()
-
-
-def test_with_a_full_state_dict_the_callback_warns(tmp_path: Path) -> None:
-    steps.fsdp_of_trainer("FULL_STATE_DICT").start()
-    with pytest.warns(UserWarning, match=r"with StateDictType\.FULL_STATE_DICT"):
-        _trainer(tmp_path, VescaleCallback())
-    assert not _is_ours()
-
-
-@pytest.mark.usefixtures("sharded")
-def test_the_callback_works_from_making_to_the_end_of_each_training(tmp_path: Path) -> None:
-    seen: list[bool] = []
-
-    class Looks(VescaleCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append(_is_ours())
-
-    trainer = _trainer(tmp_path, Looks())
-    assert _is_ours()
-    trainer.train()
-    assert not _is_ours()
-    trainer.train()
-    assert not _is_ours()
-    assert seen == [True, True]
-
-
-@pytest.mark.usefixtures("sharded")
-def test_after_an_error_the_callback_ends_with_the_trainer_or_its_context(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, VescaleCallback(), fails=True)
-    with pytest.raises(KeyError):
-        trainer.train()
-    assert _is_ours()
-    del trainer
-    gc.collect()
-    assert not _is_ours()
-    with pytest.raises(KeyError), VescaleCallback() as callback:
-        _trainer(tmp_path, callback, fails=True).train()
-    assert not _is_ours()
-
-
-def test_an_untested_version_is_warned_about_and_a_missing_hook_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with steps.installed_version("6.0"), pytest.warns(UserWarning, match=r"transformers 5\.22 .*6\.0 is installed"):
-        VescaleCallback()
-    monkeypatch.delattr("accelerate.state.AcceleratorState")
-    with pytest.raises(vescale_ckpt.CheckpointError, match=r"accelerate .* has no accelerate\.state\.AcceleratorState"):
-        VescaleCallback().on_train_begin(None, None, None)
 
 
 def _checkpoint(path: Path, step: int) -> Path:

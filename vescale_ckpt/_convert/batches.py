@@ -43,32 +43,19 @@ class Piece:
         return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
 
 
-@dataclass(frozen=True)
-class HeadBytes:
-    """Bytes of a file before its tensors."""
-
-    file_offset: int
-    bytes: int
-
-    stored_bytes = 0
-
-
-Segment = Piece | HeadBytes
-
-
 @dataclass
 class PlacedSegment:
-    """A segment in the memory of its batch."""
+    """A piece in the memory of its batch."""
 
-    segment: Segment
+    segment: Piece
     at: int  #: in the buffer
-    target: torch.Tensor  #: it has the output's dtype; for a head that of bytes
+    target: torch.Tensor  #: it has the output's dtype
     stored: torch.Tensor  #: it has the stored dtype; `target` itself if nothing is converted
 
 
 @dataclass
 class Batch:
-    """Some segments in one buffer. Segments with a file offset have the same distances in the buffer as in the file."""
+    """Some pieces in one buffer. Pieces with a file offset have the same distances in the buffer as in the file."""
 
     buffer: torch.Tensor
     file_offset: int = 0  #: where the buffer's first byte lies, a multiple of PAGE
@@ -80,7 +67,7 @@ class File(Protocol):
     """Receives the batches, in order."""
 
     def prepare(self, batch: Batch) -> None:
-        """Computes checksums and fills in the head. The batch's tensors are already converted."""
+        """Computes checksums. The batch's tensors are already converted."""
 
     def write(self, batch: Batch) -> None: ...
 
@@ -115,17 +102,13 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(segments: Iterable[Segment], view: View, file: File, buffers: Buffers) -> None:
-    """Moves all segments from the view to the file. Raises their errors, after reading and writing have stopped."""
+def transfer(segments: Iterable[Piece], view: View, file: File, buffers: Buffers) -> None:
+    """Moves all pieces from the view to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:
         for batch in _batches(segments, buffers):
             view.read(
-                [
-                    Read(placed.segment.output.name, placed.segment.offsets, placed.stored)
-                    for placed in batch.segments
-                    if isinstance(placed.segment, Piece)
-                ]
+                [Read(placed.segment.output.name, placed.segment.offsets, placed.stored) for placed in batch.segments]
             )
             yield batch
 
@@ -146,10 +129,10 @@ def transfer(segments: Iterable[Segment], view: View, file: File, buffers: Buffe
         pass
 
 
-def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
-    """Collects segments into batches. The last batch is marked; without segments it is empty."""
+def _batches(segments: Iterable[Piece], buffers: Buffers) -> Iterator[Batch]:
+    """Collects pieces into batches. The last batch is marked; without pieces it is empty."""
     batch: Batch | None = None
-    end = 0  # end in the buffer of the segments placed so far
+    end = 0  # end in the buffer of the pieces placed so far
     beside = 0  # bytes at the buffer's end that hold stored dtypes
     for segment in segments:
         if batch is not None:
@@ -166,7 +149,7 @@ def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
     yield batch
 
 
-def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
+def _offset_behind(segment: Piece, end: int, batch: Batch) -> int:
     if segment.file_offset >= 0:
         return segment.file_offset - batch.file_offset
     if segment.bytes >= _LARGE:
@@ -174,13 +157,8 @@ def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _add(batch: Batch, segment: Segment, at: int, beside: int) -> tuple[int, int]:
-    """Places a segment. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
-    if isinstance(segment, HeadBytes):
-        end = at + segment.bytes
-        target = batch.buffer[at:end]
-        batch.segments.append(PlacedSegment(segment, at, target, target))
-        return end, beside
+def _add(batch: Batch, segment: Piece, at: int, beside: int) -> tuple[int, int]:
+    """Places a piece. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
     target = stored = _view(batch.buffer, at, segment.sizes, segment.output.dtype)
     if segment.output.converts:
         begin = (len(batch.buffer) - beside - segment.stored_bytes) // _ALIGNMENT * _ALIGNMENT

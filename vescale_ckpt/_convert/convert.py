@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -20,14 +19,15 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import Format
 from .._engine.engine_errors import of_system
 from .._ranks.exchange import Exchange, calling
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._state.key_selection import Rename
+from .._storage.open_storage import checkpoint_path
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
 from . import formats
 from .batches import Buffers
 from .dcp_files import DcpRankFiles, pieces_of_rank
-from .plan import DTypes, Plan, RenameRules, Stack, plan
+from .plan import DTypes, Plan, Stack, plan
 from .streamed_file import Files, write_file
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     format: Format,
-    rename: RenameRules | None = None,
+    rename: Rename | None = None,
     keys: str | Iterable[str] | None = None,
     dtype: DTypes | None = None,
     max_shard_size: int | str = "5GB",
@@ -76,8 +76,8 @@ def convert(
         dst: for "dcp", a directory. For "safetensors", a file if the name ends in `.safetensors`, otherwise a folder of
             shards with `model.safetensors.index.json`. For "torch", a file.
         format: "dcp", "safetensors" or "torch".
-        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match applies
-            (`{"model": ""}`); or pairs of a regular expression and its replacement, applied one after another.
+        rename: new names: a function, or a mapping of names or of prefixes up to a dot, of which the longest match
+            applies (`{"model": ""}`).
         keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. An entry that
             starts with `!` excludes (`"!optimizer"`).
         dtype: the dtype for floating-point tensors; or a mapping of (new) names or patterns to dtypes. Rounds to
@@ -247,22 +247,12 @@ class _Conversion:
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = formats.rank_of_each(files.files, self._exchange.size)
 
-        written = []
-
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
                 if rank == self._exchange.rank:
                     write_file(file, directory, self.made.view, self._buffers)
-                    written.append(file.name)
 
-        try:
-            self._together(write, "write")
-        except BaseException:
-            if not storage_at(directory).renames:  # there is no pending folder that would be removed
-                for name in filter(None, written):
-                    with contextlib.suppress(OSError):
-                        storage_at(directory).remove(name)
-            raise
+        self._together(write, "write")
         if files.finish is not None:
             finish = files.finish
             self._together(lambda: finish(directory) if self._exchange.is_coordinator else None, "finish")

@@ -1,4 +1,4 @@
-"""Copies one checkpoint of any format file by file, verified, for `vescale-ckpt copy` and the uploads of a manager.
+"""Copies one folder of any format file by file, verified, for `vescale-ckpt copy` and the uploads of a manager.
 
 What is read gets a CRC-32 on the way, and what was written is read back. A copy that was killed leaves what it has
 made, and the next one does not send a file again that is there with the size and the checksum of the source's.
@@ -34,7 +34,7 @@ from .._storage.open_storage import (
     stat_of,
     storage_at,
 )
-from .._storage.pending import PendingFile, PendingFolder
+from .._storage.pending import PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..settings import checked_flag, checked_path
 from .transfer import CopyReport, Made, Transfer
@@ -49,11 +49,11 @@ def copy(
 ) -> CopyReport:
     """Copies the checkpoint `src` to `dst`, atomically and durably. Runs in this process alone.
 
-    From a folder, it copies the files of the checkpoint and other files beside them, such as a model's configuration.
-    Subfolders and files left by dead saves are not copied. If it raises, `dst` is unchanged.
+    Copies the files of the checkpoint and other files beside them, such as a model's configuration, but no subfolders
+    and files left by dead saves. If it raises, `dst` is unchanged.
 
     Args:
-        src: a checkpoint's directory or file.
+        src: a checkpoint's directory.
         dst: where to copy it.
         overwrite: whether an existing `dst` may be replaced.
         progress: called with the bytes copied or verified so far, and in total.
@@ -70,37 +70,13 @@ def copy(
     path = path.rstrip("/") or path
     report = CopyReport(path)
     with named_system_errors(path):
-        if is_folder(source):
-            with storage_at(source).share(metadata_name(None)):
-                FolderCopy(source, path, overwrite, report, progress).run()
-        else:
-            _copy_file(source, path, overwrite, report, progress)
+        if not is_folder(source):
+            with closing(open_checkpoint(source)):
+                raise CheckpointError(f"{source} is one file: copy it with cp, and verify the copy", path=source)
+        with storage_at(source).share(metadata_name(None)):
+            FolderCopy(source, path, overwrite, report, progress).run()
     report.seconds = time.perf_counter() - began
     return report
-
-
-def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
-    with closing(open_checkpoint(source)):
-        pass  # it is a checkpoint
-    _check_file_destination(source, path, overwrite)
-    transfer = Transfer(2 * stat_of(source).size, progress)
-    storage_at(os.path.dirname(path)).make()
-    with PendingFile(path) as pending:
-        made = transfer.copy(source, "", pending.directory, pending.create)
-        _compare(source, pending.paths[0], [made], transfer, report)
-        _check_file_destination(source, path, overwrite)
-        pending.commit()
-    report.files, report.bytes = 1, made.length
-
-
-def _check_file_destination(source: str, path: str, overwrite: bool) -> None:
-    if not os.path.lexists(path):
-        return
-    _check_not_same(source, path)
-    if not is_file(path):
-        raise CheckpointError(f"{path} is no file, where one would be written", path=path)
-    if not overwrite:
-        raise _exists(path)
 
 
 class FolderCopy:
@@ -292,8 +268,8 @@ def _compare(
     transfer: Transfer,
     report: CopyReport,
 ) -> None:
-    """Reads back what was written to `made`. Raises `CorruptCheckpointError` if it is damaged, with the place in the
-    source if that is damaged too."""
+    """Reads back what was written to the folder `made`. Raises `CorruptCheckpointError` if it is damaged, with the
+    place in the source if that is damaged too."""
     found = verify_checkpoint(made, False, _progress_of(transfer), must_exist=True)
     if found.unreadable or found.refused:
         first = (found.unreadable or found.refused)[0]
@@ -308,7 +284,7 @@ def _compare(
     covered = found.files and not (found.unverified_bytes or found.harmless)  # all data, by the checkpoint's checksums
     for file in files:
         if not (covered and holds_data(file.name)):
-            _read_back(os.path.join(made, file.name) if file.name else made, file, transfer)
+            _read_back(os.path.join(made, file.name), file, transfer)
 
 
 def _progress_of(transfer: Transfer) -> Progress:

@@ -120,7 +120,7 @@ class _Written:
 
     def write(self, batch: Batch) -> None:
         segments = batch.segments
-        names = [placed.segment.output.name for placed in segments if isinstance(placed.segment, Piece)]
+        names = [placed.segment.output.name for placed in segments]
         if segments:
             table = write_table([placed.target for placed in segments])
             rows = range(self._rows, self._rows + len(segments))

@@ -10,7 +10,6 @@ from typing import IO, Any
 import torch
 
 from .._checkpoint.recognize import Format
-from .._checkpoint.safetensors.model_names import holds_export
 from .._checkpoint.view import View
 from .._state.flatten import nest
 from .._state.structure import Structure
@@ -36,10 +35,12 @@ def is_folder(path: str, format: Format) -> bool:
 
 def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
     """Raises `CheckpointError` if the destination must not be replaced. With `overwrite` a file may be replaced by a
-    file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files. In an object
-    store, a folder of safetensors files is not replaced."""
-    where = storage_at(path)
-    if not _is_there(path):
+    file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files."""
+    if not storage_at(path).renames:
+        raise CheckpointError(
+            f"{path} is in an object store: convert to a disk, and copy that there (vescale-ckpt copy)", path=path
+        )
+    if not os.path.lexists(path.rstrip("/") or path):
         return
     is_there = is_directory(path)
     if _same(source, path):
@@ -50,11 +51,6 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
     names = storage_at(path).names() if is_there else [""]
     if names and not overwrite:
         raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
-    if is_there and not where.renames and format == "safetensors" and holds_export(path):
-        raise CheckpointError(
-            f"{path} holds a model, which cannot be replaced in one step in an object store: convert to another folder",
-            path=path,
-        )
     is_model = is_there and format == "safetensors"
     others = sorted(name for name in names if is_model and not _OF_SAFETENSORS.fullmatch(name))
     if others:
@@ -62,14 +58,8 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
 
 
 def goes_into_place(path: str, format: Format) -> bool:
-    """Whether files are written where they stay: into an existing directory of DCP's, as a save does, and in object
-    stores, where the last file makes the others a checkpoint."""
-    return not storage_at(path).renames or (format == "dcp" and is_directory(path) and bool(storage_at(path).names()))
-
-
-def _is_there(path: str) -> bool:
-    directory, name = os.path.split(path.rstrip("/") or path)
-    return storage_at(directory).has(name) or is_directory(path)
+    """Whether files are written where they stay: into an existing directory of DCP's, as a save does."""
+    return format == "dcp" and is_directory(path) and bool(storage_at(path).names())
 
 
 def _same(source: str, path: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,12 +18,10 @@ from .._checkpoint.view import View
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._state.structure import Path
 
-#: The same as for `load`, or pairs of a regular expression and its replacement.
-RenameRules = Rename | Sequence[tuple[str, str]]
 DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
 
 _SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch has no conversion of this dtype
+_PACKED = torch.float4_e2m1fn_x2  # two values in a byte: torch has no conversion of this dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +55,14 @@ class Plan:
 def plan(
     source: Checkpoint,
     keys: str | Iterable[str] | None,
-    rename: RenameRules | None,
+    rename: Rename | None,
     stack: Stack | None,
     dtype: DTypes | None,
 ) -> Plan:
     """Makes the plan. Raises `MissingKeysError` for `keys` that select nothing, ValueError for options that contradict
     themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
-    of_dtype, new_name = casting(dtype), renaming_by_rules(rename)
+    of_dtype, new_name = casting(dtype), rename_function(rename)
 
     def choose(stored: Sequence[str]) -> dict[str, str]:
         selection.check(stored)
@@ -113,33 +110,6 @@ def fitting(content: bytes, planned: Plan) -> bytes:
     """Returns a model's `config.json` as it fits the weights that a plan writes. Raises ValueError if it is no JSON."""
     kinds = {output.name: str(output.dtype).removeprefix("torch.") for output in planned.outputs}
     return config_for(content, kinds)
-
-
-# --- New names
-
-
-def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
-    """The function from a key of the source to its new name. Rules apply one after another, each to the result of the
-    one before, with `re.sub`. Raises ValueError for an invalid rule."""
-    if rename is None or callable(rename) or hasattr(rename, "keys"):
-        return rename_function(rename)  # type: ignore[arg-type]
-    if isinstance(rename, str) or not isinstance(rename, Iterable):
-        kind = type(rename).__name__
-        raise ValueError(f"rename: expected a function, a mapping of names, pairs of texts or None, got {kind}")
-    rules = []
-    for rule in rename:
-        try:
-            pattern, replacement = rule
-            rules.append((re.compile(pattern), replacement))
-        except (TypeError, ValueError, re.error) as error:
-            raise ValueError(f"rename: {rule!r} is no pair of a regular expression and a text: {error}") from None
-
-    def of(key: str) -> str:
-        for pattern, replacement in rules:
-            key = pattern.sub(replacement, key)
-        return key
-
-    return of
 
 
 # --- Other dtypes

@@ -13,8 +13,7 @@ from .._engine.dtype_codes import DTYPE_CODES, SAFETENSORS_DTYPES
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
-from ..errors import CheckpointError
-from .batches import PAGE, Batch, Buffers, HeadBytes, Piece, Segment, memory_of, pieces_of, transfer
+from .batches import PAGE, Batch, Buffers, Piece, memory_of, pieces_of, transfer
 from .plan import Output
 from .streamed_file import Create, Files, OutputFile, Write, begin
 
@@ -55,11 +54,9 @@ class _Layout:
             self._of = piece.output
             at += count
 
-    def segments(self, most_bytes: int) -> Iterator[Segment]:
-        """The head and all tensors, which follow each other without gaps."""
+    def segments(self, most_bytes: int) -> Iterator[Piece]:
+        """All tensors, which follow each other without gaps."""
         at = self._layout.data_begin
-        for start in range(0, at, most_bytes):
-            yield HeadBytes(start, min(most_bytes, at - start))
         for output in self._ordered:
             yield from pieces_of(output, most_bytes, at)
             at += output.bytes
@@ -70,51 +67,32 @@ class _Layout:
 
 
 def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
-    """The content of one file, in bounded memory. An object is sent in order, and its head holds checksums of the
-    tensors: these are read twice."""
+    """The content of one file, in bounded memory."""
 
     def write(directory: str, create: Create, view: View, buffers: Buffers) -> None:
-        head = b""
-        if not storage_at(directory).renames:
-            summed, written = _Layout(outputs, ties), buffers.written
-            buffers.written = None
-            transfer(summed.segments(buffers.most_bytes), view, _Pages(summed, None, b""), buffers)
-            buffers.written, head = written, summed.head()
         layout = _Layout(outputs, ties)
         with named_errors(str, directory, layout.length):
             writer = begin(directory, create, layout.length)
-            transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer, head), buffers)
-            if head and head != layout.head():
-                raise CheckpointError(f"what becomes {directory} has changed while it was converted", path=directory)
-            writer.finish_bytes(b"" if head else layout.head(), sync=True)
+            transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer), buffers)
+            writer.finish_bytes(layout.head(), sync=True)
 
     return write
 
 
 class _Pages:
-    """Takes the checksums of batches, and writes them in whole pages: the rest of a batch with the next one.
+    """Takes the checksums of batches, and writes them in whole pages: the rest of a batch with the next one. The head
+    is written over the end of its last page, which the first batch writes, too."""
 
-    `writer`: None: nothing is written. `head`: empty: zeros, over which the head is written at the end.
-    """
-
-    def __init__(self, layout: _Layout, writer: _C.FileWriter | None, head: bytes) -> None:
+    def __init__(self, layout: _Layout, writer: _C.FileWriter) -> None:
         self._layout = layout
         self._writer = writer
-        self._head = head
         self._rest = b""  # bytes after the last whole page
 
     def prepare(self, batch: Batch) -> None:
         for placed in batch.segments:
-            segment = placed.segment
-            if isinstance(segment, Piece):
-                self._layout.add_checksum(segment, placed.target.data_ptr())
-            else:
-                content = self._head[segment.file_offset : segment.file_offset + segment.bytes]
-                memory_of(placed.target)[:] = content.ljust(segment.bytes, b"\0")
+            self._layout.add_checksum(placed.segment, placed.target.data_ptr())
 
     def write(self, batch: Batch) -> None:
-        if self._writer is None:
-            return
         image = memory_of(batch.buffer)
         image[: len(self._rest)] = self._rest
         last = batch.segments[-1] if batch.segments else None
@@ -146,7 +124,6 @@ def safetensors_files(outputs: Sequence[Output], ties: Mapping[str, str], in_fol
 
     def write_index(directory: str) -> None:
         with named_errors(str, directory, len(text)):
-            # In an object store it is the commit: shards without an index are no model.
             storage_at(directory).commit(INDEX_NAME, text.encode(), overwrite=False)
 
     return Files(files, write_index)

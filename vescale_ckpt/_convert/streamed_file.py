@@ -23,7 +23,7 @@ from .plan import Output
 
 #: Calls the function that it gets with the path of a file to create.
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
-#: Writes the content of a file into a folder or store, and syncs it.
+#: Writes the content of a file into a folder, and syncs it.
 Write = Callable[[str, Create, View, Buffers], None]
 
 _LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
@@ -53,11 +53,8 @@ class Files:
 
 def write_file(file: OutputFile, path: str, view: View, buffers: Buffers) -> None:
     """Writes a file into the folder `path`: its content is durable, its directory entry is not yet. A file without a
-    name appears as `path` when it is complete and durable, or not at all, as every file in an object store does."""
-    if not storage_at(path).renames:
-        url = os.path.join(path, file.name) if file.name else path
-        file.write(url, lambda make: make(url), view, buffers)
-    elif file.name:
+    name appears as `path` when it is complete and durable, or not at all."""
+    if file.name:
         file.write(path, lambda make: make(os.path.join(path, file.name)), view, buffers)
     else:
         with PendingFile(path) as pending:

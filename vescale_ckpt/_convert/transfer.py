@@ -37,7 +37,7 @@ class CopyReport:
 class Made(NamedTuple):
     """A file of a copy."""
 
-    name: str  #: in the folder of the copy; empty if the copy is one file
+    name: str  #: in the folder of the copy
     length: int
     crc: int | None  #: CRC-32 of what was read; None if it was not
 

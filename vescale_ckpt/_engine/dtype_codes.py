@@ -14,10 +14,8 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
-#: dtypes that both safetensors files and this torch have, by their names in torch
-SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
-}
+#: dtypes that both safetensors files and torch have, by their names in torch
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _C.safetensors_dtypes()}
 
 
 def dtype_code(dtype: torch.dtype, key: str) -> int:

@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """Runs the commands of `vescale-ckpt` (or `python -m vescale_ckpt`)."""
 
 from __future__ import annotations
@@ -17,18 +16,11 @@ from .commands import COMMANDS, Command
 from .output import FINE, FOUND, UNUSABLE, clean
 
 _PROGRAM = "vescale-ckpt"
-_COMPLETION = f'eval "$(register-python-argcomplete {_PROGRAM})"'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status."""
     parser = _parser()
-    try:
-        import argcomplete
-    except ImportError:
-        pass
-    else:
-        argcomplete.autocomplete(parser)  # ends the process where a shell asks for words
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if not given:
@@ -51,12 +43,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 fine, 1 damage or a difference, 2 unusable, 3 nothing that could be verified.",
     )
     parser.add_argument("--version", action="version", version=VERSION, help="print the version")
-    parser.add_argument(
-        "--install-completion",
-        action="version",
-        version=_COMPLETION,
-        help="print the line for ~/.bashrc or ~/.zshrc that completes commands and options (needs vescale_ckpt[cli])",
-    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:
         below = commands.add_parser(

@@ -18,10 +18,8 @@ def check_given(options: Namespace) -> None:
     """Raises ValueError, FileNotFoundError and MissingKeysError, as the command would. What needs requests to an object
     store is left to the command."""
     given = {name: value for name, value in vars(options).items() if value}
-    for name in {"rename", "rename_pattern", "stack"} & given.keys():
+    for name in {"rename", "stack"} & given.keys():
         output.pairs(f"--{name.replace('_', '-')}", given[name])
-    if "rename" in given and "rename_pattern" in given:
-        raise ValueError("--rename and --rename-pattern exclude each other")
     if hasattr(options, "format") and "dst" in given and "format" not in given and format_of(options.dst) is None:
         raise ValueError(f"{options.dst}: expected --format, as the name says none")
     for folder in _local([*given.get("directories", ()), given.get("directory")]):

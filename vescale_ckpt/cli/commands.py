@@ -70,7 +70,6 @@ COMMANDS = (
             _KEYS,
             value("--depth", "levels of the tree to show; 0: every key", type=int, default=2, metavar="N"),
             _ALL,
-            flag("--ranks", "show what each rank has written"),
         ),
         "Reads DCP checkpoints (of this package and of stock DCP), safetensors and files of torch.save. Runs no code "
         "of the checkpoint. Shows the values of numbers, strings and short lists (in a DCP checkpoint, of the first "
@@ -197,7 +196,7 @@ COMMANDS = (
         "copy a checkpoint, with verification, resumable after a kill",
         "write_copies:copy",
         (
-            value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
+            value("src", "the directory of a checkpoint of any format", metavar="SRC"),
             value("dst", "the path of the copy", metavar="DST"),
             flag("--overwrite", "replace an existing checkpoint"),
             _QUIET,
@@ -227,12 +226,6 @@ COMMANDS = (
             ),
             _KEYS,
             _RENAME,
-            value(
-                "--rename-pattern",
-                "a regular expression and its replacement, applied in order",
-                metavar="REGEX=NEW",
-                action="append",
-            ),
             _DTYPE,
             value(
                 "--stack",

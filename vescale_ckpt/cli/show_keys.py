@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
@@ -14,7 +12,6 @@ from ..reports import CheckpointInfo, StoredObject
 from . import output
 from .output import FINE, clean
 
-_RANK = re.compile(r"__(\d+)_")  # begins the names of data files
 _IN_A_PICKLE = "in the pickle of the file"  # torch.save stores objects together
 _MOST_OF_A_VALUE = 80  # characters
 _MOST_CHILDREN = 40  # a level shows so many; of more the first ones and the last
@@ -47,11 +44,8 @@ def inspect(options: Namespace) -> int:
         ]
     )
     print()
-    if options.ranks:
-        _print_ranks(info)
-    else:
-        for line in tree(info, options.depth, math.inf if options.all else _MOST_CHILDREN):
-            print(line)
+    for line in tree(info, options.depth, math.inf if options.all else _MOST_CHILDREN):
+        print(line)
     return FINE
 
 
@@ -61,29 +55,6 @@ def _saved(info: CheckpointInfo) -> str:
         return "not recorded"
     ranks = f"{by.ranks:,} rank{'s' * (by.ranks != 1)}"
     return f"{by.time}, by {ranks}, with vescale_ckpt {by.vescale_ckpt} and torch {by.torch}"
-
-
-def _print_ranks(info: CheckpointInfo) -> None:
-    tensors: Counter[str] = Counter()
-    held: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for name, length in info.files.items():
-        rank = _writer_of(name)
-        files[rank] += 1
-        held[rank] += max(0, length)
-    for tensor in info.tensors.values():
-        tensors.update(_writer_of(chunk.file) for chunk in tensor.chunks)
-    rows = [
-        (rank, f"{files[rank]:,}", f"{tensors[rank]:,}", size(held[rank]))
-        for rank in sorted(files, key=lambda rank: (not rank.isdecimal(), int(rank) if rank.isdecimal() else 0, rank))
-    ]
-    columns = ("rank" if all(row[0].isdecimal() for row in rows) else "file", "files", "chunks", "bytes")
-    output.print_table(columns, rows, right=columns)
-
-
-def _writer_of(file: str) -> str:
-    match = _RANK.match(file.rpartition("/")[2])
-    return match[1] if match else file
 
 
 @dataclass
@@ -149,48 +120,23 @@ def _add(root: _Node, key: str, leaf: str, tensors: int, count: int, value: str 
 
 
 def _lines(node: _Node, depth: int, indent: str, most: float) -> Iterable[str]:
-    groups = list(_alike(node))
-    hidden = len(groups) - most
+    hidden = len(node.children) - most
     half = most // 2
-    for number, names in enumerate(groups):
-        if hidden > 0 and half <= number < len(groups) - half:
+    for number, (name, below) in enumerate(node.children.items()):
+        if hidden > 0 and half <= number < len(node.children) - half:
             if number == half:
                 yield f"{indent}… and {hidden:,} more (--all)"
             continue
-        label, below = clean(names[0]), node.children[names[0]]
-        if len(names) > 1:
-            label += f" to {clean(names[-1])}"
+        label = clean(name)
         while len(below.children) == 1 and not below.leaf:  # a level with one name below it takes no line of its own
             (only, below), *_ = below.children.items()
             label += "." + clean(only)
         amount = [size(below.bytes)] if below.bytes or below.tensors else []
-        each = f" each, {len(names):,} times" if len(names) > 1 else ""
         if not below.children:
-            value = clean(below.value) if len(names) == 1 else ""
-            yield f"{indent}{label}  {below.leaf}{value}  {(amount or [_IN_A_PICKLE])[0]}{each}"
+            yield f"{indent}{label}  {below.leaf}{clean(below.value)}  {(amount or [_IN_A_PICKLE])[0]}"
             continue
         counts = [f"{below.tensors:,} tensors"] if below.tensors else []
         counts += [f"{below.objects:,} objects"] if below.objects else []
-        yield f"{indent}{label}.  {', '.join(counts)}, {size(below.bytes)}{each}"
+        yield f"{indent}{label}.  {', '.join(counts)}, {size(below.bytes)}"
         if depth > 1:
             yield from _lines(below, depth - 1, indent + "  ", most)
-
-
-def _alike(node: _Node) -> Iterable[list[str]]:
-    """The names of children: numbers that follow each other and hold the same are together, as layers are."""
-    group: list[str] = []
-    for name, child in node.children.items():
-        follows = bool(group) and name.isdecimal() and group[-1].isdecimal() and int(name) == int(group[-1]) + 1
-        if follows and _form(child) == _form(node.children[group[0]]):
-            group.append(name)
-            continue
-        if group:
-            yield group
-        group = [name]
-    if group:
-        yield group
-
-
-def _form(node: _Node) -> tuple[object, ...]:
-    """What must be equal for two levels to be alike."""
-    return node.leaf, node.bytes, tuple((name, _form(child)) for name, child in node.children.items())

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from .._checkpoint.recognize import Format, format_of
 from .._convert.convert import Objects, convert_by_plan
 from .._convert.copy import copy as copy_checkpoint
-from .._convert.plan import Plan, RenameRules, Stack, fitting, plan
+from .._convert.plan import Plan, Stack, fitting, plan
 from .._observe.amounts import size
+from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import MissingKeysError
 from . import output
@@ -31,11 +32,7 @@ def convert(options: Namespace) -> int:
     """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
     assert format is not None
-    rename = (
-        dict(output.pairs("--rename", options.rename))
-        or output.pairs("--rename-pattern", options.rename_pattern)
-        or None
-    )
+    rename = dict(output.pairs("--rename", options.rename)) or None
     rules = output.pairs("--stack", options.stack)
     stack = {tuple(old.split(",")) if "," in old else old: new for old, new in rules} or None
     return _convert(options, format, options.keys, rename, stack, options.on_objects, "convert")
@@ -95,7 +92,7 @@ def _convert(
     options: Namespace,
     format: Format,
     keys: list[str] | None,
-    rename: RenameRules | None,
+    rename: Rename | None,
     stack: Stack | None,
     on_objects: Objects,
     schema: str,

@@ -31,7 +31,6 @@ class Saves:
 
     def __init__(self, async_checkpoint: bool) -> None:
         self.async_checkpoint = checked_flag("async_checkpoint", async_checkpoint)
-        self.last: SaveHandle | None = None  #: the last save that has begun
         self._running: SaveHandle | None = None  # its error has not been raised
         self._in_use: list[str] = []  # folders to remove, which another process was reading
         self._waits_at_exit = False
@@ -53,7 +52,7 @@ class Saves:
         if extra_files is not None and os.path.isfile(path):
             replaced = f"{path}.replaced"
             os.replace(path, replaced)
-        self.last = self._running = save(
+        self._running = save(
             path,
             state,
             async_checkpoint=self.async_checkpoint,

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from .. import SaveHandle, inspect, settings, verify
+from .. import inspect, settings, verify
 from .._checkpoint.recognize import committed_at
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
@@ -172,7 +172,6 @@ class _Strategy(_Host):
         broadcast_checkpoint: as `vescale_ckpt.load` takes it.
         weights_only: as `torch.load` takes it, where Lightning gives None. (The Trainer of Lightning 2.6 gives None to
             strategies that load after their setup, whatever its own argument is.)
-        in_folders: whether this package saves; if not, Lightning does.
 
     All other arguments are those of Lightning's strategy.
     """
@@ -183,20 +182,15 @@ class _Strategy(_Host):
         async_checkpoint: bool = False,
         broadcast_checkpoint: Broadcast = "auto",
         weights_only: bool | None = None,
-        in_folders: bool = True,
         **options: Any,
     ) -> None:
+        if options.get("save_distributed_checkpoint") is False or options.get("state_dict_type") == "full":
+            raise ValueError(f"{type(self).__name__} saves folders: Lightning's own strategy saves one file")
         super().__init__(*args, **options)
         self._saves = Saves(async_checkpoint)
         self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self._weights_only = weights_only
-        self._in_folders = in_folders
         self._loaded_folder = False
-
-    @property
-    def last_save(self) -> SaveHandle | None:
-        """The handle of the last save that has begun."""
-        return self._saves.last
 
     def wait_for_save(self) -> None:
         """Waits until the last checkpoint is durable. Raises the error of its save. All ranks call it together."""
@@ -234,15 +228,9 @@ class _Strategy(_Host):
         return _unpickled(path, files, weights_only), report.missing
 
 
-class _OfModelParallel(_Host):
-    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        is_sharded = save_distributed_checkpoint
-        super().__init__(*args, save_distributed_checkpoint=is_sharded, in_folders=is_sharded, **options)
-
-
 class _OfFSDP(_Host):
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
-        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
+        super().__init__(*args, state_dict_type=state_dict_type, **options)
 
 
 # --- Trainer
@@ -266,14 +254,10 @@ class _TrainerStrategy(_Strategy):
         return not self._loaded_folder and bool(super().lightning_restore_optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._in_folders:
-            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
         state: dict[str, Any] = saved_form({"": self._module})[""]
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if not self._in_folders:
-            return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
         if isinstance(optimizer, _LightningOptimizer):
             optimizer = optimizer.optimizer
         if hasattr(optimizer, "consolidate_state_dict"):
@@ -284,9 +268,6 @@ class _TrainerStrategy(_Strategy):
         return OptimizerState(optimizer, {self._model_key: self._module}).form()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self._in_folders:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
         state = {self._model_key: checkpoint["state_dict"]}
         state.update({f"optimizer_{i}": form for i, form in enumerate(checkpoint.get("optimizer_states", ()))})
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
@@ -336,16 +317,12 @@ class _TrainerStrategy(_Strategy):
             super().teardown()
 
 
-class ModelParallel(_OfModelParallel, _TrainerStrategy, _ModelParallel):
-    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package.
-
-    With `save_distributed_checkpoint=False` Lightning saves, into one file.
-    """
+class ModelParallel(_TrainerStrategy, _ModelParallel):
+    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package."""
 
 
 class FSDP(_OfFSDP, _TrainerStrategy, _FSDP):
-    """Lightning's `FSDPStrategy`, saving and loading through this package. With `state_dict_type="full"` Lightning
-    saves, into one file."""
+    """Lightning's `FSDPStrategy`, saving and loading through this package."""
 
     _model_key = "model"
 
@@ -370,9 +347,6 @@ class _FabricStrategy(_Strategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        if not self._in_folders:
-            super().save_checkpoint(path, state, storage_options, filter)
-            return
         parts = {key: value for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))}
         rest = {key: _form(value) for key, value in state.items() if key not in parts}
         if filter:
@@ -412,12 +386,12 @@ def _filtered(value: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
     return {name: part for name, part in value.items() if keeps(name, part)}
 
 
-class FabricModelParallel(_OfModelParallel, _FabricStrategy, _FabricModelParallel):
+class FabricModelParallel(_FabricStrategy, _FabricModelParallel):
     """Fabric's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package."""
 
 
 class FabricFSDP(_OfFSDP, _FabricStrategy, _FabricFSDP):
-    """Fabric's `FSDPStrategy`, saving and loading through this package, unless `state_dict_type="full"`."""
+    """Fabric's `FSDPStrategy`, saving and loading through this package."""
 
 
 class FabricDDP(_FabricStrategy, _FabricDDP):

@@ -33,21 +33,17 @@ class SaveStrategy(_TorchStrategy):
     Keys, planner and folder are Megatron's, so Megatron loads the checkpoint without any strategy of ours. Saves are
     synchronous.
 
-    Args:
-        options: those of Megatron's `TorchDistSaveShardedStrategy`, and `checksums`, `direct_io` and `sync_files` of
-            `StorageWriter`. `thread_count` is Megatron's number of files for each rank; here it has no effect.
+    Options are those of Megatron's `TorchDistSaveShardedStrategy`; its `thread_count` has no effect.
     """
 
     def __init__(self, backend: str = "torch_dist", version: int = 1, **options: Any) -> None:
-        of_writer = ("checksums", "direct_io", "sync_files")
-        self._storage = {name: options.pop(name) for name in of_writer if name in options}
         super().__init__(backend, version, **options)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
         state, _, _ = _flattened(sharded_state_dict, self.keep_only_main_replica)
         save(
             _for_dcp(state, False),
-            storage_writer=StorageWriter(checkpoint_dir, **self._storage),
+            storage_writer=StorageWriter(checkpoint_dir),
             planner=_Planner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
         )
 

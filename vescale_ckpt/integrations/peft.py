@@ -8,7 +8,6 @@ import os
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -72,7 +71,6 @@ def save_adapter(
     adapter_name: str = "default",
     *,
     save_embedding_layers: bool | Literal["auto"] = "auto",
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes an adapter as the folder that `PeftModel.from_pretrained(base, directory)` reads; all ranks call it.
 
@@ -80,7 +78,7 @@ def save_adapter(
     the base model, as PEFT writes it.
     """
     adapter = Adapter(model, adapter_name, save_embedding_layers=save_embedding_layers)
-    exchange = Exchange.of(process_group, None, purpose="pretrained")
+    exchange = Exchange.of(None, None, purpose="pretrained")
     tensors = {}
     for key, value in adapter.state_dict().items():
         value = value.detach()

@@ -40,8 +40,6 @@ def report(
     *,
     step: int,
     async_checkpoint: bool = True,
-    extra_files: Mapping[str, bytes] | None = None,
-    timeout: float | None = None,
 ) -> SaveHandle:
     """Saves `state` as `step-N` in the run's storage, and reports it to Ray with `metrics`. All workers call it.
 
@@ -49,7 +47,6 @@ def report(
         metrics: those of `ray.train.report`; Ray keeps those of rank 0.
         async_checkpoint: whether the call returns before the checkpoint is durable. Ray hears of the checkpoint when it
             is durable. If the save fails, Ray ends the training with its error.
-        extra_files, timeout: those of `vescale_ckpt.save`.
 
     Raises `CheckpointError` if the run's storage is no directory that all workers see, and no object store that this
     package knows. If Ray does not find there what was saved, the training ends with an error.
@@ -58,7 +55,7 @@ def report(
     name = f"step-{step}"
     path = os.path.join(storage.experiment_fs_path, name)
     url = _url(storage.storage_filesystem, path)
-    handle = api.save(url, state, async_checkpoint=async_checkpoint, extra_files=extra_files, timeout=timeout)
+    handle = api.save(url, state, async_checkpoint=async_checkpoint)
 
     def durable(checkpoint: Any, _: str) -> Any:
         handle.result()
@@ -81,7 +78,7 @@ def report(
     return handle
 
 
-def restore(state: dict[str, Any], *, weights_only: bool = True, timeout: float | None = None) -> int | None:
+def restore(state: dict[str, Any], *, weights_only: bool = True) -> int | None:
     """Loads the checkpoint that Ray names into `state`, and returns its step; None if there is none yet.
 
     That is the checkpoint reported last, or the one a run was given. All workers call it; their number may differ from
@@ -94,7 +91,7 @@ def restore(state: dict[str, Any], *, weights_only: bool = True, timeout: float 
     if found is None:
         raise CheckpointError(f"{checkpoint.path} was not reported by vescale_ckpt.integrations.ray.report")
     url = _url(checkpoint.filesystem, checkpoint.path)
-    api.load(url, state, weights_only=weights_only, timeout=timeout)
+    api.load(url, state, weights_only=weights_only)
     return int(found[1])
 
 

@@ -100,11 +100,6 @@ class VescaleCheckpointManager(_Manager):
         _dcp.filesystem = _FILES
         super().__init__(config, **options)
 
-    @property
-    def last_save(self) -> SaveHandle | None:
-        """The handle of the last save that has begun."""
-        return self._last_save
-
     @torch.no_grad()
     def dcp_save(
         self,

@@ -1,7 +1,7 @@
-"""`OneCommit` saves all of a transformers' Trainer as one checkpoint, written by all ranks; `VescaleCallback` sends the
-FSDP checkpoints of a Trainer as it is through this package.
+"""`OneCommit` saves all of a transformers' Trainer as one checkpoint, written by all ranks.
 
-Beside them `last_sound_checkpoint` finds where to resume, and `save_pretrained` writes a model for `from_pretrained`.
+Beside it `last_sound_checkpoint` finds where a Trainer as it is may resume, and `save_pretrained` writes a model for
+`from_pretrained`.
 """
 
 from __future__ import annotations
@@ -13,98 +13,25 @@ import os
 import re
 import tempfile
 import warnings
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from .. import CheckpointManager, PerRank, RandomState, Safetensors, SaveHandle, api, verify
 from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
-from ..settings import Broadcast
 from ._versions import check_version, hook
-from .dcp import Defaults, enable
 
-__all__ = ["OneCommit", "VescaleCallback", "last_sound_checkpoint", "save_pretrained"]
+__all__ = ["OneCommit", "last_sound_checkpoint", "save_pretrained"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-TESTED = ("5.22", "5.24")
 _LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
-_SHARDED = "SHARDED_STATE_DICT"
-
-
-class VescaleCallback(hook("transformers", "TrainerCallback")):
-    """A callback with which a Trainer's FSDP checkpoints are written and read by this package:
-    `Trainer(..., callbacks=[VescaleCallback()])`.
-
-    From the Trainer's making to the end of training it does what `dcp_defaults` does, because a Trainer calls no
-    callback before it resumes. If training ends in an error, this lasts until the Trainer is gone, until `close`, or
-    to the end of `with VescaleCallback() as callback:` around Trainer and training.
-
-    Needs `fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}`. Otherwise a Trainer writes with
-    `torch.save` and safetensors on one rank; then the callback warns and changes nothing: see `OneCommit`.
-
-    Args:
-        broadcast_checkpoint: for resuming: that of `StorageReader`.
-    """
-
-    def __init__(self, *, broadcast_checkpoint: Broadcast = False) -> None:
-        check_version("transformers", TESTED)
-        self.broadcast_checkpoint: Broadcast = broadcast_checkpoint
-        self._defaults: Defaults | None = None
-        self._finalizer: Any = None
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begin(warn=state.is_world_process_zero)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begin(warn=False)  # a Trainer may train again
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.close()
-
-    def _begin(self, warn: bool) -> None:
-        if self._defaults is not None:
-            return
-        plugin = _fsdp_plugin()
-        if plugin is not None and _SHARDED in str(plugin.state_dict_type):
-            self._defaults = enable(broadcast_checkpoint=self.broadcast_checkpoint)
-            self._finalizer = weakref.finalize(self, self._defaults.disable)
-        elif warn:
-            kind = "without FSDP" if plugin is None else f"with {plugin.state_dict_type}"
-            warnings.warn(
-                f"VescaleCallback changes nothing: {kind} a Trainer writes whole models on one rank, with torch.save. "
-                f"Give fsdp=True, fsdp_config={{'state_dict_type': '{_SHARDED}'}}, or derive the Trainer from "
-                "OneCommit, which needs no FSDP: class MyTrainer(OneCommit, Trainer)",
-                stacklevel=2,
-            )
-
-    def close(self) -> None:
-        """Gives DCP's own storage back to the process. May be called again."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._defaults = self._finalizer = None
-
-    def __enter__(self) -> VescaleCallback:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _fsdp_plugin() -> Any:
-    """The FSDP options of the Trainer that was made last; None without FSDP."""
-    return getattr(hook("accelerate.state", "AcceleratorState")(), "fsdp_plugin", None)
 
 
 class OneCommit:
@@ -130,7 +57,7 @@ class OneCommit:
         manager_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_version("transformers", TESTED)
+        check_version("transformers", ("5.22", "5.24"))
         for name in ("_save_checkpoint", "_init_training_state", "_load_from_checkpoint", "_load_scaler",
                      "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model", "_get_output_dir",
                      "_inner_training_loop", "_determine_best_metric"):  # fmt: skip
@@ -373,7 +300,6 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Saves a model of transformers for `from_pretrained`; all ranks call it together, each writes its shards.
 
@@ -387,7 +313,7 @@ def save_pretrained(
         if not isinstance(inner, nn.Module):
             raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
         model = inner
-    exchange = Exchange.of(process_group, None, purpose="pretrained")
+    exchange = Exchange.of(None, None, purpose="pretrained")
 
     def write_config() -> None:
         if exchange.is_coordinator:
@@ -400,6 +326,4 @@ def save_pretrained(
                 model.generation_config.save_pretrained(directory)
 
     exchange.together(write_config, f"writing config.json to {os.fspath(directory)}")
-    return api.save(
-        directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size), process_group=process_group
-    )
+    return api.save(directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size))
