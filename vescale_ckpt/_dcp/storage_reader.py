@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
@@ -20,7 +19,6 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.record_reader import ReadOptions
-from .._checkpoint.stacking import Stack, checked_rules
 from .._load.load_packed import load_packed
 from .._load.rank_load import RankLoad
 from .._load.source import Source
@@ -63,7 +61,6 @@ class StorageReader(DcpStorageReader):
         direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if that is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
-        stack: as for `vescale_ckpt.load`.
 
     Raises:
         CorruptCheckpointError: data is damaged.
@@ -81,7 +78,6 @@ class StorageReader(DcpStorageReader):
         weights_only: bool = True,
         direct_io: DirectIO = "auto",
         process_group: dist.ProcessGroup | None = None,
-        stack: Stack | None = None,
     ) -> None:
         super().__init__()
         options = ReadOptions(
@@ -90,13 +86,10 @@ class StorageReader(DcpStorageReader):
             checked_flag("weights_only", weights_only),
             direct_io,
         )
-        rules = None if stack is None else checked_rules(stack)
-        self._source = Source(os.fspath(checked_path("path", path)), options, rules)
+        self._source = Source(os.fspath(checked_path("path", path)), options)
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self.process_group = process_group
         self.last_stats: LoadStats | None = None
-        #: the id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`.
-        self.load_id = uuid.uuid4().hex
         self._checkpoint: LoadableCheckpoint | None = None  # the one that is read
         self._metadata_error: CheckpointError | None = None
 
@@ -125,10 +118,9 @@ class StorageReader(DcpStorageReader):
         """DCP calls it first, on each rank."""
         self._source.release()
         if checkpoint_id is not None:
-            self._source = Source(os.fspath(checkpoint_id), self._source.options, self._source.stack)
+            self._source = Source(os.fspath(checkpoint_id), self._source.options)
         self._checkpoint = None
         self._metadata_error = None
-        self.load_id = uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> str:
@@ -161,12 +153,10 @@ class StorageReader(DcpStorageReader):
         if type(self) is not StorageReader:  # a subclass may change the metadata that it gets
             found = found.without_index()
         self._checkpoint = found
-        load_id = self.load_id
         if found.index is None:
-            return _with_load_id(found.metadata, load_id)
+            return found.metadata
         # The function must not refer to the reader or the checkpoint: a reference cycle would keep files open.
-        read = found.read_metadata
-        metadata = LazyMetadata(build=lambda: _with_load_id(read(), load_id))
+        metadata = LazyMetadata(build=found.read_metadata)
         metadata.index = found.index
         return metadata
 
@@ -225,10 +215,3 @@ def _loaded(load: RankLoad, plan: LoadPlan, planner: LoadPlanner, broadcast: Bro
     if isinstance(planner, OurLoadPlanner) and (reads := planner.reads_of(plan)) is not None:
         return load_packed(load, reads, planner.state_dict, planner.put_object, broadcast)
     return ItemLoad(load, item_targets(planner)).run(plan.items, broadcast)
-
-
-def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:
-    if not isinstance(metadata.storage_meta, StorageMeta):
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = load_id
-    return metadata

@@ -24,7 +24,7 @@ from ..settings import Placement
 from . import replicas
 from .global_plan import NOT_KEPT, GlobalPlan, PlanAnswer, PlanRequest
 from .local_plan import LocalPlan
-from .plan_cache import MadeFor, PlanCache, describe_changes
+from .plan_cache import MadeFor, PlanCache
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Planner:
 
     def _kept_by_all(self, requests: Sequence[PlanRequest]) -> GlobalPlan | None:
         """The plan that all ranks have kept, each for its position. None if replicas differ now."""
-        if all(request.checked for request in requests) and sum(request.check for request in requests) % (1 << 64):
+        if sum(request.check for request in requests) % (1 << 64):
             return None
         named = {request.plan_id if request.position == rank else b"" for rank, request in enumerate(requests)}
         kept = self.cache.global_plans.get(named.pop()) if len(named) == 1 else None
@@ -150,16 +150,14 @@ class Planning:
         kept = self._cache.local_plan(self._made_for)
         if kept is None:
             return self.full_request(on_devices)
-        check, checked = replicas.replica_sum(self.state, kept.holders, on_devices)
-        return PlanRequest(kept.plan_id, kept.position, check=check, checked=checked)
+        check = replicas.replica_sum(self.state, kept.holders, on_devices)
+        return PlanRequest(kept.plan_id, kept.position, check=check)
 
     def full_request(self, on_devices: bool = True) -> PlanRequest:
         made_for = self._made_for
-        if (last := self._cache.last_inventory) is not None:
-            logger.info("planning again: %s", describe_changes(last, made_for.inventory))
         contents = [objects.dump(value, key, tells=False) for key, value in self.state.objects.items()]
         return PlanRequest(
-            inventory=_C.with_object_bytes(made_for.inventory, array("q", map(len, contents))),
+            inventory=made_for.inventory,
             paths=pack_paths(made_for.paths),
             structure=made_for.structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
