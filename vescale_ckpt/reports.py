@@ -67,8 +67,8 @@ class TransferStats:
     total_seconds: float = field(default=0.0, kw_only=True)  #: seconds from the call until all is durable, or loaded
     #: seconds until the call returned; for asynchronous saves, less than `total_seconds`
     blocked_seconds: float = field(default=0.0, kw_only=True)
-    #: seconds by phase: previous save, plan, snapshot, compare (with a base), write, sync, commit; metadata, plan,
-    #: read, hand over; wait (for other ranks)
+    #: seconds by phase: previous save, plan, snapshot, write, sync, commit; metadata, plan, read, hand over;
+    #: wait (for other ranks)
     phases: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     job: JobStats | None = field(default=None, kw_only=True)  #: None under DCP's own collectives
 

@@ -208,13 +208,6 @@ class Client:
             return known
         return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
 
-    def some_below(self) -> list[dict[str, Any]]:
-        """Returns the objects that one request lists: all, unless there are very many."""
-        if (known := self._known_below()) is not None:
-            return known
-        found = self._list(lambda: next(iter(obstore().list(self.store, self.key or None)), []))
-        return self._without_itself(found)
-
     def list_below(self, most: int) -> list[dict[str, Any]] | None:
         """Returns all objects below, and None if they are more. Asks the store, whatever looks know."""
 
@@ -304,11 +297,11 @@ class ObjectStore(Storage):
                 return _stat(client.head())
         except ObjectMissingError:
             # The answer to HEAD has no body. The answer to a list says whether the bucket is missing.
-            below = client.some_below()
+            below = client.all_below()
             if not below:
                 raise
         else:
-            below = client.some_below()
+            below = client.all_below()
         newest = max((found["last_modified"].timestamp() for found in below), default=0.0)
         identity = int.from_bytes(hashlib.sha256(client.url.encode()).digest()[:7], "big")
         return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
