@@ -54,7 +54,7 @@ def verify_checkpoint(
     where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
-    storage_at(where).drop_read_ahead()  # left by a load that failed
+    storage_at(where).forget_versions()  # left by a load that failed
     try:
         kind = recognize(where)
     except CheckpointError as error:
