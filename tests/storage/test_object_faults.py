@@ -210,22 +210,6 @@ def test_a_commit_that_arrives_late_is_whole(
     check_afterwards(bucket_url, object_server, True, 2, doubtful=True)
 
 
-def test_a_save_over_a_slow_link_ends_well(
-    impatient: pytest.MonkeyPatch, fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer
-) -> None:
-    """All parts at a time would not arrive before their requests are given up, however often they are tried. How fast
-    the link was in the save before does not matter."""
-    impatient.setattr(object_store, "_parts_at_a_time", {})
-    impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "8")  # 4 s a request
-    vescale_ckpt.save(bucket_url, {"w": torch.zeros(12 * MiB)})
-    fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=8 * MiB))
-    values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 6 s
-    assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
-    fault_proxy.clear()
-    impatient.undo()
-    assert vescale_ckpt.verify(bucket_url).ok and not unfinished_uploads(object_server, bucket_url)
-
-
 def test_a_store_without_conditional_requests_is_asked_first(
     fault_proxy: FaultProxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,11 +116,6 @@ def _patience() -> int:
     return seconds if most is None else min(seconds, most)
 
 
-def is_opened_here(root: str) -> bool:
-    """Whether `store_at` opens the store over a network, so that it was not registered."""
-    return root != "memory://" and root not in _registered
-
-
 def reconnect(root: str) -> None:
     """Makes the next user of a root open it again, and so connect again. Registered stores stay open: only the user can
     open them."""

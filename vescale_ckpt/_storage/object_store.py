@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -31,7 +30,6 @@ from .object_clients import (
     ObjectMissingError,
     ObjectStoreError,
     abort_dead_uploads,
-    is_opened_here,
     is_panic,
     limit_wait,
     named,
@@ -515,7 +513,17 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file, in one request if it has one part."""
-    sent, before = _Sent(client.root, window.part_bytes), None
+    before, length = None, 0  # the length is that of the whole file, once its last part was taken
+
+    def all_parts(ready: list[Any]) -> Iterator[Any]:
+        nonlocal length
+        total = 0
+        while (part := ready.pop() if ready else window.next()) is not None:
+            total += len(part)
+            yield part
+            del part  # the client alone holds it
+        length = total
+
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
             before = client.version()
@@ -526,14 +534,12 @@ def _send(client: Client, window: _C.PartWindow) -> None:
         else:
             ready = [second, first]
             del first, second  # nothing here holds a part that was sent
-            client.put_parts(sent.all_of(ready, window), window.part_bytes)
+            client.put_parts(all_parts(ready), window.part_bytes)
     except BaseException as error:
         # The answer to the last request may have been lost. An object that was not there before is this file.
-        _parts_at_a_time.pop(client.root, None)
-        _arrives.pop(client.root, None)
         with contextlib.suppress(OSError):
-            there = client.version() if sent.total else None
-            if there is not None and there != before and there[0] == sent.total:
+            there = client.version() if length else None
+            if there is not None and there != before and there[0] == length:
                 window.uploaded()
                 return
         window.fail(str(error), getattr(error, "errno", None) or errno.EIO)
@@ -541,62 +547,7 @@ def _send(client: Client, window: _C.PartWindow) -> None:
         window.uploaded()
 
 
-class _Sent:
-    """Limits how many parts of a file are sent at a time, so that each arrives before its request times out.
-
-    A part whose request times out is sent again from its start. So only as many parts are sent at a time as arrive
-    within a third of the timeout: one, until the time of a part is known. Then every part arrives, even on a slow link.
-    A file begins with as many as would arrive if the link had become `_MARGIN` times slower since the one before.
-    There is no limit for registered stores, whose timeouts are their own, and for stores in memory.
-
-    `total`: the bytes of the whole file, after its last part was taken; 0 before.
-    """
-
-    total = 0
-
-    def __init__(self, root: str, part_bytes: int) -> None:
-        self._root, self._part_bytes = root, part_bytes
-        self._changed = threading.Condition()  # its lock is re-entrant: a part may be freed within
-        self._on_their_way = 0
-        self._at_a_time = _parts_at_a_time.get(root, 1)
-        self._enough = settings.number("object_store_timeout") / 2 / 3  # a part should arrive within so many seconds
-        self._longest_wait = 2 * settings.number("object_store_timeout")
-        self._paces = is_opened_here(root)
-
-    def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
-        total = 0
-        while (part := ready.pop() if ready else window.next()) is not None:
-            total += len(part)
-            if self._paces:
-                self._begin(part)
-            yield part
-            del part  # it counts as sent when the client frees it
-        self.total = total
-
-    def _begin(self, part: Any) -> None:
-        with self._changed:
-            # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
-            self._paces = self._changed.wait_for(lambda: self._on_their_way < self._at_a_time, self._longest_wait)
-            self._on_their_way += 1
-            weakref.finalize(part, self._end, time.monotonic(), self._on_their_way).atexit = False
-
-    def _end(self, began: float, beside: int) -> None:
-        with self._changed:
-            seconds = max(1e-6, time.monotonic() - began)
-            beside = max(beside, self._on_their_way)  # the number of parts that shared the link
-            self._on_their_way -= 1
-            parts = int(self._enough * beside / seconds)
-            most = _parts_in_flight(self._root, self._part_bytes)
-            self._at_a_time = max(1, min(most, parts))
-            _parts_at_a_time[self._root] = max(1, min(most, parts // _MARGIN))
-            _arrives[self._root] = parts * self._part_bytes // _MARGIN
-            self._changed.notify_all()
-
-
 _writers: dict[str, int] = {}  # {root: ranks that write to it at a time}
-_MARGIN = 128  # a link may be so many times slower than the last part has shown
-_parts_at_a_time: dict[str, int] = {}  # {root: parts that then arrive within a third of a timeout, all at a time}
-_arrives: dict[str, int] = {}  # {root: bytes that do}
 _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
@@ -617,11 +568,8 @@ def _parts_in_flight(root: str, part_bytes: int) -> int:
 
 
 def _most_part_bytes(url: str) -> int:
-    """Returns how large the parts of a large file should be. They are small until one has shown how fast the store
-    takes them, because each must arrive in time."""
-    root = paths.split(url)[0]
-    most = min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(root))
-    return min(most, _arrives.get(root, 0)) if is_opened_here(root) else most
+    """Returns how large the parts of a large file should be."""
+    return min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(paths.split(url)[0]))
 
 
 _C.set_remote_store(_OpenObject, _upload, _most_part_bytes)
