@@ -34,7 +34,6 @@ Kind = Literal[
     "upload_part",
     "complete_upload",
     "abort_upload",
-    "list_uploads",
     "other",
 ]
 # What a rule does; `value` is seconds, or an offset in the body (None: its middle).
@@ -449,7 +448,7 @@ def _kind(method: str, query: dict[str, list[str]], key: str) -> Kind:
         found: dict[str, Kind] = {"PUT": "upload_part", "POST": "complete_upload", "DELETE": "abort_upload"}
         return found.get(method, "other")
     if "uploads" in query:
-        return "create_upload" if method == "POST" else "list_uploads"
+        return "create_upload" if method == "POST" else "other"
     if method == "POST":
         return "delete_many" if "delete" in query else "other"
     if method == "GET" and (not key or "list-type" in query):

@@ -16,7 +16,6 @@ from harness.fault_proxy import FaultProxy, Rule
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._storage import object_clients
-from vescale_ckpt._storage.object_clients import abort_dead_uploads
 from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt.cli import main
 
@@ -53,17 +52,6 @@ def test_a_panic_of_the_client_is_an_error(monkeypatch: pytest.MonkeyPatch, buck
         monkeypatch.setattr(obstore, name, panic)
     with pytest.raises(CheckpointError, match="unwrap"):
         vescale_ckpt.load(bucket_url, dict(STATE))
-
-
-def test_repair_asks_the_store_that_saves_use(
-    fault_proxy: FaultProxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
-    monkeypatch.setenv("AWS_ENDPOINT", fault_proxy.endpoint)  # obstore knows it, boto3 does not
-    vescale_ckpt.save(bucket_url, STATE)
-    assert abort_dead_uploads(bucket_url, 0, dry_run=True) == []
-    assert fault_proxy.count("list_uploads") == 1
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from .object_clients import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
-    abort_dead_uploads,
     is_panic,
     limit_wait,
     named,
@@ -438,9 +437,6 @@ class ObjectStore(Storage):
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
         """Does nothing: `set_aside` has removed everything."""
-
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        return abort_dead_uploads(self.path, grace_seconds, dry_run=dry_run)
 
     # --- Whether ranks use one folder
 

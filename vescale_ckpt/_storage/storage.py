@@ -223,11 +223,6 @@ class Storage(ABC):
         before all others, durably: an interrupted removal leaves a whole folder or one without `first`. Logs
         failures."""
 
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        """Aborts the uploads of large files that killed saves began so long ago, and returns their URLs. None if the
-        storage cannot list them. Raises `CheckpointError`."""
-        return []
-
     # --- Whether ranks use one folder
 
     @abstractmethod
