@@ -41,8 +41,6 @@ class JobStats:
     mean_seconds: float  #: the same, averaged over all ranks
     last_rank: int = 0  #: the last rank to arrive at the first exchange
     late_seconds: float = 0.0  #: seconds from the first rank's arrival to the last rank's
-    last_phase: str = ""  #: the longest phase of the last rank before it arrived; "": none
-    last_phase_seconds: float = 0.0  #: seconds of that phase, rounded to tenths
 
     @property
     def imbalance(self) -> float:
