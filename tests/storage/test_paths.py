@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import saves, steps
 from harness.snapshots import held
-from harness.states import blank, same, small_state
+from harness.states import small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
@@ -37,22 +37,6 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
         handle.result(60)
     assert saves.loads(here / "run" / "checkpoint", small_state(1))
     assert os.listdir(there) == []
-
-
-def test_a_manager_stays_in_its_directory(here_and_there: tuple[Path, Path]) -> None:
-    here, there = here_and_there
-    with CheckpointManager(there / "run") as other:
-        other.save(1, small_state(5))
-    with CheckpointManager("run", max_to_keep=1) as saver:
-        saver.save(1, small_state(1))
-        os.chdir(there)
-        saver.save(2, small_state(2))
-        saver.wait()
-        assert saver.steps() == [2] == [saver.latest()]
-        values = blank(small_state(0))
-        assert saver.restore(values) == 2 and same(values, small_state(2))
-    assert saves.loads(here / "run" / "step-2", small_state(2))
-    assert saves.loads(there / "run" / "step-1", small_state(5))
 
 
 def test_what_was_made_with_a_path_keeps_it(here_and_there: tuple[Path, Path]) -> None:
