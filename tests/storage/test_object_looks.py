@@ -202,16 +202,6 @@ def test_a_look_stays_in_its_thread(url: str) -> None:
         assert found == [True] and not storage.has("b")
 
 
-def test_an_exception_ends_a_look(url: str) -> None:
-    storage = storage_at(url)
-    storage.write("a", b"1")
-    with pytest.raises(KeyboardInterrupt), storage.look(lists=True):
-        assert not storage.has("b")
-        raise KeyboardInterrupt
-    _elsewhere(lambda: storage.write("b", b"2"))
-    assert storage.has("b")
-
-
 def test_an_empty_object_in_place_of_a_folder_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tools put an object `folder/` for each folder that they show. A list gives its key without the slash."""
     vescale_ckpt.save(f"{url}/step-1", _state(1))
