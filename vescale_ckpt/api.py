@@ -60,7 +60,7 @@ def save(
     next save of the group raises the error on all ranks.
 
     Args:
-        path: a path or `file://` URL. A relative path is resolved when `save` is called.
+        path: a path, or the URL of an object store. A relative path is resolved when `save` is called.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects. For a top-level
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: True: training continues while data is written.
@@ -186,7 +186,7 @@ def load(
     Without `state`, the result is the whole checkpoint: CPU tensors and objects, nested as they were saved.
 
     Args:
-        path: a path or `file://` URL.
+        path: a path, or the URL of an object store.
         state: nested dicts and lists of tensors, DTensors, `nn.Module`, `Optimizer`, `Stateful`, `PerRank` and other
             objects. A tensor on the meta device is replaced by a new tensor: on the CPU, or for a DTensor on the device
             of its mesh. A parameter or buffer of a module or optimizer stays the same object.

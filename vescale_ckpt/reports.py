@@ -41,8 +41,6 @@ class JobStats:
     mean_seconds: float  #: the same, averaged over all ranks
     last_rank: int = 0  #: the last rank to arrive at the first exchange
     late_seconds: float = 0.0  #: seconds from the first rank's arrival to the last rank's
-    last_phase: str = ""  #: the longest phase of the last rank before it arrived; "": none
-    last_phase_seconds: float = 0.0  #: seconds of that phase, rounded to tenths
 
     @property
     def imbalance(self) -> float:
@@ -67,8 +65,8 @@ class TransferStats:
     total_seconds: float = field(default=0.0, kw_only=True)  #: seconds from the call until all is durable, or loaded
     #: seconds until the call returned; for asynchronous saves, less than `total_seconds`
     blocked_seconds: float = field(default=0.0, kw_only=True)
-    #: seconds by phase: previous save, plan, snapshot, compare (with a base), write, sync, commit; metadata, plan,
-    #: read, hand over; wait (for other ranks)
+    #: seconds by phase: previous save, plan, snapshot, write, sync, commit; metadata, plan, read, hand over;
+    #: wait (for other ranks)
     phases: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     job: JobStats | None = field(default=None, kw_only=True)  #: None under DCP's own collectives
 

@@ -220,7 +220,7 @@ def checked_path(name: str, value: object) -> str | os.PathLike[str]:
     """Returns `value`. Raises ValueError if it is not a path, or is empty."""
     if not isinstance(value, (str, os.PathLike)):
         hint = f"; as bytes it is os.fsdecode({name})" if isinstance(value, bytes) else ""
-        raise ValueError(f"{name}: expected a path or a file:// URL, got {type(value).__name__}{hint}")
+        raise ValueError(f"{name}: expected a path, got {type(value).__name__}{hint}")
     if not os.fspath(value):
         raise ValueError(f"{name}: expected a path, got an empty text (the working directory is '.')")
     return value

@@ -37,7 +37,7 @@ from vescale_ckpt import (
 STATE = {"weight": torch.arange(6.0), "step": 3}
 FLAG = "expected True or False, got "
 SECONDS = "expected seconds, more than 0, or None, got "
-PATH = "expected a path or a file:// URL, got "
+PATH = "expected a path, got "
 GROUP = "expected a group or None, got "
 
 

@@ -78,28 +78,6 @@ def test_repair_removes_what_is_old_and_unnamed(url: str, capsys: pytest.Capture
     assert_holds(url, state())
 
 
-def test_repair_aborts_uploads_of_dead_saves(
-    bucket_url: str, object_server: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    boto3 = pytest.importorskip("boto3", reason="obstore does not list uploads")
-    client = boto3.client("s3", endpoint_url=object_server.endpoint)
-    vescale_ckpt.save(bucket_url, state())
-    bucket, prefix = bucket_url[len("s3://") :].split("/", 1)
-
-    def uploads() -> list[str]:
-        found = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", [])
-        return [upload["Key"] for upload in found]
-
-    client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/__0_01234567.distcp")
-    run(capsys, "repair", bucket_url)
-    assert uploads() == [f"{prefix}/__0_01234567.distcp"], "it is too young"
-    steps.limit("seconds until what a dead save left is removed from a store", 0.0).start()
-    run(capsys, "repair", "--dry-run", bucket_url)
-    assert uploads()
-    assert "upload" in run(capsys, "repair", bucket_url)[1]
-    assert not uploads()
-
-
 def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vescale_ckpt.save(tmp_path / "one", state(), extra_files={"config.json": b"{}"})
     assert run(capsys, "copy", tmp_path / "one", f"{url}/one")[0] == 0

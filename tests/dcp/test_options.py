@@ -228,7 +228,7 @@ def test_stats(checkpoint: Path) -> None:
 def test_validate_checkpoint_id(kind: type, tmp_path: Path) -> None:
     assert kind.validate_checkpoint_id(tmp_path)
     assert kind.validate_checkpoint_id(str(tmp_path / "new"))
-    assert kind.validate_checkpoint_id("file:///tmp/x")
+    assert not kind.validate_checkpoint_id("file:///tmp/x")
     assert not kind.validate_checkpoint_id("hdfs://host/key")
 
 

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -34,14 +34,11 @@ Kind = Literal[
     "upload_part",
     "complete_upload",
     "abort_upload",
-    "list_uploads",
     "other",
 ]
-# What a rule does; `value` is seconds, bytes a second, or an offset in the body (None: its middle).
+# What a rule does; `value` is seconds, or an offset in the body (None: its middle).
 Action = Literal[
     "delay",  # waits `value` seconds, then passes it on
-    "slow",  # passes bodies on with `value` bytes a second
-    "narrow",  # passes the bodies of all such requests on with `value` bytes a second together
     "error",  # answers 500 InternalError; the server does not see the request
     "slow_down",  # 503 SlowDown
     "expired",  # 400 ExpiredToken, as S3 answers
@@ -140,7 +137,6 @@ class FaultProxy:
 
     def __init__(self, server_port: int) -> None:
         self.requests: list[Request] = []
-        self._link = _Link()
         self._server_port = server_port
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
@@ -249,16 +245,11 @@ class FaultProxy:
         upstream.send(
             b"\r\n".join(line for line in head.lines if not line.lower().startswith(b"expect:")) + b"\r\n\r\n"
         )
-        if action == "narrow":
-            self._link.rate = value or 1e6
-        pace = _pace(value) if action == "slow" else self._link.take if action == "narrow" else None
         for piece in client.body(length // 2 if middle else length):
             if action == "flip_up" and request.sent <= length // 2 < request.sent + len(piece):
                 piece = _flipped(piece, length // 2 - request.sent)
             upstream.send(piece)
             request.sent += len(piece)
-            if pace:
-                pace(len(piece))
         if middle:
             upstream.reset(raises=False)
             client.reset()
@@ -274,7 +265,7 @@ class FaultProxy:
             self._refuse("error", request, client)
             return True
         request.status = status
-        self._answer(answer, status, request, value, client, upstream, pace)
+        self._answer(answer, status, request, value, client, upstream)
         return answer.header("connection").lower() != "close"
 
     def _answer(
@@ -285,7 +276,6 @@ class FaultProxy:
         value: float | None,
         client: _Connection,
         upstream: _Connection,
-        pace: Callable[[int], None] | None,
     ) -> None:
         action = request.action
         has_body = request.method != "HEAD" and answer.length > 0
@@ -303,8 +293,6 @@ class FaultProxy:
             client.send(piece)
             position += len(piece)
             request.received += len(piece)
-            if pace:
-                pace(len(piece))
             if has_body and position >= middle:
                 if action == "truncate":
                     raise _GoneError
@@ -460,7 +448,7 @@ def _kind(method: str, query: dict[str, list[str]], key: str) -> Kind:
         found: dict[str, Kind] = {"PUT": "upload_part", "POST": "complete_upload", "DELETE": "abort_upload"}
         return found.get(method, "other")
     if "uploads" in query:
-        return "create_upload" if method == "POST" else "list_uploads"
+        return "create_upload" if method == "POST" else "other"
     if method == "POST":
         return "delete_many" if "delete" in query else "other"
     if method == "GET" and (not key or "list-type" in query):
@@ -471,29 +459,3 @@ def _kind(method: str, query: dict[str, list[str]], key: str) -> Kind:
 
 def _flipped(piece: bytes, at: int) -> bytes:
     return piece[:at] + bytes([piece[at] ^ 0x10]) + piece[at + 1 :]
-
-
-class _Link:
-    """A link of a steady rate that connections share, as a network's bottleneck."""
-
-    def __init__(self) -> None:
-        self.rate = 1e6  # bytes a second
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def take(self, count: int) -> None:
-        with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
-            until = self._free_at
-        time.sleep(max(0.0, until - time.monotonic()))
-
-
-def _pace(bytes_a_second: float | None) -> Callable[[int], None]:
-    begun, passed = time.monotonic(), 0
-
-    def wait(count: int) -> None:
-        nonlocal passed
-        passed += count
-        time.sleep(max(0.0, begun + passed / (bytes_a_second or 1e6) - time.monotonic()))
-
-    return wait

@@ -76,7 +76,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "write tensors of an export": (SafetensorsLayout, "write_table"),
     "write a safetensors file": (_C.FileWriter, "write_bytes"),
     "finish files": (NativeLayout, "finish"),
-    "connect to the store": (Rendezvous, "next"),
     "may commit": (Exchange, "may_commit"),
     "ask the store whether to commit": (Rendezvous, "may_commit"),
     "ask the store for the failure": (Rendezvous, "failure"),

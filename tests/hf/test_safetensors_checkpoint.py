@@ -123,7 +123,7 @@ def test_one_file_and_a_directory_without_an_index(tmp_path: Path, by: str) -> N
     assert_same(vescale_ckpt.load(tmp_path / "d"), values)
     bare = tmp_path / "blob"  # whatever its name
     shutil.copy(file, bare)
-    assert_same(vescale_ckpt.load(f"file://{bare}"), values)
+    assert_same(vescale_ckpt.load(bare), values)
 
 
 def test_a_snapshot_of_a_hub_is_links_out_of_the_directory(tmp_path: Path) -> None:

@@ -339,21 +339,3 @@ def one_step_that_cannot_be_read_does_not_hide_the_others(job: Job) -> None:
     job.of_step(1, 1).joinpath("__9_00000000.distcp").symlink_to("nowhere")
     found, warned = job.restores("shards")
     assert found == 2 and "part of step 1 does not count" in warned
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
-    with started(tmp_path, 2, ranks=before) as job:
-        job.open("shards")
-        job.save(1)
-        job.call("close")
-        for machine in range(2):
-            shutil.copytree(job.folder(machine), tmp_path / str(machine))
-    shutil.rmtree(job.durable)
-    with started(tmp_path, 2, ranks=after) as job:
-        for machine in range(2):
-            shutil.copytree(tmp_path / str(machine), job.folder(machine))
-        job.open("shards")
-        assert job.call("restore") == [(1, 1, [])] * (2 * after)
-        job.call("close")

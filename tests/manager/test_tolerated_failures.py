@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import faults, steps
 from harness.children import wait_for
 from harness.ranks import on_ranks
-from test_manager import BOUND, restored, save_steps
+from test_manager import BOUND
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, Schedule, StorageFullError, metrics
@@ -173,13 +173,3 @@ def test_mistakes_of_the_caller_are_raised(checkpoint: Path) -> None:
         asks_if_due.save(rank, _state(1))
     with pytest.raises(ValueError, match="on_error"):
         CheckpointManager(checkpoint, on_error="ignore")  # type: ignore[arg-type]
-
-
-def test_the_branch_that_cannot_be_recorded(checkpoint: Path) -> None:
-    save_steps(checkpoint, 1, 2)
-    with _logged() as log, CheckpointManager(checkpoint, on_error="warn") as saver:
-        assert saver.restore({"step": 0}, 1, prepare=False) == 1
-        with steps.failing("note the order of steps", OSError(errno.ENOSPC, "full")):
-            assert saver.save(2, _state(9)) is None
-        assert saver.failed_saves == 1 and log.failed == [2] and "full" in log.texts[0]
-    assert restored(checkpoint) == (2, True)

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from harness.ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
 from vescale_ckpt._storage import object_store
-from vescale_ckpt._storage.object_clients import abort_dead_uploads
 from vescale_ckpt._storage.object_store import Client
 from vescale_ckpt._storage.open_storage import storage_at
 
@@ -79,14 +78,17 @@ def outcome(call: Callable[[], object]) -> CheckpointError | None:
     return None
 
 
-def check_afterwards(url: str, server: ObjectServer, failed: bool, new: int, doubtful: bool = False) -> None:
-    """The harm is over: the old state or the new one is there, whole, and the next save works."""
+def check_afterwards(
+    url: str, server: ObjectServer, failed: bool, new: int, doubtful: bool = False, uploads: Sequence[str] = ()
+) -> None:
+    """The harm is over: the old state or the new one is there, whole, and the next save works. `uploads`: those that
+    were left."""
     found = content(url)
     assert found in ((1, new) if doubtful else (1,) if failed else (new,))
     report = vescale_ckpt.verify(url)
     assert report.ok, report
     vescale_ckpt.save(url, state(9))
-    assert content(url) == 9 and not unfinished_uploads(server, url)
+    assert content(url) == 9 and unfinished_uploads(server, url) == [*uploads]
 
 
 def saves(url: str, way: str, k: int) -> Callable[[], object]:
@@ -107,6 +109,7 @@ _all = [(way, kind, action) for way in ("sync", "async") for kind in SAVE_KINDS 
 def test_a_save_outlives_what_passes(
     fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer, way: str, kind: Kind, action: Action
 ) -> None:
+    uploads: list[str] = []
     vescale_ckpt.save(bucket_url, state(1))
     for skip in range(2 if (way, kind, action) in _few else 4):
         fault_proxy.add(Rule(action, kind=kind, skip=skip, value=0.3 if action == "delay" else None))
@@ -117,10 +120,10 @@ def test_a_save_outlives_what_passes(
         broken = kind == "put" and action in ("reset", "reset_middle", "lost_answer")
         assert error is None or broken or (kind, action) == ("create_upload", "reset_middle"), error
         if kind == "create_upload" and action in ("reset_middle", "lost_answer", "late_error"):
-            # The store has begun an upload whose number nobody was told. `repair` looks for such ones.
-            assert len(unfinished_uploads(object_server, bucket_url)) <= 1
-            abort_dead_uploads(bucket_url, 0, dry_run=False)
-        check_afterwards(bucket_url, object_server, error is not None, 2)
+            # The store has begun an upload whose number nobody was told.
+            uploads = unfinished_uploads(object_server, bucket_url)
+            assert len(uploads) <= 1 + skip
+        check_afterwards(bucket_url, object_server, error is not None, 2, uploads=uploads)
         vescale_ckpt.save(bucket_url, state(1))
 
 
@@ -208,22 +211,6 @@ def test_a_commit_that_arrives_late_is_whole(
     fault_proxy.clear()
     impatient.undo()
     check_afterwards(bucket_url, object_server, True, 2, doubtful=True)
-
-
-def test_a_save_over_a_slow_link_ends_well(
-    impatient: pytest.MonkeyPatch, fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer
-) -> None:
-    """All parts at a time would not arrive before their requests are given up, however often they are tried. How fast
-    the link was in the save before does not matter."""
-    impatient.setattr(object_store, "_parts_at_a_time", {})
-    impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "8")  # 4 s a request
-    vescale_ckpt.save(bucket_url, {"w": torch.zeros(12 * MiB)})
-    fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=8 * MiB))
-    values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 6 s
-    assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
-    fault_proxy.clear()
-    impatient.undo()
-    assert vescale_ckpt.verify(bucket_url).ok and not unfinished_uploads(object_server, bucket_url)
 
 
 def test_a_store_without_conditional_requests_is_asked_first(

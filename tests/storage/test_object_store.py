@@ -141,10 +141,6 @@ def test_two_ranks_in_a_folder(tmp_path: Path) -> None:
     assert run_ranks(2, _of_rank, {}, str(tmp_path / "store"), "s3://folder/run") == [True, True]
 
 
-def test_two_ranks_on_a_server(object_server: Any, bucket_url: str) -> None:
-    assert run_ranks(2, _of_rank, object_server.environment(), None, bucket_url) == [True, True]
-
-
 @on_ranks(2)
 def test_the_memory_of_each_rank_is_not_one_directory() -> None:
     with pytest.raises(CheckpointError, match="is not one directory"):

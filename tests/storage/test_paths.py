@@ -1,4 +1,4 @@
-"""Paths are what they were when they were given, and URLs name all of what they say or are refused."""
+"""Paths are what they were when they were given, and URLs of other storages are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import saves, steps
 from harness.snapshots import held
-from harness.states import blank, same, small_state
+from harness.states import small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
@@ -37,22 +37,6 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
         handle.result(60)
     assert saves.loads(here / "run" / "checkpoint", small_state(1))
     assert os.listdir(there) == []
-
-
-def test_a_manager_stays_in_its_directory(here_and_there: tuple[Path, Path]) -> None:
-    here, there = here_and_there
-    with CheckpointManager(there / "run") as other:
-        other.save(1, small_state(5))
-    with CheckpointManager("run", max_to_keep=1) as saver:
-        saver.save(1, small_state(1))
-        os.chdir(there)
-        saver.save(2, small_state(2))
-        saver.wait()
-        assert saver.steps() == [2] == [saver.latest()]
-        values = blank(small_state(0))
-        assert saver.restore(values) == 2 and same(values, small_state(2))
-    assert saves.loads(here / "run" / "step-2", small_state(2))
-    assert saves.loads(there / "run" / "step-1", small_state(5))
 
 
 def test_what_was_made_with_a_path_keeps_it(here_and_there: tuple[Path, Path]) -> None:
@@ -82,17 +66,8 @@ def test_a_parent_of_a_link_is_that_of_its_target(here_and_there: tuple[Path, Pa
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("file://ckpts/run1", "ckpts/run1"),
-        ("file://host/ckpts/run1", "'host' as a host"),
-        ("file://run1", "'run1' as a host"),
-        ("file://./run1", "'.' as a host"),
-        ("file:///ckpts/run#1", "%23"),
-        ("file:///ckpts/run?x", "%3F"),
-        ("file:///ckpts/run?", "%3F"),
-        ("file:///ckpts/run%00", "names no path"),
-        ("file://", "names no path"),
-        ("file:/ckpts/run1", "file:///ckpts/run1"),
-        (Path("file:///ckpts/run1"), "file:///ckpts/run1"),
+        ("file:///ckpts/run1", "written alone"),
+        (Path("file:///ckpts/run1"), "written alone"),
         (Path("s3://bucket/run1"), "write s3://bucket/run1, as text"),
         ("hdfs://host/run1", "no storage for hdfs"),
         ("", "expected a path"),
@@ -122,21 +97,9 @@ def test_what_is_no_local_path_is_refused(
     assert os.listdir(here_and_there[0]) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("file:///a/b c", "/a/b c"),
-        ("FILE:///a/b", "/a/b"),
-        ("file://localhost/a", "/a"),
-        ("file:///a%23%3F%25%20", "/a#?% "),
-        ("file:///a/%E2%82%AC;x", "/a/€;x"),
-        ("file:///a\nb", "/a\nb"),
-        ("/a#1?x", "/a#1?x"),
-        ("/a/s3://b", "/a/s3://b"),
-    ],
-)
-def test_all_parts_count(url: str, path: str) -> None:
-    assert steps.checkpoint_path(url) == path
+@pytest.mark.parametrize("path", ["/a#1?x", "/a/s3://b"])
+def test_all_parts_count(path: str) -> None:
+    assert steps.checkpoint_path(path) == path
 
 
 def test_a_working_directory_that_is_gone(here_and_there: tuple[Path, Path]) -> None:

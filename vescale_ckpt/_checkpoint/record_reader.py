@@ -21,7 +21,7 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, is_host_memory
 from .._engine.wrapper_tensors import is_wrapper
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
-from .._storage.open_storage import is_inconclusive, read_twice, storage_at
+from .._storage.open_storage import is_inconclusive, read_twice, stat_of, storage_at
 from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..settings import DirectIO
@@ -98,7 +98,7 @@ class RecordReader:
         self._wrappers = WrapperLoad()
         self.streams: device_streams.Streams = {}  #: streams of the loading thread; tensors are filled after their work
         by_requests = storage_at(self.where).by_requests
-        storage_at(self.where).drop_read_ahead()
+        storage_at(self.where).forget_versions()
         # The key is whether the page cache is always used.
         self._engine_options = {
             cached: engine_options(options.thread_count, False if cached else options.direct_io, requests=by_requests)
@@ -128,7 +128,7 @@ class RecordReader:
         """Raises `CheckpointError` if a file changed after `file`, or a wrapper was not filled as a whole."""
         self._wrappers.end()
         self._seen.check(self.paths)
-        storage_at(self.where).drop_read_ahead()
+        storage_at(self.where).forget_versions()
 
     # --- Objects
 
@@ -168,7 +168,7 @@ class RecordReader:
             path = self.paths[record.file]
             if path not in sizes:
                 try:
-                    sizes[path] = storage_at(path).size_to_read("")
+                    sizes[path] = stat_of(path).size
                 except OSError as error:
                     if is_inconclusive(error.errno, path):
                         raise of_system(error, path) from error

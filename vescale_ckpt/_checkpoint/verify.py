@@ -38,7 +38,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     lengths of the files), and to files of torch.save that `convert` accepts (`quick` reads their tables of contents).
 
     Raises:
-        ValueError: `path` is a URL that is not `file://`.
+        ValueError: `path` is no path, and no URL of an object store.
         CheckpointError: a file of torch.save cannot be verified: it is from torch before 1.6, or contains objects that
             torch does not load with `weights_only=True`.
     """
@@ -54,7 +54,7 @@ def verify_checkpoint(
     where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
-    storage_at(where).drop_read_ahead()  # left by a load that failed
+    storage_at(where).forget_versions()  # left by a load that failed
     try:
         kind = recognize(where)
     except CheckpointError as error:

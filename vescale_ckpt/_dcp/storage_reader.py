@@ -51,7 +51,7 @@ class StorageReader(DcpStorageReader):
     Pass it as `storage_reader` of `dcp.load`, which is collective and wraps errors in DCP's `CheckpointException`.
 
     Args:
-        path: the checkpoint's directory, or one safetensors file, as a path or a `file://` URL.
+        path: the checkpoint's directory, or one safetensors file, as a path or the URL of an object store.
         thread_count: number of worker threads; None: `VESCALE_CKPT_THREADS`.
         verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
         weights_only: False lets objects run code while they are loaded. Use it only for checkpoints that you trust.

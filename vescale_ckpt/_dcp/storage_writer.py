@@ -39,7 +39,7 @@ class StorageWriter(DcpStorageWriter, Stager):
     Pass it as `storage_writer` of `dcp.save` or `dcp.async_save`, which are collective.
 
     Args:
-        path: the checkpoint's directory, created if missing; a path or a `file://` URL.
+        path: the checkpoint's directory, created if missing; a path, or the URL of an object store.
         format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
             their index; a `Safetensors` has options. All ranks write into the same files, which any reader of that
             format reads. These hold only tensors, and always have checksums.

@@ -66,7 +66,7 @@ def prove(
     differ, to say how many elements on which ranks.
 
     Args:
-        path: a path or `file://` URL.
+        path: a path, or the URL of an object store.
         state: what was loaded, in the form in which it would be saved.
         strict: True raises `StateDiffersError` unless everything is equal; False only returns what was found.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.

@@ -90,8 +90,6 @@ def summary(stats: SaveStats | LoadStats) -> str:
     if job is not None and job.ranks > 1:
         if job.late_seconds >= _LATE_SHARE * total:
             texts.append(f"last to come: rank {job.last_rank}, {seconds_text(job.late_seconds)} after the first")
-            if job.last_phase_seconds >= job.late_seconds / 2:  # otherwise it called late
-                texts[-1] += f", after {seconds_text(job.last_phase_seconds)} of '{job.last_phase}'"
         texts.append(
             f"slowest: rank {job.slowest_rank} with {seconds_text(job.slowest_seconds)} "
             f"(mean {seconds_text(job.mean_seconds)})"

@@ -15,9 +15,6 @@ _Stats = TypeVar("_Stats", SaveStats, LoadStats)
 WAIT = "wait"  #: the phase in which a rank waits for others
 _TICKS = 10_000  # a second has so many in what ranks compare
 _RANK_BITS = 24
-# How long a rank waited until all had met, which rank it is, and what took it longest before, in one number.
-_WAIT_TICKS, _PHASE_BITS, _TENTHS_BITS = 1000, 2, 12
-_BEFORE_MEETING = ("", "connect", "plan", "previous save")
 
 
 @dataclass
@@ -52,7 +49,6 @@ class PhaseTimes:
         self._open: list[Phase] = []
         self.have_met = False  #: whether all ranks have entered this call
         self._first_wait = 0.0  # seconds until they had; the last rank waits least
-        self._before = ("", 0.0)  # the phase that took this rank longest until then, and its seconds
 
     def open(self, phase: Phase) -> None:
         self._count(phase.began)
@@ -67,8 +63,6 @@ class PhaseTimes:
         if phase.name == WAIT and meets and not self.have_met:
             self.have_met = True
             self._first_wait = self.seconds_by_phase[WAIT]
-            phases = [(name, self.seconds_by_phase.get(name, 0.0)) for name in _BEFORE_MEETING]
-            self._before = max(phases, key=lambda of_phase: of_phase[1])
         return phase
 
     def _count(self, now: int) -> None:
@@ -90,17 +84,13 @@ class PhaseTimes:
     def votes(self, own_bytes: int) -> tuple[list[int], list[int]]:
         """What `job` needs of this rank: numbers of which all ranks find the minimum, and numbers that they add up."""
         own_seconds = sum(seconds for name, seconds in self.seconds_by_phase.items() if name != WAIT)
-        busy, wait = round(own_seconds * _TICKS), round(self._first_wait * _WAIT_TICKS)
-        name, seconds = self._before
-        before = _BEFORE_MEETING.index(name) << _TENTHS_BITS | min(round(10 * seconds), (1 << _TENTHS_BITS) - 1)
-        came = (wait << _RANK_BITS | self.rank) << _PHASE_BITS + _TENTHS_BITS | before
-        return [~(busy << _RANK_BITS | self.rank), ~own_bytes, came, ~wait], [busy, own_bytes]
+        busy, wait = round(own_seconds * _TICKS), round(self._first_wait * _TICKS)
+        return [~(busy << _RANK_BITS | self.rank), ~own_bytes, wait << _RANK_BITS | self.rank, ~wait], [busy, own_bytes]
 
     def job(self, agreed: Sequence[int]) -> JobStats:
         """The statistics of all ranks, from the minima and sums of their votes."""
-        least_busy, least_bytes, came, not_most_wait, busy, all_bytes = agreed
+        least_busy, least_bytes, least_wait, not_most_wait, busy, all_bytes = agreed
         slowest = ~least_busy
-        least_wait, before = came >> _PHASE_BITS + _TENTHS_BITS, came & (1 << _PHASE_BITS + _TENTHS_BITS) - 1
         return JobStats(
             ranks=self.ranks,
             bytes=all_bytes,
@@ -109,9 +99,7 @@ class PhaseTimes:
             slowest_seconds=(slowest >> _RANK_BITS) / _TICKS,
             mean_seconds=busy / _TICKS / self.ranks,
             last_rank=least_wait & (1 << _RANK_BITS) - 1,
-            late_seconds=(~not_most_wait - (least_wait >> _RANK_BITS)) / _WAIT_TICKS,
-            last_phase=_BEFORE_MEETING[before >> _TENTHS_BITS],
-            last_phase_seconds=(before & (1 << _TENTHS_BITS) - 1) / 10,
+            late_seconds=(~not_most_wait - (least_wait >> _RANK_BITS)) / _TICKS,
         )
 
     def with_times(self, stats: _Stats, job: JobStats | None = None) -> _Stats:

@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -116,11 +115,6 @@ def _patience() -> int:
     return seconds if most is None else min(seconds, most)
 
 
-def is_opened_here(root: str) -> bool:
-    """Whether `store_at` opens the store over a network, so that it was not registered."""
-    return root != "memory://" and root not in _registered
-
-
 def reconnect(root: str) -> None:
     """Makes the next user of a root open it again, and so connect again. Registered stores stay open: only the user can
     open them."""
@@ -200,39 +194,6 @@ def _boto3_credentials() -> Any:
         return Boto3CredentialProvider(Session())
     except (ImportError, ValueError):
         return None
-
-
-def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-    """Aborts the uploads below a URL that began so long ago. Killed saves have left them; a store keeps their parts,
-    and charges for them. Returns the URLs of the objects. None if they cannot be listed: obstore has no such request,
-    so boto3 is asked, with the environment's credentials. Raises `CheckpointError`."""
-    root, key = paths.split(url)
-    if root == "memory://":
-        return []
-    if not root.startswith("s3://") or root in _registered:
-        return None
-    try:
-        from boto3 import client as connect
-        from botocore.config import Config  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    bucket, found = root.removeprefix("s3://"), []
-    try:
-        endpoint, virtual = _endpoint(), os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() == "true"
-        style = None if endpoint is None or virtual else Config(s3={"addressing_style": "path"})  # as obstore asks
-        client = connect("s3", region_name=os.environ.get("AWS_REGION"), endpoint_url=endpoint, config=style)
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/" if key else "")
-        for upload in (upload for page in pages for upload in page.get("Uploads", [])):
-            if time.time() - upload["Initiated"].timestamp() < grace_seconds:
-                continue
-            if not dry_run:
-                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-            found.append(paths.joined(root, upload["Key"]))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{url}: its unfinished uploads cannot be looked for: {error}", path=url) from error
-    return found
 
 
 # --- Errors

@@ -2,17 +2,14 @@
 
 A look belongs to one thread and ends with its context. Within it an object is as it was when it was first asked for, or
 listed, but for what this thread has changed. Decisions that need the present state begin a fresh look. When that ends,
-the look around it knows what the fresh one has found.
+the look around it knows what the fresh one has listed. Contents are asked for each time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any, Protocol
@@ -20,10 +17,6 @@ from typing import Any, Protocol
 from .object_clients import ObjectMissingError
 
 MOST_LISTED = 10_000  #: objects; where there are more, each is asked for
-TAIL_BYTES = 1 << 16  #: the first question about an object brings so many bytes from its end
-_MOST_KEPT, _MOST_KEPT_OF_ALL = 1 << 20, 16 << 20  # bytes of an object's content, and of all that a process keeps
-_MD5 = re.compile("[0-9a-f]{32}")
-_OF_EACH = 1 << 10  # bytes that an entry takes besides its content
 
 Properties = dict[str, Any]
 
@@ -31,9 +24,6 @@ Properties = dict[str, Any]
 class _Client(Protocol):
     url: str
     key: str
-    store: Any
-
-    def end(self, length: int) -> tuple[Properties, bytes]: ...
 
     def list_below(self, most: int) -> list[Properties] | None: ...
 
@@ -46,7 +36,6 @@ class Look:
         self._start = root.url.rstrip("/") + "/"
         self._lists = lists
         self._found: dict[str, Properties | None] = {}  # {key: properties, or None if there is no such object}
-        self._tails: dict[str, bytes] = {}
         self._is_listed = False
 
     def covers(self, url: str) -> bool:
@@ -69,70 +58,31 @@ class Look:
     def listed(self) -> list[Properties]:
         return [found for found in self._found.values() if found is not None]
 
+    def knows(self, client: _Client) -> bool:
+        return client.key in self._found or self.lists()
+
     def head(self, client: _Client) -> Properties:
-        """Raises OSError, as `Client.end` does."""
-        if self._asks(client):
-            try:
-                self._ask(client, TAIL_BYTES)
-            except ObjectMissingError:
-                self.note(client, None)
+        """The properties of an object that the look knows. Raises `ObjectMissingError` if there is none."""
         found = self._found.get(client.key)
         if found is None:
             raise ObjectMissingError(errno.ENOENT, f"{client.url}: there is no such object", client.url)
         return found
 
-    def content(self, client: _Client, part: Any) -> tuple[Properties, bytes] | None:
-        """Returns an object's properties and its content, or the part of it; None if it has to be asked for. Raises as
-        `head` does."""
-        is_end = isinstance(part, dict)
-        if not is_end and self._asks(client):
-            return None  # one request brings all
-        found = self.head(client)
-        tail = self._tails.get(client.key, b"")
-        whole = tail if len(tail) == found["size"] else kept(client, found)
-        if whole is None and is_end:
-            if part["suffix"] > len(tail):
-                whole_is_small = found["size"] if found["size"] <= _MOST_KEPT else 0
-                found, tail = self._ask(client, max(part["suffix"], TAIL_BYTES, whole_is_small))
-            return found, tail[-part["suffix"] :]
-        if whole is None:
-            return None
-        begin, end = (0, None) if part is None else (-part["suffix"], None) if is_end else part
-        return (found, whole[begin:end]) if part is None or is_end or begin < len(whole) else None
-
-    def _ask(self, client: _Client, length: int) -> tuple[Properties, bytes]:
-        found, tail = client.end(length)
-        self.note(client, found)
-        self._tails[client.key] = tail
-        if len(tail) == found["size"]:
-            keep(client, found["e_tag"], tail)
-        return found, tail
-
-    def _asks(self, client: _Client) -> bool:
-        """Whether nothing is known of an object."""
-        return client.key not in self._found and not self.lists()
-
     def note(self, client: _Client, found: Properties | None) -> None:
-        self._tails.pop(client.key, None)
         self._found[client.key] = found
 
     def forget(self, client: _Client) -> None:
         """After a request that may have changed the object: the list does not tell of it any more."""
-        self._tails.pop(client.key, None)
         self._found.pop(client.key, None)
         self._lists = False
 
     def take(self, newer: Look) -> None:
-        """Takes over the answers of a look that covered as much and began later."""
+        """Takes over the list of a look that covered as much and began later."""
         if newer._is_listed:
-            self._found, self._tails = newer._found, newer._tails
-            self._lists, self._is_listed = newer._lists, True
-        else:
-            self._tails = {key: tail for key, tail in self._tails.items() if key not in newer._found} | newer._tails
-            self._found.update(newer._found)
+            self._found, self._lists, self._is_listed = newer._found, newer._lists, True
 
     def forget_all(self) -> None:
-        self._tails, self._found, self._lists = {}, {}, False
+        self._found, self._lists = {}, False
 
 
 def _without_folders(found: Iterable[Properties]) -> dict[str, Properties]:
@@ -188,46 +138,16 @@ def changing(client: _Client) -> Iterator[None]:
 
 def note_put(client: _Client, size: int, e_tag: str | None) -> None:
     now = datetime.now(timezone.utc)
+    note(client, {"path": client.key, "size": size, "e_tag": e_tag, "last_modified": now})
+
+
+def note(client: _Client, found: Properties | None) -> None:
+    """Notes in all looks what a request has told; None: there is no such object."""
     for one in _here.looks:
-        one.note(client, {"path": client.key, "size": size, "e_tag": e_tag, "last_modified": now})
+        if one.covers(client.url):
+            one.note(client, found)
 
 
-def note_deleted(client: _Client) -> None:
-    for one in _here.looks:
-        one.note(client, None)
-
-
-# --- Contents of small objects, by their ETags
-
-_contents: OrderedDict[tuple[str, str], tuple[Any, bytes]] = OrderedDict()  # the store keeps its id from being reused
-_lock = threading.Lock()
-
-
-def keep(client: _Client, e_tag: str | None, content: bytes) -> None:
-    """Keeps the content of a version of an object, if it is small, and it came as it was sent: many ETags are MD5."""
-    # A weak ETag may be that of another content, too, and an empty object need not be read.
-    if e_tag is None or e_tag.startswith("W/") or not 0 < len(content) <= _MOST_KEPT:
-        return
-    tag = e_tag.strip('"')
-    if _MD5.fullmatch(tag) and tag != hashlib.md5(content, usedforsecurity=False).hexdigest():
-        return  # with some encryption an ETag of this form is no MD5: then the content is read again
-    with _lock:
-        _contents[client.url, e_tag] = client.store, content
-        _contents.move_to_end((client.url, e_tag))
-        while sum(len(one) + _OF_EACH for _, one in _contents.values()) > _MOST_KEPT_OF_ALL:
-            _contents.popitem(last=False)
-
-
-def kept(client: _Client, found: Properties) -> bytes | None:
-    with _lock:
-        store, content = _contents.get((client.url, found["e_tag"]), (None, b""))
-    return content if store is client.store and len(content) == found["size"] else None
-
-
-def forget_contents(root: str) -> None:
-    """Forgets what a bucket's objects held, and what looks of this thread have learnt."""
-    with _lock:
-        for key in [key for key in _contents if key[0].startswith(root)]:
-            del _contents[key]
+def forget_all() -> None:
     for one in _here.looks:
         one.forget_all()

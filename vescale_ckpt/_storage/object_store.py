@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -30,8 +29,6 @@ from .object_clients import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
-    abort_dead_uploads,
-    is_opened_here,
     is_panic,
     limit_wait,
     named,
@@ -46,9 +43,6 @@ _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a ret
 # These names are random, so no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
-_TAIL_BYTES = 2 << 20  # the request that opens a data file brings so much of its end: reads skip as much, too
-_MOST_TAILS = 8
-_MOST_OPEN_TAILS = 32  # open files that have theirs in memory; for others their size is asked for
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
 _NO_RANGE = re.compile(r"status code: 416|InvalidRange")
@@ -79,7 +73,7 @@ class Client:
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
-        if (look := object_looks.covering(self.url)) is not None:
+        if (look := object_looks.covering(self.url)) is not None and look.knows(self):
             return look.head(self)
         with self._named():
             try:
@@ -88,6 +82,7 @@ class Client:
                 if isinstance(error, FileNotFoundError) or not refuses(error):
                     raise
                 found, _ = self.get((0, 1))  # the answer to HEAD has no body; the answer to GET says what is wrong
+        object_looks.note(self, found)
         return found
 
     def version(self) -> tuple[Any, ...] | None:
@@ -101,9 +96,8 @@ class Client:
     def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
         """Returns the object's properties, and a function that reads the object or a `part` of it (obstore's
         ranges)."""
-        look = object_looks.covering(self.url)
-        if look is not None and (known := look.content(self, part)) is not None and etag in (None, known[0]["e_tag"]):
-            return known[0], lambda: known[1]
+        if (look := object_looks.covering(self.url)) is not None and look.knows(self):
+            look.head(self)
         options: dict[str, Any] = {}
         if part is not None:
             options["range"] = part
@@ -115,19 +109,17 @@ class Client:
         if etag is not None and found["e_tag"] not in (etag, None):  # some stores ignore If-Match
             raise ObjectChangedError(errno.EIO, f"{self.url} was replaced while it was read", self.url)
 
+        object_looks.note(self, found)
+
         def content() -> Any:
             with self._named():
-                content = result.bytes()
-            if look is not None and part is None and len(content) == found["size"]:
-                object_looks.keep(self, found["e_tag"], bytes(content))
-                look.note(self, found)
-            return content
+                return result.bytes()
 
         return found, content
 
-    def tail(self, length: int) -> tuple[dict[str, Any], bytes]:
-        """Returns the object's properties, and so many bytes from its end; none if all answers were cut off. Asks the
-        store, whatever looks know."""
+    def end(self, length: int) -> tuple[dict[str, Any], bytes]:
+        """Returns the object's properties, and so many bytes from its end. Raises OSError if all answers were cut off.
+        Asks the store, whatever looks know."""
         for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
             with self._named():
                 size = None
@@ -144,24 +136,14 @@ class Client:
                 is_end = size in (None, found["size"])  # otherwise it was replaced between the two requests
                 if is_end and len(content := bytes(result.bytes())) == min(length, found["size"]):
                     return found, content
-        return found, b""
+        raise ObjectStoreError(errno.EIO, f"{self.url}: its last bytes came short {_ATTEMPTS} times", self.url)
 
-    def end(self, length: int) -> tuple[dict[str, Any], bytes]:
-        """Does the same, and raises OSError if all answers were cut off."""
-        found, content = self.tail(length)
-        if len(content) < min(length, found["size"]):
-            raise ObjectStoreError(errno.EIO, f"{self.url}: its last bytes came short {_ATTEMPTS} times", self.url)
-        return found, content
-
-    def put(self, content: Any, *, create: bool = False) -> str | None:
-        """Returns the ETag of the new version, if the store gives one."""
+    def put(self, content: Any, *, create: bool = False) -> None:
         single = create or len(content) <= _MOST_SINGLE_PUT
         with object_looks.changing(self), self._named():
             mode = "create" if create else "overwrite"
             made = obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
-        e_tag: str | None = made["e_tag"]
-        object_looks.note_put(self, len(content), e_tag)
-        return e_tag
+        object_looks.note_put(self, len(content), made["e_tag"])
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
         """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error."""
@@ -178,7 +160,7 @@ class Client:
     def delete(self) -> None:
         with object_looks.changing(self), self._named():
             obstore().delete(self.store, self.key)
-        object_looks.note_deleted(self)
+        object_looks.note(self, None)
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Removes objects anywhere in the store: a thousand with one request, if the store can."""
@@ -188,7 +170,7 @@ class Client:
             with self._named():
                 obstore().delete(self.store, [*keys])
             for key in keys:
-                object_looks.note_deleted(Client(paths.joined(self.root, key)))
+                object_looks.note(Client(paths.joined(self.root, key)), None)
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
@@ -207,13 +189,6 @@ class Client:
         if (known := self._known_below()) is not None:
             return known
         return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
-
-    def some_below(self) -> list[dict[str, Any]]:
-        """Returns the objects that one request lists: all, unless there are very many."""
-        if (known := self._known_below()) is not None:
-            return known
-        found = self._list(lambda: next(iter(obstore().list(self.store, self.key or None)), []))
-        return self._without_itself(found)
 
     def list_below(self, most: int) -> list[dict[str, Any]] | None:
         """Returns all objects below, and None if they are more. Asks the store, whatever looks know."""
@@ -304,19 +279,14 @@ class ObjectStore(Storage):
                 return _stat(client.head())
         except ObjectMissingError:
             # The answer to HEAD has no body. The answer to a list says whether the bucket is missing.
-            below = client.some_below()
+            below = client.all_below()
             if not below:
                 raise
         else:
-            below = client.some_below()
+            below = client.all_below()
         newest = max((found["last_modified"].timestamp() for found in below), default=0.0)
         identity = int.from_bytes(hashlib.sha256(client.url.encode()).digest()[:7], "big")
         return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
-
-    def size_to_read(self, name: str) -> int:
-        found = _OpenObject(self._client.at(name).url)
-        found.keep_tail()
-        return found.size
 
     def sizes(self) -> dict[str, int]:
         return {_last(found["path"]): found["size"] for found in self._client.listed()[1]}
@@ -343,10 +313,10 @@ class ObjectStore(Storage):
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         client = self._client.at(name)
         try:
-            if begin < 0 and object_looks.covering(client.url) is None:
+            if begin < 0:
                 found, end = client.end(-begin)
                 return _stat(found), end[:length]
-            found, content = client.get({"suffix": -begin} if begin < 0 else (begin, begin + length))
+            found, content = client.get((begin, begin + length))
             return _stat(found), bytes(content())[:length]
         except ObjectMissingError:
             raise
@@ -356,17 +326,15 @@ class ObjectStore(Storage):
                 raise
             return _stat(found), b""  # there is no such range
 
-    def drop_read_ahead(self) -> None:
-        """Forgets which versions of objects were opened, too: a later load takes what is there then."""
+    def forget_versions(self) -> None:
         with _known_lock:
-            for kept in (_known, _tails):
-                for url in [url for url in kept if paths.split(url)[0] == self._client.root]:
-                    del kept[url]
+            for url in [url for url in _known if paths.split(url)[0] == self._client.root]:
+                del _known[url]
 
     def drop_caches(self) -> None:
         """Makes new connections, and forgets known objects."""
-        self.drop_read_ahead()
-        object_looks.forget_contents(self._client.root)
+        self.forget_versions()
+        object_looks.forget_all()
         reconnect(self._client.root)
 
     # --- Writes
@@ -376,15 +344,14 @@ class ObjectStore(Storage):
 
     def write(self, name: str, content: bytes) -> None:
         """Puts an object, which appears when it is complete and is durable then."""
-        client = self._client.at(name)
-        object_looks.keep(client, client.put(content), content)
+        self._client.at(name).put(content)
 
     def commit(self, name: str, content: bytes | _C.PendingFile, overwrite: bool) -> None:
         """Makes one conditional request. Of several jobs with `overwrite=False` one succeeds."""
         assert isinstance(content, bytes)
         client = self._client.at(name)
         try:
-            object_looks.keep(client, client.put(content, create=not overwrite), content)
+            client.put(content, create=not overwrite)
         except OSError as error:
             # The answer to the first request may have been lost. A repeated request then finds its own object.
             try:
@@ -471,9 +438,6 @@ class ObjectStore(Storage):
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
         """Does nothing: `set_aside` has removed everything."""
 
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        return abort_dead_uploads(self.path, grace_seconds, dry_run=dry_run)
-
     # --- Whether ranks use one folder
 
     def make_marker(self, name: str) -> None:
@@ -502,7 +466,6 @@ def _stat(found: dict[str, Any]) -> Stat:
 _known: OrderedDict[str, tuple[int, str | None]] = (
     OrderedDict()
 )  # {URL: (size, ETag)} of data files that a load has opened
-_tails: OrderedDict[str, bytes] = OrderedDict()  # {URL: last bytes} of those that were opened last
 _known_lock = threading.Lock()
 
 
@@ -511,16 +474,12 @@ class _OpenObject:
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
-        # Nobody writes to such a name again, so one request is enough for a load. Objects and checksums are at the end
-        # of the file, and a small file is read as a whole.
+        # Nobody writes to such a name again, so one request is enough for a load.
         is_ours = _OUR_DATA_FILE.search(url) is not None
         with _known_lock:
-            known, self._tail = _known.get(url), _tails.get(url, b"")
-            asks_for_end = known is None and is_ours and len(_with_tails) < _MOST_OPEN_TAILS
-            if self._tail or asks_for_end:
-                _with_tails.add(self)
+            known = _known.get(url)
         if known is None:
-            found, self._tail = self._client.tail(_TAIL_BYTES) if asks_for_end else (self._client.head(), b"")
+            found = self._client.head()
             known = found["size"], found["e_tag"]
             with _known_lock:
                 if is_ours:
@@ -529,23 +488,7 @@ class _OpenObject:
                     _known.popitem(last=False)
         self.size, self._etag = known
 
-    def keep_tail(self) -> None:
-        """Keeps it for those who open the object next, until `drop_read_ahead`."""
-        if self._tail:
-            with _known_lock:
-                _tails[self._client.url] = self._tail
-                while len(_tails) > _MOST_TAILS:
-                    _tails.popitem(last=False)
-
     def read(self, offset: int, length: int) -> Any:
-        known_from = self.size - len(self._tail)
-        if (at := offset - known_from) >= 0:
-            return memoryview(self._tail)[at : at + length]
-        if (behind := at + length) > 0 and self._tail:  # no byte is read twice
-            return b"".join((self._read(offset, length - behind), memoryview(self._tail)[:behind]))
-        return self._read(offset, length)
-
-    def _read(self, offset: int, length: int) -> Any:
         try:
             for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
                 _, content = self._client.get((offset, offset + length), self._etag)
@@ -553,17 +496,9 @@ class _OpenObject:
                     break
             return found
         except (ObjectChangedError, ObjectMissingError):
-            _forget(self._client.url)
+            with _known_lock:
+                _known.pop(self._client.url, None)
             raise
-
-
-_with_tails: weakref.WeakSet[_OpenObject] = weakref.WeakSet()
-
-
-def _forget(url: str) -> None:
-    with _known_lock:
-        _known.pop(url, None)
-        _tails.pop(url, None)
 
 
 def _upload(window: _C.PartWindow) -> None:
@@ -574,7 +509,17 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file, in one request if it has one part."""
-    sent, before = _Sent(client.root, window.part_bytes), None
+    before, length = None, 0  # the length is that of the whole file, once its last part was taken
+
+    def all_parts(ready: list[Any]) -> Iterator[Any]:
+        nonlocal length
+        total = 0
+        while (part := ready.pop() if ready else window.next()) is not None:
+            total += len(part)
+            yield part
+            del part  # the client alone holds it
+        length = total
+
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
             before = client.version()
@@ -585,14 +530,12 @@ def _send(client: Client, window: _C.PartWindow) -> None:
         else:
             ready = [second, first]
             del first, second  # nothing here holds a part that was sent
-            client.put_parts(sent.all_of(ready, window), window.part_bytes)
+            client.put_parts(all_parts(ready), window.part_bytes)
     except BaseException as error:
         # The answer to the last request may have been lost. An object that was not there before is this file.
-        _parts_at_a_time.pop(client.root, None)
-        _arrives.pop(client.root, None)
         with contextlib.suppress(OSError):
-            there = client.version() if sent.total else None
-            if there is not None and there != before and there[0] == sent.total:
+            there = client.version() if length else None
+            if there is not None and there != before and there[0] == length:
                 window.uploaded()
                 return
         window.fail(str(error), getattr(error, "errno", None) or errno.EIO)
@@ -600,62 +543,7 @@ def _send(client: Client, window: _C.PartWindow) -> None:
         window.uploaded()
 
 
-class _Sent:
-    """Limits how many parts of a file are sent at a time, so that each arrives before its request times out.
-
-    A part whose request times out is sent again from its start. So only as many parts are sent at a time as arrive
-    within a third of the timeout: one, until the time of a part is known. Then every part arrives, even on a slow link.
-    A file begins with as many as would arrive if the link had become `_MARGIN` times slower since the one before.
-    There is no limit for registered stores, whose timeouts are their own, and for stores in memory.
-
-    `total`: the bytes of the whole file, after its last part was taken; 0 before.
-    """
-
-    total = 0
-
-    def __init__(self, root: str, part_bytes: int) -> None:
-        self._root, self._part_bytes = root, part_bytes
-        self._changed = threading.Condition()  # its lock is re-entrant: a part may be freed within
-        self._on_their_way = 0
-        self._at_a_time = _parts_at_a_time.get(root, 1)
-        self._enough = settings.number("object_store_timeout") / 2 / 3  # a part should arrive within so many seconds
-        self._longest_wait = 2 * settings.number("object_store_timeout")
-        self._paces = is_opened_here(root)
-
-    def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
-        total = 0
-        while (part := ready.pop() if ready else window.next()) is not None:
-            total += len(part)
-            if self._paces:
-                self._begin(part)
-            yield part
-            del part  # it counts as sent when the client frees it
-        self.total = total
-
-    def _begin(self, part: Any) -> None:
-        with self._changed:
-            # No request lasts so long. If the wait times out, the client keeps sent parts, and pacing ends.
-            self._paces = self._changed.wait_for(lambda: self._on_their_way < self._at_a_time, self._longest_wait)
-            self._on_their_way += 1
-            weakref.finalize(part, self._end, time.monotonic(), self._on_their_way).atexit = False
-
-    def _end(self, began: float, beside: int) -> None:
-        with self._changed:
-            seconds = max(1e-6, time.monotonic() - began)
-            beside = max(beside, self._on_their_way)  # the number of parts that shared the link
-            self._on_their_way -= 1
-            parts = int(self._enough * beside / seconds)
-            most = _parts_in_flight(self._root, self._part_bytes)
-            self._at_a_time = max(1, min(most, parts))
-            _parts_at_a_time[self._root] = max(1, min(most, parts // _MARGIN))
-            _arrives[self._root] = parts * self._part_bytes // _MARGIN
-            self._changed.notify_all()
-
-
 _writers: dict[str, int] = {}  # {root: ranks that write to it at a time}
-_MARGIN = 128  # a link may be so many times slower than the last part has shown
-_parts_at_a_time: dict[str, int] = {}  # {root: parts that then arrive within a third of a timeout, all at a time}
-_arrives: dict[str, int] = {}  # {root: bytes that do}
 _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
@@ -676,11 +564,8 @@ def _parts_in_flight(root: str, part_bytes: int) -> int:
 
 
 def _most_part_bytes(url: str) -> int:
-    """Returns how large the parts of a large file should be. They are small until one has shown how fast the store
-    takes them, because each must arrive in time."""
-    root = paths.split(url)[0]
-    most = min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(root))
-    return min(most, _arrives.get(root, 0)) if is_opened_here(root) else most
+    """Returns how large the parts of a large file should be."""
+    return min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(paths.split(url)[0]))
 
 
 _C.set_remote_store(_OpenObject, _upload, _most_part_bytes)

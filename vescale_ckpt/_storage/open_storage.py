@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable
 from typing import TypeVar
-from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
 from .._engine.engine_errors import of_system
@@ -24,8 +23,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 def checkpoint_path(path: str | os.PathLike[str]) -> str:
     """Returns `path` as an absolute path or as the URL of an object store. A relative path is resolved now, because the
-    working directory may change while a save runs. Raises ValueError if `path` is no path, no `file://` URL and no URL
-    of an object store, and `CheckpointError` if the package for object stores is missing."""
+    working directory may change while a save runs. Raises ValueError if `path` is no path and no URL of an object
+    store, and `CheckpointError` if the package for object stores is missing."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"expected a checkpoint's path as text, got {text!r}")
@@ -43,7 +42,14 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         _import_store(path)
         return path
     if (url := _URL.match(text)) is not None:
-        text = _path_of_url(text, url[1].lower())
+        scheme = url[1].lower()
+        if scheme in paths.SCHEMES:
+            # `pathlib.Path` leaves one slash of the two; or the scheme has capital letters.
+            raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
+        raise ValueError(
+            f"{text}: no storage for {scheme}:// is built in; local paths, written alone, and "
+            f"{', '.join(f'{name}://' for name in paths.SCHEMES)} are"
+        )
     if os.path.isabs(text):
         return text
     try:
@@ -52,37 +58,6 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
     # A path with ".." must stay as it is: after a link, ".." means the directory above the link's target.
     return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
-
-
-def _path_of_url(text: str, scheme: str) -> str:
-    """Returns the path of a `file://` URL. Raises ValueError with advice for every part of a URL that has no meaning
-    here."""
-    if scheme in paths.SCHEMES:
-        # `pathlib.Path` leaves one slash of the two; or the scheme has capital letters.
-        raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
-    if scheme != "file":
-        raise ValueError(
-            f"{text}: no storage for {scheme}:// is built in; local paths, file:// and "
-            f"{', '.join(f'{name}://' for name in paths.SCHEMES)} are"
-        )
-    if not text[len("file:") :].startswith("//"):
-        # `pathlib.Path` turns a URL into this.
-        raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
-    host, slash, rest = text[len("file://") :].partition("/")
-    if host.lower() not in ("", "localhost"):
-        raise ValueError(
-            f"{text}: a file:// URL names {host!r} as a host here, not as a folder: write the path alone, {host}{slash}"
-            f"{rest}, or file:// and an absolute path"
-        )
-    for mark in "?#":
-        if mark in host + rest:
-            raise ValueError(
-                f"{text}: in a URL {mark!r} does not belong to the path: write the path alone, or {quote(mark)} for it"
-            )
-    path = os.fsdecode(unquote_to_bytes(slash + rest))
-    if "\0" in path or not path:
-        raise ValueError(f"{text} names no path")
-    return path
 
 
 def storage_at(path: str) -> Storage:

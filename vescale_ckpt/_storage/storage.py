@@ -115,11 +115,6 @@ class Storage(ABC):
     def stat(self, name: str = "") -> Stat:
         """Returns the `Stat` of a file; without a name, that of the folder."""
 
-    def size_to_read(self, name: str) -> int:
-        """Returns the length of a file that the engine reads next. It is that of the version that reads will ask
-        for."""
-        return self.stat(name).size
-
     def sizes(self) -> dict[str, int]:
         """Returns {file name: length}, as far as one request tells. A file may be missing in it."""
         return {}
@@ -152,9 +147,9 @@ class Storage(ABC):
         """Returns the `Stat` of the file, and `length` bytes of it from `begin` on; fewer if the file is shorter. A
         negative `begin` counts from the end."""
 
-    def drop_read_ahead(self) -> None:
-        """Forgets bytes of data files that were read before they were asked for. A load does so when it begins and when
-        it ends: it reads nothing that has been removed before it began."""
+    def forget_versions(self) -> None:
+        """Forgets which versions of data files were opened. A load does so when it begins and when it ends: it reads
+        nothing that has been removed before it began."""
         return
 
     def drop_caches(self) -> None:
@@ -227,11 +222,6 @@ class Storage(ABC):
         """Removes all folders that any process has set aside and whose names satisfy `is_one`. Removes the file `first`
         before all others, durably: an interrupted removal leaves a whole folder or one without `first`. Logs
         failures."""
-
-    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
-        """Aborts the uploads of large files that killed saves began so long ago, and returns their URLs. None if the
-        storage cannot list them. Raises `CheckpointError`."""
-        return []
 
     # --- Whether ranks use one folder
 

@@ -189,7 +189,7 @@ COMMANDS = (
         "Files of a running save, export or copy are kept. If an unfinished copy is removed, it starts from scratch. "
         "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
-        json=("`removed` (paths), `written` (paths), `uploads` (objects whose uploads were aborted), `dry_run`"),
+        json="`removed` (paths), `written` (paths), `dry_run`",
     ),
     Command(
         "copy",

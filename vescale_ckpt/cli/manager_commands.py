@@ -124,15 +124,9 @@ def repair(options: Namespace) -> int:
         output.print_json("repair/1", {**asdict(found), "dry_run": dry_run})
         return FINE
     verb = "would remove" if dry_run else "removed"
-    for path in found.uploads or ():
-        print(f"{'would abort' if dry_run else 'aborted'} the upload of {path}, which did not finish")
-    if found.uploads is None:
-        print(
-            "uploads that did not finish are not looked for: that needs boto3 and an s3:// bucket of the environment's"
-        )
     for path in found.removed:
         print(f"{verb} {path}")
     for path in found.written:
         print(f"{'would write' if dry_run else 'wrote'} {path}, an extra file of the checkpoint")
-    print(f"{verb} {len(found.removed):,} orphans" if found.removed or found.uploads else "nothing is left over")
+    print(f"{verb} {len(found.removed):,} orphans" if found.removed else "nothing is left over")
     return FINE

@@ -32,7 +32,6 @@ class RepairReport:
 
     removed: list[str]
     written: list[str]
-    uploads: list[str] | None  #: The aborted uploads. None if the store cannot list uploads.
 
 
 def repair(root: str, *, dry_run: bool) -> RepairReport:
@@ -50,13 +49,12 @@ def repair(root: str, *, dry_run: bool) -> RepairReport:
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_orphans(directory, dry_run=dry_run)]
     removed += orphans.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
-    uploads = storage_at(root).abort_uploads(orphans.SAVE_GRACE, dry_run=dry_run)
     written = []
     for directory in directories:
         if directory not in removed and metadata_file.has_metadata(directory, None):
             with suppress(CheckpointError):  # `verify` says how a checkpoint is damaged
                 written += [os.path.join(directory, name) for name in write_lost_copies(directory, dry_run=dry_run)]
-    return RepairReport(removed, written, uploads)
+    return RepairReport(removed, written)
 
 
 def _names_own_files(directory: str) -> bool:
