@@ -1,10 +1,9 @@
-"""Jobs on several machines: what crosses the links between them, and what ranks do when a machine is lost, frozen or parted from the others: none waits longer than the timeout and some grace, and who is
-named is who cannot be reached."""
+"""Jobs on several machines: what crosses the links between them, and what ranks do when a machine is lost, frozen or
+parted from the others: none waits longer than the timeout and some grace, and who is named is who cannot be reached."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
