@@ -66,19 +66,6 @@ def test_one_planner_for_saves_of_all_ranks_and_of_each_alone(tmp_path: Path) ->
         assert_same(load(path, state), state)
 
 
-@on_ranks(2, timeout=BOUND)
-def test_one_planner_with_writers_of_other_options(tmp_path: Path) -> None:
-    planner = SavePlanner()
-    options: list[dict[str, Any]] = [
-        {}, {"single_file_per_rank": False}, {}, {"checksums": False}, {"direct_io": False}, {"thread_count": 1},
-    ]  # fmt: skip
-    for k, option in enumerate(options):
-        state = replicated(k)
-        dcp.save(state, storage_writer=StorageWriter(f"{tmp_path}/{k}", **option), planner=planner)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
-        assert_same(load_by_stock(f"{tmp_path}/{k}", state), state)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, timeout=BOUND)
 def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> None:

@@ -315,9 +315,7 @@ def _join(machines: Machines, rank: int, size: int, directory: str) -> None:
 
     machine = rank // machines.ranks
     machines.enter(machine)
-    os.environ.update(
-        LOCAL_WORLD_SIZE=str(machines.ranks), GLOO_SOCKET_IFNAME="eth0", VESCALE_CKPT_NODE=str(machine)
-    )
+    os.environ.update(LOCAL_WORLD_SIZE=str(machines.ranks), GLOO_SOCKET_IFNAME="eth0", VESCALE_CKPT_NODE=str(machine))
     is_host = rank == 0 and not machines.store_apart
     timeout = timedelta(seconds=_START_TIMEOUT)
     store = dist.TCPStore(f"{_network(0)}.2", _PORT, size, is_host, timeout, wait_for_workers=False)
