@@ -79,8 +79,8 @@ void pad_rounds(std::span<RankRoutes> routes) {
   for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
 }
 
-// Assigns the pieces of one set to its ranks: each rank takes consecutive pieces up to the fill level, give or take half
-// a piece.
+// Assigns the pieces of one set to its ranks: each takes consecutive pieces up to the fill level, give or take half of
+// one.
 void assign_readers(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<const uint32_t> set,
                     std::span<uint64_t> bytes) {
   uint64_t total = 0;
