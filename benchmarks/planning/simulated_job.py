@@ -189,12 +189,13 @@ def metadata_files(plan: _C.GlobalPlan, results: Written) -> tuple[bytes, bytes]
 def shared_reads(index: _C.Index, state: SimulatedState, node_size: int = 8) -> list[int]:
     """Plans one load of all tensors, in one part, for which ranks read for each other. Returns the bytes that each rank
     reads."""
-    kept: dict[bytes, bytes] = {}
+    kept: dict[bytes, tuple[bytes, list[str]]] = {}  # ranks that need the same share their tables
     tables, files, ranks = [], [], range(state.parallelism.ranks)
     for rank in ranks:
         plan = index.plan_load(state.inventory(rank))
-        tables.append(kept.setdefault(plan.reads, plan.reads))
-        files.append(plan.files)
+        table, names = kept.setdefault(plan.reads, (plan.reads, plan.files))
+        tables.append(table)
+        files.append(names)
     budget = settings.broadcast_bytes()
     nodes = [rank // node_size for rank in ranks]
     routes, read, alike = _C.plan_routes(

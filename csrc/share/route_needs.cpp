@@ -1,13 +1,10 @@
 #include "share/route_pieces.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <unordered_map>
-#include <utility>
 
 #include "base/crc32.h"
 #include "base/error.h"
@@ -29,13 +26,6 @@ void check(const Need& need, uint64_t files) {
     if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(chunk, 1)), &bytes)) throw malformed();
   }
   if (bytes > uint64_t{1} << 62) throw malformed();
-}
-
-bool equal_tables(const RankReads& left, const RankReads& right) {
-  const auto same = [](const auto& a, const auto& b) {
-    return a.size() == b.size() && (a.data() == b.data() || std::ranges::equal(a, b));
-  };
-  return same(left.files, right.files) && same(left.reads, right.reads);
 }
 
 // Returns the row at a word of a rank's table; checks its length only.
@@ -68,26 +58,13 @@ uint64_t item_bytes(const Need& need) {
 
 std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::vector<Replicas> groups;
-  std::map<std::pair<const void*, const void*>, size_t> by_address;  // of a rank's tables: equal ones are often shared
-  std::unordered_multimap<size_t, size_t> by_hash;
+  std::map<std::tuple<const void*, size_t, const void*>, size_t> by_tables;
   for (const uint32_t rank : members) {
-    const RankReads& reads = ranks[rank];
-    const auto [known, is_new] = by_address.emplace(std::pair(reads.reads.data(), reads.files.data()), groups.size());
-    if (is_new || !equal_tables(ranks[groups[known->second].ranks.front()], reads)) {
-      size_t hash =
-          std::hash<std::string_view>()({reinterpret_cast<const char*>(reads.reads.data()), reads.reads.size_bytes()});
-      for (const std::string& file : reads.files) hash = hash * 31 + std::hash<std::string>()(file);
-      const auto [begin, end] = by_hash.equal_range(hash);
-      const auto same = std::find_if(begin, end, [&](const auto& entry) {
-        return equal_tables(ranks[groups[entry.second].ranks.front()], reads);
-      });
-      known->second = same == end ? groups.size() : same->second;
-      if (same == end) {
-        by_hash.emplace(hash, groups.size());
-        groups.emplace_back();
-      }
-    }
-    groups[known->second].ranks.push_back(rank);
+    const RankReads& of = ranks[rank];
+    const std::tuple tables(of.reads.data(), of.reads.size(), of.files.data());
+    const auto [found, is_new] = by_tables.emplace(tables, groups.size());
+    if (is_new) groups.emplace_back();
+    groups[found->second].ranks.push_back(rank);
   }
   return groups;
 }

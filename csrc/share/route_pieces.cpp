@@ -32,7 +32,6 @@ class Cutter {
          std::span<uint64_t> own_bytes)
       : limit_(max_piece_bytes(senders, options)),
         options_(options),
-        cuts_(options.writes ? Piece::Cuts::always : Piece::Cuts::if_all_receive_both),
         writers_(writers),
         routes_(routes),
         own_bytes_(own_bytes) {}
@@ -61,7 +60,7 @@ class Cutter {
     if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
       for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Box::of(needs[i])};
     } else if (only_whole) {
-      add(needs, *needed, Piece::Cuts::never);
+      add(needs, *needed);
     } else {
       cut_slabs(needs, *needed);
     }
@@ -86,7 +85,7 @@ class Cutter {
   void cut_slabs(std::span<const Need> needs, const Box& needed) {
     size_t cut_dim = 0;
     uint64_t slice = needed.elements() * item_bytes(needs.front());
-    if (slice <= limit_) return add(needs, needed, cuts_);
+    if (slice <= limit_) return add(needs, needed);
     for (; cut_dim < needed.size.size(); ++cut_dim) {
       slice /= static_cast<uint64_t>(needed.size[cut_dim]);
       if (slice <= limit_) break;
@@ -100,7 +99,7 @@ class Cutter {
         const int64_t begin = length * slab / count, end = length * (slab + 1) / count;
         box.offset[cut_dim] = needed.offset[cut_dim] + begin;
         box.size[cut_dim] = end - begin;
-        add(needs, box, cuts_);
+        add(needs, box);
       }
     } while (next_index(box, needed, cut_dim));
   }
@@ -114,16 +113,16 @@ class Cutter {
     return false;
   }
 
-  void add(std::span<const Need> needs, const Box& box, Piece::Cuts cuts) {
+  void add(std::span<const Need> needs, const Box& box) {
     std::vector<Piece::Receiver> receivers;
     for (const Need& need : needs) {
       if (std::optional<Box> part = box.common(need)) receivers.push_back({&need, std::move(*part)});
     }
-    if (!receivers.empty()) add(needs.data(), std::move(receivers), cuts);
+    if (!receivers.empty()) add(needs.data(), std::move(receivers));
   }
 
   // `needs`: the first of the record.
-  void add(const Need* needs, std::vector<Piece::Receiver> receivers, Piece::Cuts cuts) {
+  void add(const Need* needs, std::vector<Piece::Receiver> receivers) {
     std::vector<uint32_t> ranks;
     for (const Piece::Receiver& receiver : receivers) {
       if (ranks.empty() || ranks.back() != receiver.need->rank) ranks.push_back(receiver.need->rank);
@@ -139,8 +138,6 @@ class Cutter {
       return;
     }
     piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
-    piece.cuts = cuts;
-    piece.order = pieces_.size();
     if (!writers_.empty()) piece.reader = writers_[piece.like->file];
     pieces_.push_back(std::move(piece));
   }
@@ -162,7 +159,6 @@ class Cutter {
 
   const uint64_t limit_;
   const RouteOptions options_;
-  const Piece::Cuts cuts_;
   const std::span<const uint32_t> writers_;
   const std::span<RankRoutes> routes_;
   const std::span<uint64_t> own_bytes_;
@@ -227,47 +223,12 @@ uint64_t Box::elements() const {
                          [](uint64_t product, int64_t length) { return product * static_cast<uint64_t>(length); });
 }
 
-std::optional<Piece> Piece::cut(uint64_t head_bytes) {
-  const auto found = std::ranges::find_if(box.size, [](int64_t length) { return length > 1; });
-  if (cuts == Cuts::never || found == box.size.end()) return std::nullopt;
-  const auto dim = static_cast<size_t>(found - box.size.begin());
-  const uint64_t slice = bytes / static_cast<uint64_t>(box.size[dim]);
-  const auto head = static_cast<int64_t>(head_bytes / slice);
-  if (head == 0 || head >= box.size[dim]) return std::nullopt;
-  // In a load, a reader must be a receiver of what it reads. A receiver of a part of the piece might be on one side of
-  // the cut only, and so could not read the other side.
-  const bool all_along = std::ranges::all_of(receivers, [&](const Receiver& to) {
-    return to.box.offset[dim] == box.offset[dim] && to.box.size[dim] == box.size[dim];
-  });
-  if (cuts == Cuts::if_all_receive_both && !all_along) return std::nullopt;
-  Piece rest = *this;
-  const int64_t begin = box.offset[dim], end = begin + box.size[dim];
-  narrow(dim, begin, begin + head);
-  rest.narrow(dim, begin + head, end);
-  return rest;
-}
-
 void Piece::receive(std::vector<Receiver> by_rank) {
   like = by_rank.front().need;
   box = by_rank.front().box;
   for (const Receiver& to : by_rank) box.cover(to.box);
   bytes = box.elements() * item_bytes(*like);
   receivers = std::move(by_rank);
-}
-
-void Piece::narrow(size_t dim, int64_t begin, int64_t end) {
-  bytes = bytes / static_cast<uint64_t>(box.size[dim]) * static_cast<uint64_t>(end - begin);
-  box.offset[dim] = begin;
-  box.size[dim] = end - begin;
-  std::vector<Receiver> left;
-  for (Receiver& to : receivers) {
-    const Overlap part = overlap(to.box.offset[dim], to.box.size[dim], begin, end - begin);
-    if (part.empty()) continue;
-    to.box.offset[dim] = part.begin;
-    to.box.size[dim] = part.size();
-    left.push_back(std::move(to));
-  }
-  receivers = std::move(left);
 }
 
 void join(Parcels& parcels, Parcel next) {

@@ -15,7 +15,7 @@ namespace vescale_ckpt::share {
 
 // --- Needs (route_needs.cpp)
 
-// Ranks whose tables of reads are equal: replicas. They are planned once.
+// Ranks that share one table of reads: replicas. They are planned once.
 struct Replicas {
   std::vector<uint32_t> ranks;  // ascending
 };
@@ -52,7 +52,7 @@ struct Needs {
 
 uint64_t item_bytes(const Need& need);
 
-// Groups the ranks `members` by equal tables, ordered by the lowest rank of each group.
+// Groups the ranks `members` by their tables, ordered by the lowest rank of each group.
 std::vector<Replicas> replicas_among(std::span<const RankReads> ranks, std::span<const uint32_t> members);
 
 // Returns the validated rows of `members`. `numbered`: files have no names, and equal numbers on all ranks. Throws
@@ -88,17 +88,10 @@ struct Piece {
   uint64_t bytes;
   std::vector<Receiver> receivers;  // by rank, which may occur several times, for several items
   uint32_t set;                     // index in Pieces::sets of the ranks that need it
-  enum class Cuts { never, if_all_receive_both, always } cuts;
-  uint64_t order = 0;  // by file position; equal for pieces that were cut from one
   uint32_t reader = 0;
 
   // Sets the receivers, ordered by rank, and the box that covers their boxes.
   void receive(std::vector<Receiver> by_rank);
-  // Keeps at most `head_bytes` and returns the remainder; nullopt, without a change, if there is no such cut.
-  std::optional<Piece> cut(uint64_t head_bytes);
-
- private:
-  void narrow(size_t dim, int64_t begin, int64_t end);  // in indices of the chunk
 };
 
 // A box of a piece that is sent to a node once, and its receivers there.

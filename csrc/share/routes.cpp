@@ -4,9 +4,7 @@
 #include <deque>
 #include <map>
 #include <numeric>
-#include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "base/error.h"
@@ -81,11 +79,8 @@ void pad_rounds(std::span<RankRoutes> routes) {
   for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
 }
 
-// Smaller imbalances do not justify a cut, because both of its readers read the whole checksum block at the cut.
-constexpr uint64_t kTolerance = 2 << 20;
-
-// Assigns the pieces of one set to its ranks: each rank takes consecutive pieces up to the fill level. Parts of pieces
-// that are cut are appended to `pieces`.
+// Assigns the pieces of one set to its ranks: each takes consecutive pieces up to the fill level, give or take half of
+// one.
 void assign_readers(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<const uint32_t> set,
                     std::span<uint64_t> bytes) {
   uint64_t total = 0;
@@ -94,37 +89,17 @@ void assign_readers(std::vector<Piece>& pieces, std::span<const size_t> group, s
   size_t current = 0;
   const auto room = [&] { return level - std::min(level, bytes[set[current]]); };
   for (const size_t number : group) {
-    Piece piece = std::move(pieces[number]);
-    for (bool taken = false; !taken;) {
-      while (current < set.size() && room() == 0) ++current;
-      uint32_t reader = 0;
-      std::optional<Piece> rest;
-      if (current == set.size()) {
-        reader = *std::ranges::min_element(set, {}, [&](uint32_t rank) { return bytes[rank]; });
-      } else {
-        reader = set[current];
-        const bool fits = piece.bytes <= room() + kTolerance / 2;
-        if (!fits && room() >= kTolerance / 2) rest = piece.cut(room());
-        if (!fits && !rest && piece.bytes / 2 > room()) {
-          ++current;
-          continue;
-        }
-      }
-      piece.reader = reader;
-      bytes[reader] += piece.bytes;
-      taken = !rest;
-      if (rest) {
-        ++current;
-        pieces.push_back(std::exchange(piece, std::move(*rest)));
-      }
-    }
-    pieces[number] = std::move(piece);
+    Piece& piece = pieces[number];
+    while (current < set.size() && (room() == 0 || room() < piece.bytes / 2)) ++current;
+    piece.reader = current < set.size()
+                       ? set[current]
+                       : *std::ranges::min_element(set, {}, [&](uint32_t rank) { return bytes[rank]; });
+    bytes[piece.reader] += piece.bytes;
   }
 }
 
 // Sets the reader of each piece, so that ranks read about the same number of bytes, in long runs of a file. `bytes`:
-// for each rank, the bytes that it reads in any case; adds those of its pieces. May cut pieces. Sorts them by set and
-// file position.
+// for each rank, the bytes that it reads in any case; adds those of its pieces. Sorts them by set and file position.
 void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   std::vector<std::vector<size_t>> groups(all.sets.size());
   for (size_t i = 0; i < all.pieces.size(); ++i) groups[all.pieces[i].set].push_back(i);
@@ -135,9 +110,7 @@ void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   for (const size_t set : order) {
     if (!groups[set].empty()) assign_readers(all.pieces, groups[set], all.sets[set], bytes);
   }
-  std::ranges::sort(all.pieces, [](const Piece& left, const Piece& right) {
-    return std::tie(left.set, left.order, left.box.offset) < std::tie(right.set, right.order, right.box.offset);
-  });
+  std::ranges::stable_sort(all.pieces, {}, &Piece::set);
 }
 
 uint64_t once_bytes(const Pieces& pieces) {

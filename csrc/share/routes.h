@@ -35,8 +35,9 @@ struct RouteOptions {
   bool writes = false;          // pieces are contiguous in the buffer as in their file; set by plan_writes
 };
 
-// The reads of a rank without sharing: LoadPlan::reads and LoadPlan::files. For an export, the boxes that it holds, in
-// rows of the same form: item, file number (equal on all ranks), offset and length of the tensor in the file.
+// The reads of a rank without sharing: LoadPlan::reads and LoadPlan::files. Replicas share both: equal ones at other
+// addresses are planned one by one. For an export, the boxes that it holds, in rows of the same form: item, file number
+// (equal on all ranks), offset and length of the tensor in the file.
 struct RankReads {
   std::span<const int64_t> reads;
   std::span<const std::string> files;

@@ -9,7 +9,6 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,22 +19,13 @@ from harness.saves import load, save
 from harness.states import same, state_of_rank, whole_state
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, SaveFailedError, SaveInProgressError
-from vescale_ckpt._plan.planner import Planner
+from vescale_ckpt import CheckpointError, SaveInProgressError
 
 BOUND = 60.0  # seconds after which something counts as hung
 
 
 def loads(directory: str | Path, k: int) -> bool:
     return same(load(directory, whole_state(0)), whole_state(k))
-
-
-class _Unwilling:
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("no state today")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError
 
 
 def _fails_unseen(directory: str) -> list[str]:
@@ -120,14 +110,3 @@ def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
     assert loads(checkpoint, 7)
     found = load(f"{checkpoint} {rank // 2}", {"value": torch.zeros(1000, dtype=torch.int64), "step": 0})
     assert found["step"] == 2 and found["value"].eq(rank // 2).all()
-
-
-@on_ranks(2)
-def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
-    vescale_ckpt.prepare(state_of_rank(1))
-    with mock.patch.object(Planner, "plan_all", side_effect=AssertionError("it plans")):
-        vescale_ckpt.save(checkpoint, state_of_rank(2), async_checkpoint=True).result(BOUND)
-    failing = {**state_of_rank(3), "x": _Unwilling() if dist.get_rank() == 1 else 1}
-    with pytest.raises(SaveFailedError, match="today"):
-        vescale_ckpt.prepare(failing)
-    assert loads(checkpoint, 2)

@@ -102,18 +102,6 @@ def test_what_cannot_be_removed_after_a_failure_is_removed_by_the_next_save(chec
     assert failures >= 1 and not reached
 
 
-@pytest.mark.parametrize("single_file_per_rank", [True, False])
-def test_a_failed_first_save_leaves_no_checkpoint(checkpoint: Path, single_file_per_rank: bool) -> None:
-    with fault("write", errno.EIO, skip=2):
-        failure = failed_save(checkpoint, state(1), single_file_per_rank=single_file_per_rank)
-    assert failure is not None
-    assert os.listdir(checkpoint) == []
-    with pytest.raises(CheckpointError, match="not a checkpoint"):
-        load(checkpoint, state(1))
-    save(checkpoint, state(1))
-    assert outcome(checkpoint, state(1)) is None
-
-
 def test_a_commit_that_fails_leaves_no_data(checkpoint: Path) -> None:
     for call in ("rename", "sync_directory"):
         with fault(call, errno.EIO, skip=1 if call == "sync_directory" else 0, times=1000):
@@ -253,21 +241,6 @@ def test_interrupted_calls_are_repeated(checkpoint: Path, call: str) -> None:
             save(checkpoint, state(number))
             assert outcome(checkpoint, state(number)) is None
     assert only_named_files(checkpoint)
-
-
-@pytest.mark.parametrize("source", ["page cache", "disk"])
-def test_short_transfers_are_continued(checkpoint: Path, source: str) -> None:
-    for number in range(8):
-        with fault("write", 0, skip=number, times=1 + number):
-            save(checkpoint, state(number))
-        if source == "disk":
-            drop_from_cache(data_files(checkpoint)[0])
-        with fault("read", 0, skip=number, times=1 + number):
-            assert outcome(checkpoint, state(number)) is None
-    with fault("write", 0, times=10_000):
-        save(checkpoint, state(9))
-    with fault("read", 0, times=10_000):
-        assert outcome(checkpoint, state(9)) is None
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP], ids=os.strerror)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.children import wait_for
-from harness.ranks import on_ranks, run_ranks
+from harness.ranks import run_ranks
 from harness.states import MiB, Witness, assert_same, sharded
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -177,21 +177,6 @@ def test_all_ranks_hear_who_failed_and_why(checkpoint: Path) -> None:
     assert all(told == results[0] for told in results)
     for (name, (_, rank, kind, text)), told in zip(FAULTS.items(), results[0], strict=True):
         assert told[:2] == (kind.__name__, rank) and text in told[2], f"{name}: {told}"
-
-
-@on_ranks(RANKS)
-def test_a_rank_without_memory_for_rounds_is_no_failure(checkpoint: Path) -> None:
-    """Each rank reads for itself then."""
-    _prepare(checkpoint)
-    for patch in (
-        _failing("memfd_create", OSError(24, "no more")),
-        _failing("share memory in a node", steps.EngineError("no room")),
-    ):
-        target = Target()
-        with patch() if dist.get_rank() == 1 else contextlib.nullcontext():
-            report = vescale_ckpt.load(checkpoint, target.state, broadcast_checkpoint=True, timeout=FOREVER)
-        target.assert_filled()
-        assert report.stats.shared_bytes == 0
 
 
 # --- Dead and late ranks

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import steps
-from harness.files import flip
 from harness.ranks import on_ranks, run_ranks
 from harness.states import KiB, MiB, Witness, assert_same, group_of_one, train
 from torch import nn
@@ -21,7 +18,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
-    CorruptCheckpointError,
     IncompatibleStateError,
     LoadFailedError,
     MissingKeysError,
@@ -152,21 +148,6 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     errors.append(_error(directory, {**state, "w": torch.zeros(3 if mine else 64, 8192)}))
     errors.append(_error(directory, state, rename=(lambda key: "w") if mine else None))
 
-    failing = steps.failing("fill what is packed", OSError(5, "the disk is gone"))
-    with failing if mine else contextlib.nullcontext():
-        errors.append(_error(directory, state))
-
-    dist.barrier()
-    (file,) = directory.glob("__1_*.distcp")
-    if mine:  # whose own shard is in it
-        flip(file)
-    dist.barrier()
-    errors.append(_error(directory, state))
-    dist.barrier()
-    if mine:
-        flip(file)
-    dist.barrier()
-
     errors.append(_error(directory, {**state, "witness": Witness(fails=mine)}))
     state["witness"] = Witness()
     vescale_ckpt.load(directory, state)
@@ -195,17 +176,10 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all(checkpoint: Path) -> None:
     first, second = run_ranks(2, _fail_in_all_ways, checkpoint)
     assert first == second
     kinds, texts = zip(*first, strict=True)
-    assert kinds == (
-        MissingKeysError,
-        IncompatibleStateError,
-        LoadFailedError,
-        LoadFailedError,
-        CorruptCheckpointError,
-        LoadFailedError,
-    )
+    assert kinds == (MissingKeysError, IncompatibleStateError, LoadFailedError, LoadFailedError)
     assert "'gone'" in texts[0] and "shape (3, 8192)" in texts[1]
     assert all("rank 1" in text for text in texts[2:]) and "rank 0" not in "".join(texts)
-    assert "hand over" in texts[5] and "cannot take it" in texts[5]
+    assert "hand over" in texts[3] and "cannot take it" in texts[3]
 
 
 @on_ranks(2)

@@ -66,19 +66,6 @@ def test_one_planner_for_saves_of_all_ranks_and_of_each_alone(tmp_path: Path) ->
         assert_same(load(path, state), state)
 
 
-@on_ranks(2, timeout=BOUND)
-def test_one_planner_with_writers_of_other_options(tmp_path: Path) -> None:
-    planner = SavePlanner()
-    options: list[dict[str, Any]] = [
-        {}, {"single_file_per_rank": False}, {}, {"checksums": False}, {"direct_io": False}, {"thread_count": 1},
-    ]  # fmt: skip
-    for k, option in enumerate(options):
-        state = replicated(k)
-        dcp.save(state, storage_writer=StorageWriter(f"{tmp_path}/{k}", **option), planner=planner)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
-        assert_same(load_by_stock(f"{tmp_path}/{k}", state), state)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, timeout=BOUND)
 def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> None:
@@ -108,18 +95,6 @@ def test_tensors_that_lie_elsewhere_at_each_save(tmp_path: Path, way: str) -> No
         dcp.load(target, storage_reader=StorageReader(f"{tmp_path}/{k % 2}"), planner=LoadPlanner())
         for key, value in state.items():
             assert torch.equal(target[key], value), (k, key)
-
-
-@on_ranks(2, timeout=BOUND)
-def test_a_tensor_that_is_resized_in_place(tmp_path: Path) -> None:
-    planner = SavePlanner()
-    tensor = torch.arange(1000.0)
-    for k, length in enumerate((1000, 900, 1000, 0, 1000)):
-        tensor.resize_(length)
-        tensor.copy_(torch.arange(float(length)) + k)
-        state = {"a": tensor}
-        save("ours", f"{tmp_path}/{k}", state, planner)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
 
 
 class _ItemsOnly(SavePlanner):
@@ -192,17 +167,3 @@ def test_a_load_planner_is_used_again(tmp_path: Path) -> None:
     assert "an object" in everything_in(caught.value)
     meta = {"table": torch.empty(1500, 1000, device="meta")}
     dcp.load(meta, storage_reader=StorageReader(f"{tmp_path}/0"), planner=planner)
-
-
-# --- Leaks
-
-
-@on_ranks(2, timeout=BOUND)
-def test_one_planner_in_both_ways(tmp_path: Path) -> None:
-    """What `dcp.save` left in a planner must not be what `vescale_ckpt.save` writes with it."""
-    planner = SavePlanner()
-    for k in range(4):
-        state = {"a": torch.complex(torch.ones(9), torch.ones(9) * k).conj(), "b": torch.ones(2) * k}
-        save(WAYS[k % 2], f"{tmp_path}/{k}", state, planner)
-        loaded = load(f"{tmp_path}/{k}", {key: value.resolve_conj() for key, value in state.items()})
-        assert torch.equal(loaded["a"], state["a"]) and torch.equal(loaded["b"], state["b"])

@@ -188,20 +188,6 @@ def test_ranks_that_disagree_are_told_and_the_next_save_goes_on(tmp_path: Path, 
         assert_same(load(f"{tmp_path}/{k}", state), state)
 
 
-@on_ranks(2, timeout=BOUND)
-def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
-    vescale_ckpt.save(f"{tmp_path}/0", replicated(0))
-    made = steps.count_plans()
-    other = {"b": torch.ones(3)}
-    for k in (1, 2):
-        state = replicated(k)
-        vescale_ckpt.save(f"{tmp_path}/{k}", state)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
-        vescale_ckpt.save(f"{tmp_path}/other {k}", other)
-        assert_same(load(f"{tmp_path}/other {k}", other), other)
-    assert made == ([2], [])[dist.get_rank()]
-
-
 # --- Objects
 
 

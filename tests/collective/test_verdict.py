@@ -16,7 +16,7 @@ from harness.saves import save_as
 from harness.states import of_rank
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, StorageFullError
+from vescale_ckpt import CheckpointTimeoutError
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
@@ -89,13 +89,3 @@ def test_nothing_is_committed_when_nobody_can_say_whether_others_still_wait(tmp_
     vescale_ckpt.save(tmp_path / "d", of_rank(3))  # the connections are good
     assert error.committed is False and "rank 0" in str(error) and "the store" in str(error)
     assert float(vescale_ckpt.load(path)["w"][0]) == 1.0
-
-
-@on_ranks(2)
-def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
-    """Every other error of a commit keeps its kind."""
-    path = tmp_path / "c"
-    full = StorageFullError(str(path), 2, 1)
-    with steps.failing("commit", full), pytest.raises(StorageFullError):
-        vescale_ckpt.save(path, of_rank(1))
-    vescale_ckpt.save(path, of_rank(1))

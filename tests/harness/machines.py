@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import itertools
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.ranks import forks
+from harness.ranks import Pool, forks, imported, pipe_to_parent
 
 #: `down`: the machine's link is. `lost`: the router loses all from and to it. `deaf`: only what is sent to it.
 Fault = Literal["down", "lost", "deaf"]
@@ -160,14 +156,12 @@ class Machines:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Ranks:
         """Starts all ranks; machine by machine, as launchers number them."""
-        return Ranks(self, [machine for machine in range(self.count) for _ in range(self.ranks)], function, args)
+        return Ranks(self, function, args)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(rank, *args)` returns on each rank."""
         with self.start(_once, function.__module__, function.__qualname__, args) as ranks:
-            found = ranks.hear()
-            ranks.say("end")  # no rank ends before all are done: the store is with one of them
-            return found
+            return ranks.hear()
 
     def enter(self, machine: int) -> None:
         """Moves this process, which has one thread, to the machine."""
@@ -194,37 +188,21 @@ class Machines:
 class Ranks:
     """A function that runs on all ranks. What they `tell` comes in the order in which it was told."""
 
-    def __init__(
-        self, machines: Machines, machine_of: list[int], function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, machines: Machines, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._machines = machines
-        self.machine_of = machine_of
-        self._directory = tempfile.mkdtemp(prefix="ranks_")
-        self._processes, self._pipes = [], []
-        call = pickle.dumps((function.__module__, function.__qualname__, args))
-        self._store = forks().Process(target=_host_store, args=(machines,)) if machines.store_apart else None
-        if self._store is not None:
+        self.machine_of = [machine for machine in range(machines.count) for _ in range(machines.ranks)]
+        self._store = forks().Process(target=_host_store, args=(machines,), daemon=True)
+        if machines.store_apart:
             self._store.start()
-        for rank, machine in enumerate(machine_of):
-            ours, theirs = forks().Pipe()
-            place = (rank, len(machine_of), machine)
-            process = forks().Process(target=_serve, args=(machines, place, theirs, call, self._directory))
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        self._pool = Pool(len(self.machine_of), partial(_join, machines))
+        self._pool.begin(_talk, function.__module__, function.__qualname__, args)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill_store()
-        for process in self._processes:
-            process.kill()
-            process.join(10)
-        for pipe in self._pipes:
-            pipe.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._pool.kill()
 
     def on(self, machine: int) -> list[int]:
         return [rank for rank, place in enumerate(self.machine_of) if place == machine]
@@ -245,15 +223,15 @@ class Ranks:
 
     def kill_store(self) -> None:
         """Ends the process of the store, if it has one of its own."""
-        if self._store is not None:
+        if self._machines.store_apart:
             self._store.kill()
             self._store.join(10)
 
     def kill(self, machine: int) -> None:
         """All its ranks get SIGKILL: their connections are closed."""
         for rank in self.on(machine):
-            self._processes[rank].kill()
-            self._processes[rank].join(10)
+            self._pool.processes[rank].kill()
+            self._pool.processes[rank].join(10)
 
     def lose(self, machine: int) -> None:
         """The machine loses power: nobody is told, as no packet leaves it any more."""
@@ -261,45 +239,19 @@ class Ranks:
         self.kill(machine)
 
     def _pid(self, rank: int) -> int:
-        pid = self._processes[rank].pid
+        pid = self._pool.processes[rank].pid
         assert pid is not None
         return pid
 
     def say(self, word: Any, to: Iterable[int] | None = None) -> None:
         """To these ranks; None: to all."""
-        for pipe in self._pipes if to is None else map(self._pipes.__getitem__, to):
+        for pipe in self._pool.pipes if to is None else map(self._pool.pipes.__getitem__, to):
             with contextlib.suppress(OSError):  # of a machine that is lost
                 pipe.send(word)
 
     def hear(self, seconds: float = _START_TIMEOUT, but: Iterable[int] = ()) -> list[Any]:
         """One message of each rank; all stacks are in the error if one has none in time."""
-        heard: list[Any] = [None] * len(self._pipes)
-        silent = set(but)
-        missing = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in silent}
-        deadline = time.monotonic() + seconds
-        while missing and (left := deadline - time.monotonic()) > 0:
-            ready = wait(list(missing.values()), left)
-            for rank, pipe in list(missing.items()):
-                if pipe in ready:
-                    heard[rank] = pipe.recv()
-                    del missing[rank]
-                    if isinstance(heard[rank], _Failure):
-                        raise AssertionError(f"rank {rank}: {heard[rank].text}")
-        if missing:
-            raise AssertionError(f"ranks {list(missing)} said nothing for {seconds:g} s\n{self._stacks(list(missing))}")
-        return heard
-
-    def _stacks(self, ranks: list[int]) -> str:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid(rank), signal.SIGUSR1)
-        time.sleep(1)
-        return "\n".join(f"--- rank {r}\n{Path(self._directory, f'stacks_{r}').read_text()}" for r in ranks)
-
-
-class _Failure:
-    def __init__(self, text: str) -> None:
-        self.text = text
+        return self._pool.answers("what was to be told", seconds, but=but)
 
 
 def _network(machine: int) -> str:
@@ -341,9 +293,12 @@ def unmount(folder: str) -> None:
 # --- What runs in a rank's process
 
 
+def _talk(module: str, name: str, args: tuple[Any, ...]) -> None:
+    getattr(imported(module), name)(int(os.environ["RANK"]), pipe_to_parent(), *args)
+
+
 def _once(rank: int, pipe: Connection, module: str, name: str, args: tuple[Any, ...]) -> None:
-    pipe.send(getattr(__import__(module, fromlist=[name]), name)(rank, *args))
-    pipe.recv()
+    pipe.send(getattr(imported(module), name)(rank, *args))
 
 
 def _host_store(machines: Machines) -> None:
@@ -355,31 +310,13 @@ def _host_store(machines: Machines) -> None:
     del store
 
 
-def _serve(machines: Machines, place: tuple[int, int, int], pipe: Connection, call: bytes, directory: str) -> None:
-    rank, size, machine = place
-    stacks = open(os.path.join(directory, f"stacks_{rank}"), "w")  # noqa: SIM115  # faulthandler keeps it
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    try:
-        machines.enter(machine)
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(size),
-            LOCAL_WORLD_SIZE=str(machines.ranks),
-            GLOO_SOCKET_IFNAME="eth0",
-            OMP_NUM_THREADS="1",
-            VESCALE_CKPT_NODE=str(machine),
-        )
-        import torch
-        import torch.distributed as dist
+def _join(machines: Machines, rank: int, size: int, directory: str) -> None:
+    import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        is_host = rank == 0 and not machines.store_apart
-        timeout = timedelta(seconds=_START_TIMEOUT)
-        store = dist.TCPStore(f"{_network(0)}.2", _PORT, size, is_host, timeout, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        module, name, args = pickle.loads(call)
-        getattr(__import__(module, fromlist=[name]), name)(rank, pipe, *args)
-    except BaseException:
-        pipe.send(_Failure(traceback.format_exc()))
-    sys.stdout.flush()
-    os._exit(0)  # no destructors: they would wait for the other machine
+    machine = rank // machines.ranks
+    machines.enter(machine)
+    os.environ.update(LOCAL_WORLD_SIZE=str(machines.ranks), GLOO_SOCKET_IFNAME="eth0", VESCALE_CKPT_NODE=str(machine))
+    is_host = rank == 0 and not machines.store_apart
+    timeout = timedelta(seconds=_START_TIMEOUT)
+    store = dist.TCPStore(f"{_network(0)}.2", _PORT, size, is_host, timeout, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -173,16 +173,23 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, check: bool = True) -> list[Any]:
         """What `run_ranks` does."""
+        self.begin(function, *args)
+        return self.answers(f"{function.__module__}.{function.__qualname__}", timeout, check)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
         request = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # a dead rank is noticed below
+            with contextlib.suppress(OSError):  # a dead rank is noticed by `answers`
                 pipe.send_bytes(request)
-        answers = self._collect(timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
+
+    def answers(self, what: str, timeout: float, check: bool = True, but: Iterable[int] = ()) -> list[Any]:
+        """One message of each rank, by rank; None for the ranks `but`. Raises as `run_ranks` does."""
+        answers = self._collect(timeout, _PATIENCE_AFTER_FAILURE if check else timeout, but)
         failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, _Failure)}
         self.failed = self.failed or bool(failures)
         if failures and check:
             raise RanksFailedError(
-                f"{function.__module__}.{function.__qualname__}",
+                what,
                 {rank: failure.error for rank, failure in failures.items()},
                 {rank: failure.details for rank, failure in failures.items()},
             )
@@ -207,9 +214,9 @@ class Pool:
             pipe.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _collect(self, timeout: float, patience: float) -> list[Any]:
+    def _collect(self, timeout: float, patience: float, but: Iterable[int] = ()) -> list[Any]:
         answers: list[Any] = [None] * len(self.pipes)
-        missing = dict(enumerate(self.pipes))
+        missing = {rank: pipe for rank, pipe in enumerate(self.pipes) if rank not in but}
         deadline = time.monotonic() + timeout
         while missing and (left := deadline - time.monotonic()) > 0:
             ready = wait(list(missing.values()), left)
@@ -273,6 +280,7 @@ def _serve(
     torch.set_num_threads(1)
     join(rank, world_size, directory)
     _answer(pipe, None)
+    _pipe_to_parent.append(pipe)
     environment = dict(os.environ)
     while request := _next_request(pipe):
         try:
@@ -286,11 +294,19 @@ def _serve(
     os._exit(0)  # no destructors: they are where gloo aborts
 
 
+_pipe_to_parent: list[Connection] = []
+
+
+def pipe_to_parent() -> Connection:
+    """For functions that a rank runs and that tell more than their result; `Pool.answers` hears it."""
+    return _pipe_to_parent[0]
+
+
 def _call(module: str, name: str, args: tuple[Any, ...]) -> Any:
-    return inspect.unwrap(getattr(_imported(module), name))(*args)
+    return inspect.unwrap(getattr(imported(module), name))(*args)
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
     """A module of tests as pytest has compiled it, with asserts that report the compared values."""
     if name not in sys.modules and (spec := importlib.util.find_spec(name)) and spec.origin:
         path = Path(spec.origin)

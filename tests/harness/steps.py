@@ -19,7 +19,6 @@ from vescale_ckpt._collective.node_files import NodeFiles
 from vescale_ckpt._collective.save import Save
 from vescale_ckpt._convert import batches
 from vescale_ckpt._engine import _C, options
-from vescale_ckpt._load import load_packed
 from vescale_ckpt._load.fill_plan import FillPlan
 from vescale_ckpt._load.source import Source
 from vescale_ckpt._plan import replicas
@@ -97,7 +96,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "see what does not fit": (FillPlan, "misfits"),
     "plan the reading": (FillPlan, "reads"),
     "plan the routes": (routes._Coordinator, "plan"),
-    "share memory in a node": (_C, "SharedMap"),
     "begin the rounds": (RoutedRead, "_take_buffer"),
     "read a round": (_C, "staging_table"),
     "pack a round": (_C, "pack_table"),
@@ -106,7 +104,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read the metadata": (Source, "unpack"),
     "read objects": (_C, "read_objects"),
     "unpickle an object": (objects, "load"),
-    "fill what is packed": (load_packed, "fill_packed"),
     "read the index of a model": (headers, "_weight_map"),
     "wait for what others write": (usage, "sync_file_system"),
     "commit on a machine": (NodeLayout, "commit"),

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
-from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._routes import node_buffer, routed_write
 from vescale_ckpt._write import safetensors_layout
 
@@ -101,7 +100,6 @@ def _sharded_columns(k: int) -> dict[str, torch.Tensor]:
 def _save_columns(directory: str, who: int, what: str) -> str:
     state = _sharded_columns(1)
     mine = dist.get_rank() == who
-    Exchange.of().kept.clear()  # of an earlier test
     with contextlib.ExitStack() as stack:
         gather = stack.enter_context(joining())
         warned = stack.enter_context(mock.patch.object(safetensors_layout.logger, "warning"))

@@ -751,10 +751,6 @@ def test_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(2, node_of_this_process) == [here, here]
     monkeypatch.setenv("VESCALE_CKPT_NODE", "3")
     assert node_of_this_process() == 3
-    for text in ("", "x", "-1", str(1 << 63)):
-        monkeypatch.setenv("VESCALE_CKPT_NODE", text)
-        with pytest.raises(ValueError, match="VESCALE_CKPT_NODE"):
-            node_of_this_process()
 
 
 def _distinct() -> tuple[list[list[bytes]] | None, int, int]:

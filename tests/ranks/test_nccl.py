@@ -30,27 +30,8 @@ from vescale_ckpt._ranks.nccl import DeviceGroup
 FOREVER = 60.0
 EXTRA_DUMP = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
 ONE_BYTE = [torch.zeros(1, dtype=torch.uint8)]
-
-
-class _Host:
-    """Stands for a device that is done with everything at once."""
-
-    device = torch.device("cpu")
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def identity(self) -> str:
-        return "host"
-
-    def begin(self) -> None:
-        pass
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def finish(self, seconds: float, swap: Any = None) -> bool:
-        return True
+#: stands for a device that is done with everything at once
+HOST: Any = SimpleNamespace(queued=contextlib.nullcontext, finish=lambda seconds, swap: True)
 
 
 class _Absent:
@@ -84,7 +65,7 @@ def _fails() -> None:
 @pytest.mark.parametrize("outcome", [mock.Mock, _fails], ids=["comes late", "dies"])
 def test_connecting_to_a_rank_that_is_absent_is_bounded(outcome: Callable[[], Any]) -> None:
     absent = _Absent(outcome)
-    group = DeviceGroup(_Host(), absent, timeout=0.4)
+    group = DeviceGroup(HOST, absent, timeout=0.4)
     with pytest.raises(CheckpointError, match=r"did not connect within 0\.2 s"):
         group.connect(ONE_BYTE, ONE_BYTE)
     assert not group.usable
@@ -98,7 +79,7 @@ def test_connecting_to_a_rank_that_is_absent_is_bounded(outcome: Callable[[], An
 
 def test_the_end_of_connections_does_not_wait_for_a_call_that_connects() -> None:
     absent = _Absent()
-    group = DeviceGroup(_Host(), absent, timeout=FOREVER)
+    group = DeviceGroup(HOST, absent, timeout=FOREVER)
     connecting = threading.Thread(target=group.connect, args=(ONE_BYTE, ONE_BYTE))
     connecting.start()
     assert absent.calling.wait(FOREVER)
@@ -112,7 +93,7 @@ def test_the_end_of_connections_does_not_wait_for_a_call_that_connects() -> None
 def test_an_error_while_connecting_is_raised_at_once() -> None:
     absent = _Absent(_fails)
     absent.came.set()
-    group = DeviceGroup(_Host(), absent, timeout=FOREVER)
+    group = DeviceGroup(HOST, absent, timeout=FOREVER)
     with pytest.raises(RuntimeError, match="remote process exited"):
         group.connect(ONE_BYTE, ONE_BYTE)
     assert not group.usable and absent.aborted.wait(FOREVER) and absent.aborts == 1
@@ -126,20 +107,20 @@ def test_an_abort_that_does_not_return_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.1)
     ended = threading.Event()
-    group = DeviceGroup(_Host(), SimpleNamespace(abort=ended.wait), timeout=FOREVER)
+    group = DeviceGroup(HOST, SimpleNamespace(abort=ended.wait), timeout=FOREVER)
     group.end()
     assert not group.usable and "have not ended within" in caplog.text
     ended.set()
 
 
 def test_an_abort_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    DeviceGroup(_Host(), SimpleNamespace(abort=_fails), timeout=FOREVER).end()
+    DeviceGroup(HOST, SimpleNamespace(abort=_fails), timeout=FOREVER).end()
     assert "remote process exited" in caplog.text
 
 
 def test_connections_end_with_what_holds_them() -> None:
     backend = mock.Mock()
-    group = DeviceGroup(_Host(), backend, timeout=FOREVER)
+    group = DeviceGroup(HOST, backend, timeout=FOREVER)
     del group
     gc.collect()
     assert backend.abort.call_count == 1
@@ -153,7 +134,7 @@ def test_an_abort_does_not_tell_the_users_groups_to_end_the_process(
     if users is not None:
         monkeypatch.setenv(EXTRA_DUMP, users)
     found = []
-    DeviceGroup(_Host(), SimpleNamespace(abort=lambda: found.append(os.environ.get(EXTRA_DUMP))), FOREVER).end()
+    DeviceGroup(HOST, SimpleNamespace(abort=lambda: found.append(os.environ.get(EXTRA_DUMP))), FOREVER).end()
     assert found == [None if users is None else "0"] and os.environ.get(EXTRA_DUMP) == users
 
 

@@ -21,16 +21,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness import faults
-from harness.files import data_files, flip, flipped, locks_are_held, records
+from harness.files import flip, locks_are_held
 from harness.ranks import run_ranks
-from harness.saves import outcome, save
-from harness.states import state
 
-from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, StorageFullError, verify
-from vescale_ckpt._checkpoint.check_records import check_file
-from vescale_ckpt._checkpoint.loadable import LoadableCheckpoint
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, StorageFullError
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_orphans
-from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt._engine.page_buffers import PageBuffers
 from vescale_ckpt._ranks import send_files as module
 from vescale_ckpt._ranks.connections import Connections
@@ -361,38 +356,6 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
 def remove_folder(folder: Path, rank: int) -> None:
     if rank == 1:
         shutil.rmtree(folder)
-
-
-# --- Files of a checkpoint
-
-
-def send_checkpoint(folder: str, names: list[str]) -> Errors:
-    exchange = Exchange.of(timeout=30)
-    mine, source = os.path.join(folder, str(exchange.rank)), os.path.join(folder, "0")
-    messages = [FileMessage(name, os.path.getsize(os.path.join(source, name)), 0, 1) for name in names]
-    with contextlib.closing(open_checkpoint(source)) as checkpoint:
-        assert isinstance(checkpoint, LoadableCheckpoint)
-
-        def check(path: str, name: str) -> None:
-            if name.endswith(".distcp"):
-                check_file(checkpoint, name, path)
-
-        return send_files(exchange, "send", messages, mine, check=check)
-
-
-def test_a_checkpoint_that_came_whole_is_loaded(tmp_path: Path) -> None:
-    save(tmp_path / "0", state(1), single_file_per_rank=False)
-    (tmp_path / "1").mkdir()
-    names = sorted(os.listdir(tmp_path / "0"))
-    record = max(records(tmp_path / "0"), key=lambda record: len(record.body))
-    with flipped(record.path, 8 * record.body.start):
-        _, errors = run_ranks(2, send_checkpoint, str(tmp_path), names)
-    (error,) = errors.values()
-    assert isinstance(error, CorruptCheckpointError) and error.key == record.key
-    assert sorted({*names} - {*os.listdir(tmp_path / "1")}) == [*errors] == [record.path.name]
-    assert run_ranks(2, send_checkpoint, str(tmp_path), [record.path.name]) == [{}, {}]
-    assert verify(tmp_path / "1").ok and len(data_files(tmp_path / "1")) > 1
-    assert outcome(tmp_path / "1", state(1)) is None
 
 
 # --- Ranks that end

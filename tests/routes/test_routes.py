@@ -146,48 +146,6 @@ def test_every_so_many_nodes_read_once(checkpoint: Path, nodes: list[int], limit
     assert [plans for _, plans in results] == [1] + [0] * (len(nodes) - 1)
 
 
-def _fails_among_many_nodes(directory: Path) -> str:
-    _live_on_nodes([0, 1, 2, 3])
-    full = {"w": numbers(2048, 1024)}
-    vescale_ckpt.save(directory, dict(full))
-    broken = mock.patch.object(rounds.RoutedRead, "_read_pieces", side_effect=OSError("no such disk"))
-    with (
-        mock.patch.object(routes, "_MOST_NODES", 2),
-        broken if dist.get_rank() == 2 else contextlib.nullcontext(),
-        pytest.raises(CheckpointError) as caught,
-    ):
-        _load(directory, {"w": torch.zeros(2048, 1024)})
-    state = {"w": torch.zeros(2048, 1024)}
-    _load(directory, state)  # the connections are as good as before
-    assert_same(state, full)
-    return str(caught.value)
-
-
-def test_an_error_is_told_to_nodes_that_read_for_themselves(checkpoint: Path) -> None:
-    for text in run_ranks(4, _fails_among_many_nodes, checkpoint):
-        assert "no such disk" in text, text
-
-
-def _many_parts(directory: Path) -> int:
-    _live_on_nodes([0, 1, 2, 3])
-    full = {f"n{i}": numbers(300 + i, 40) for i in range(40)}
-    vescale_ckpt.save(directory, dict(full))
-    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    with (
-        mock.patch.object(routes, "_MOST_NODES", 2),
-        mock.patch.object(routes, "_MOST_GATHERED_BYTES", 2000),
-        mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned,
-    ):
-        _load(directory, state)
-    assert_same(state, full)
-    return planned.call_count
-
-
-def test_replicas_of_as_many_nodes_count_for_the_parts_of_a_plan(checkpoint: Path) -> None:
-    rows = 40 * 8 * 15  # bytes of one rank's table
-    assert run_ranks(4, _many_parts, checkpoint) == [-(-2 * rows // 2000), 0, 0, 0]
-
-
 def test_replicas_on_many_nodes_are_planned_for_some() -> None:
     assert routes.planned_bytes(("table", rank // 2, 100) for rank in range(34)) == 3200
     assert routes.planned_bytes(("table", rank // 2, 100) for rank in range(32)) == 3200

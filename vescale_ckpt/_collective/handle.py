@@ -8,7 +8,6 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import SaveCancelledError
 from ..reports import SaveStats
 
 
@@ -52,7 +51,6 @@ class SaveHandle:
     ) -> None:
         self.staged = staged  #: a future that is done when the state may change again
         self.skipped = False  #: True: nothing was saved because another save was running, and `result` raises
-        self.what = ""  #: path and rank, for `repr`
         self.notice = Notice()
         #: has the same outcome; done when all callbacks added before have run
         self.future: Future[SaveStats] = _SaveFuture(self.notice)
@@ -64,18 +62,6 @@ class SaveHandle:
 
         if result.done():
             self.callbacks_ran()
-
-    def __repr__(self) -> str:
-        error = self._result.exception() if self._result.done() else None
-        if self.skipped:
-            state = "skipped"
-        elif not self.done():
-            state = "writing" if self.staged.done() else "staging"
-        elif error is None:
-            state = "durable"
-        else:
-            state = "cancelled" if isinstance(error, SaveCancelledError) else f"failed: {type(error).__name__}"
-        return f"<{' '.join(filter(None, ('SaveHandle', self.what)))}: {state}>"
 
     def done(self) -> bool:
         """Whether the checkpoint is durable, or the save has failed."""

@@ -47,7 +47,6 @@ from ..errors import (
 from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
 from .node_files import NodeFiles
-from .transformers_forms import propose
 
 _Result = TypeVar("_Result")
 _PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # {step: phase of the timeline}; others: "plan"
@@ -61,14 +60,13 @@ class _Fit:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
-    form: str = ""  #: proposed `stack=` and `rename=` that make the checkpoint fit
 
     def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
         """Returns the error that a strict load raises, or None. `stored`: the keys of the checkpoint."""
         if self.missing or self.surplus:
             unexpected = {*self.unexpected}
             found = [key for key in stored if key not in unexpected]
-            hint = self.form or advice_for_missing(self.missing, self.unexpected, found, renamed)
+            hint = advice_for_missing(self.missing, self.unexpected, found, renamed)
             return MissingKeysError(self.missing, self.surplus, self.mismatched, hint)
         if self.mismatched:
             first, *others = self.mismatched
@@ -94,7 +92,6 @@ class _Fit:
             [key for key in fits[0].unexpected if key in common],
             list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
             [key for key in dict.fromkeys(surplus) if key in common],
-            next((fit.form for fit in fits if fit.form), ""),
         )
 
 
@@ -165,7 +162,6 @@ class CollectiveLoad:
 
     def _into(self, state: MutableMapping[str, Any], rename: Rename | None) -> LoadReport:
         loading = _TargetState(state, rename_function(rename), rename is None, self._source.options.allow_cast)
-        loading.proposes = self._strict and rename is None and not self._source.stack
         try:
             contents = self._open()
             with set_rank(self._exchange.rank, self._exchange.size):
@@ -357,7 +353,6 @@ class _TargetState:
         self._state = state
         self._allow_cast = allow_cast
         self._checkpoint_key = of
-        self.proposes = False  #: whether to propose rules for missing keys
         self._same_names = same_names
         self._drops_prefix = False  # whether keys below "" are stored without a prefix
         self.application = Application(state)
@@ -450,10 +445,7 @@ class _TargetState:
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         nowhere = contents.nowhere([*contents.stored, *plan.values])
-        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus)
-        if missing and self.proposes and checkpoint.format == "safetensors":
-            fit.form = propose(checkpoint, flat)
-        return plan, fit
+        return plan, _Fit([*missing, *nowhere], unexpected, mismatched, surplus)
 
     def hand_over(self, plan: FillPlan) -> None:
         loaded = plan.state.keys()

@@ -66,7 +66,7 @@ def start_save(
             logger.warning("%s: this one is skipped", busy)
             skipped = SaveHandle(settled(error=busy), settled())
             skipped.skipped = True
-            return _named(skipped, directory, process_group)
+            return skipped
         limit = settings.timeout(timeout)
         began = time.monotonic()
         with phase("previous save"):
@@ -93,14 +93,9 @@ def start_save(
             save.release_state()
         if async_checkpoint:
             timeline.returned()
-            return _named(queue.finish_in_background(save), directory, process_group)
+            return queue.finish_in_background(save)
         assert save.stats is not None
-        return _named(SaveHandle(settled(save.stats), settled()), directory, process_group)
-
-
-def _named(handle: SaveHandle, directory: str, process_group: dist.ProcessGroup | None) -> SaveHandle:
-    handle.what = f"of {directory}" + (f" on rank {dist.get_rank(process_group)}" if dist.is_initialized() else "")
-    return handle
+        return SaveHandle(settled(save.stats), settled())
 
 
 def prepare_save(

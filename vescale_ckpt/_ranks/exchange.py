@@ -34,7 +34,7 @@ from .groups import check_alone_on_purpose, place_in, resolve_group
 from .message import pack, unpack
 from .nccl import CudaDevice, DeviceGroup
 from .rendezvous import FirstWord, Purpose, Rendezvous, is_in_background
-from .store_thread import StoreGoneError, of_default_group
+from .store_thread import StoreGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +88,6 @@ class Exchange:
         with _places_lock:
             of_group = _groups.setdefault(group, _Group())
         return Exchange(of_group.links(group, purpose, limit), limit)
-
-    @staticmethod
-    def begin_connecting(process_group: dist.ProcessGroup | None) -> None:
-        """Starts to connect to the store, in the background: the part of the first `of` that needs no other rank, and
-        takes seconds if no name server answers."""
-        group = resolve_group(process_group)
-        if group is not None and dist.get_world_size(group) > 1:
-            of_default_group().begin_connecting()
 
     @property
     def is_coordinator(self) -> bool:

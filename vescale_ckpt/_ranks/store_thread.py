@@ -95,10 +95,6 @@ class StoreThread:
             self.answers = False
             raise StoreGoneError from error
 
-    def begin_connecting(self) -> None:
-        """Connects in the background; name resolution may take seconds."""
-        self._requests.take(lambda store: None, Future())
-
     def note(self, key: str, text: Callable[[int], str], heartbeat: float | None) -> None:
         """Writes `text(n)` under a key soon; n counts the writes. `heartbeat`: repeats the write at this interval in
         seconds, until the next note under this key, or `forget`; None: once. Costs the caller microseconds. Failures

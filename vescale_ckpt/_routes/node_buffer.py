@@ -70,7 +70,7 @@ class NodeBuffer(Buffers):
     sends_by_exchange = True
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = _whole_pages(sizes)
+        self._sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
         self._token = secrets.token_bytes(16)
         self._file = -1
         self._file = os.memfd_create("vescale_ckpt")
@@ -85,10 +85,6 @@ class NodeBuffer(Buffers):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._own.memories[index % len(self._sizes)]
-
-    def is_as(self, sizes: Sequence[int], near: Iterable[int]) -> bool:
-        """Whether it has these sizes and neighbours."""
-        return self._sizes == _whole_pages(sizes) and self._of_peers.keys() == set(near)
 
     def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Exchanges the round's messages between nodes. Then signals the neighbours that what this rank read and
@@ -138,11 +134,6 @@ class NodeBuffer(Buffers):
             if size:
                 peers.send(peer, memory[offset : offset + size], receipt=True)
 
-    def restart(self) -> None:
-        """Restarts the round counters for another export. All ranks have ended the previous one."""
-        self._own.filled.set(0)
-        self._own.placed.set(0)
-
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         self._own.placed.set(index + 1)
         for peer in round_.same_node_peers(round_.sends):
@@ -182,10 +173,6 @@ class NodeBuffer(Buffers):
             except (OSError, ValueError, _C.EngineError) as error:
                 return CheckpointError(f"the memory of rank {peer}, of the same node, cannot be seen: {error}")
         return None
-
-
-def _whole_pages(sizes: Sequence[int]) -> list[int]:
-    return [-(-size // _PAGE) * _PAGE for size in sizes]
 
 
 class _Mapped:

@@ -11,7 +11,7 @@ import torch
 
 from .._checkpoint.record_reader import Record, RecordReader, Target
 from .._engine import _C, device_streams, torch_copies
-from .._engine.dtype_codes import CODE_DTYPES, dtype_code
+from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.engine_errors import named_errors
 from .._engine.rows import int_table
 from .._plan.read_plan import Reads
@@ -136,8 +136,10 @@ class RoutedRead:
 
         with named_errors(key_of, self._phase):
             _C.copy_boxes(copies, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__))
-        if rest:
-            self._convert(round_.placements, set(rest), memories)
+        if rest:  # dtypes to convert, and targets that the engine cannot fill
+            with device_streams.made_current(streams):  # torch orders its copies, and reuse of memory, by stream
+                for placement in self._placements(round_.placements, left_out, memories):
+                    torch_copies.copy(placement.target, placement.source())
 
     def _read_pieces(self, round_: Round, memory: torch.Tensor) -> None:
         assert self._reads is not None
@@ -159,27 +161,6 @@ class RoutedRead:
             piece = _tensor_at(memory, at, record.dtype, size)
             self._reader.fill_from_archive(Target(record, start, piece, piece))
 
-    def _convert(self, rows: memoryview, wanted: set[int], buffers: dict[int, torch.Tensor]) -> None:
-        """Copies rows to targets whose dtype differs from the stored one, or that the engine cannot fill. CUDA targets
-        get the stored bytes, and the device converts them."""
-        placements = list(self._placements(rows, wanted, buffers))
-        streams, table, devices = self._reader.streams, int_table(), int_table()
-        # torch's allocator orders reuse of memory per stream; so do torch's copies to devices other than CUDA.
-        with device_streams.made_current(streams):
-            staged = [self._reader.on_device_of(to.target, to.lengths, to.piece.dtype) for to in placements]
-            keys = []
-            for placement, on_device in zip(placements, staged, strict=True):
-                if on_device is not None:
-                    table.extend(placement.row(on_device[0]))
-                    devices.append(on_device[1])
-                    keys.append(placement.key)
-            with named_errors(keys.__getitem__, self._phase):
-                _C.copy_boxes(
-                    table, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
-                )
-            for placement, on_device in zip(placements, staged, strict=True):
-                torch_copies.copy(placement.target, placement.source() if on_device is None else on_device[0])
-
     def _placements(
         self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]
     ) -> Iterator[_Placement]:
@@ -191,14 +172,12 @@ class RoutedRead:
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             piece = _tensor_at(buffers[peer], offset, CODE_DTYPES[dtype], size)
-            key = self._reads.state.names[item]
-            yield _Placement(key, self._reads.target(item, target, lengths).detach(), piece, start, lengths)
+            yield _Placement(self._reads.target(item, target, lengths).detach(), piece, start, lengths)
 
 
 class _Placement(NamedTuple):
     """A box of a piece, and the tensor to fill with it."""
 
-    key: str
     target: torch.Tensor
     piece: torch.Tensor
     start: Sequence[int]
@@ -206,12 +185,6 @@ class _Placement(NamedTuple):
 
     def source(self) -> torch.Tensor:
         return narrowed(self.piece, self.start, self.lengths)
-
-    def row(self, memory: torch.Tensor) -> list[int]:
-        """Returns a row of the engine's copy table, with a destination other than the target."""
-        piece = self.piece
-        head = [dtype_code(piece.dtype, ""), piece.data_ptr(), piece.dim(), *piece.shape, *self.start, *self.lengths]
-        return [*head, memory.data_ptr(), *memory.stride()]
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

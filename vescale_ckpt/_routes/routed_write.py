@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20  #: most bytes of a piece, which one rank writes
 BUDGET_BYTES = 16 << 20  #: memory of a rank in a round
-_KEPT = "buffers of exports"  # key in what an exchange keeps
 
 
 def plan_writes(
@@ -57,8 +56,6 @@ class RoutedWrite:
 
     def __init__(self, exchange: Exchange, phase: str, routes: Routes, memory: NodeBuffer) -> None:
         self.routes = routes
-        self._exchange = exchange
-        self._phase = phase
         self._memory = memory
         self._pipeline = Pipeline(exchange, phase, routes, memory)
         self._ran = False
@@ -67,18 +64,9 @@ class RoutedWrite:
     def begin(
         cls, exchange: Exchange, phase: str, routes: Routes, ready: bool
     ) -> tuple[RoutedWrite | None, Exception | None]:
-        """Takes memory for the rounds, or that of an earlier export: all ranks have mapped its pages. `ready`: whether
-        this rank can take part. None on all ranks unless all have it and have mapped their neighbours'; and the error
-        of this rank, if it has one."""
-        sizes, near = routes.buffer_bytes, routes.neighbours
-        memory, error = exchange.kept.pop(_KEPT, None), None
-        if not (isinstance(memory, NodeBuffer) and memory.is_as(sizes, near)):
-            memory = None
-        else:
-            memory.restart()
-        # When all ranks agree, they have ended their earlier exports, so the buffers are not in use.
-        if exchange.agree([int(ready and memory is not None)], f"{phase}: memory of an earlier save") != [1]:
-            memory, error = open_on_all(exchange, phase, lambda: NodeBuffer(sizes), near, ready)
+        """Takes memory for the rounds. `ready`: whether this rank can take part. None on all ranks unless all have it
+        and have mapped their neighbours'; and the error of this rank, if it has one."""
+        memory, error = open_on_all(exchange, phase, lambda: NodeBuffer(routes.buffer_bytes), routes.neighbours, ready)
         return (None if memory is None else cls(exchange, phase, routes, memory)), error
 
     def run(self, held: _C.HeldRows, threads: int, write: Callable[[bytes], object]) -> bool:
@@ -112,16 +100,11 @@ class RoutedWrite:
 
     def _take_rounds(self, fill: Callable[[int], None], empty: Callable[[int], None]) -> bool:
         self._ran = True
-        complete = False
         try:
             with phase("write", "with other ranks"):
-                complete = self._pipeline.run(fill, self._memory.collect_messages, empty, fills_others=True)
+                return self._pipeline.run(fill, self._memory.collect_messages, empty, fills_others=True)
         except BaseException:
             self._memory.leave()
             raise
         finally:
-            if complete and self._pipeline.error is None:
-                self._exchange.kept[_KEPT] = self._memory
-            else:
-                self._memory.release()
-        return complete
+            self._memory.release()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .. import settings
 from .._collective.handle import SaveHandle
-from .._ranks.exchange import Exchange, calling
+from .._ranks.exchange import calling
 from .._ranks.groups import check_alone_on_purpose
 from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, storage_at
@@ -120,7 +120,6 @@ class CheckpointManager:
             raise TypeError(f"on_commit: expected a function of a step and a path, got {type(on_commit).__name__}")
         self.on_error = on_error
         self._closed = False
-        Exchange.begin_connecting(process_group)
         signal = self.schedule.signal
         flag = None if signal is None else SignalFlag(signal, self.schedule.deadline_seconds)
         self._ranks = Ranks(self.directory, process_group, timeout, flag)

@@ -90,7 +90,9 @@ class Job {
   std::vector<RankRoutes> plan(const RouteOptions& options, std::vector<uint64_t>& bytes) const {
     std::vector<RankReads> ranks;
     for (size_t rank = 0; rank < reads_.size(); ++rank) {
-      ranks.push_back({reads_[rank], files_[rank], groups_[rank], nodes_[rank]});
+      size_t first = 0;  // whose tables it shares
+      while (reads_[first] != reads_[rank] || files_[first] != files_[rank]) ++first;
+      ranks.push_back({reads_[first], files_[first], groups_[rank], nodes_[rank]});
     }
     std::vector<Renumbered> renumbered;
     std::vector<RankRoutes> routes = plan_routes(ranks, options, bytes, renumbered);
@@ -408,7 +410,7 @@ TEST(Routes, WhatRanksOfANodeWantTogetherComesOnce) {
     for (const uint32_t rank : {2u, 3u}) read += job.bytes_by_rank()[rank];
     return job.bytes_to_node(routes, 1) + read;
   };
-  const uint64_t alignment = 1500;  // of the boxes in messages
+  const uint64_t alignment = 1600;  // of the boxes in messages
   EXPECT_LE(to_second_node({{{0, 0}, {60, 20}}, {{0, 20}, {60, 20}}}), 4800u + alignment) << "halves";
   EXPECT_LE(to_second_node({{{0, 0}, {60, 30}}, {{0, 10}, {60, 30}}}), 4800u + alignment) << "overlapping";
   EXPECT_LE(to_second_node({{{0, 0}, {60, 40}}, {{0, 10}, {60, 10}}}), 4800u + alignment) << "one within the other";
@@ -466,14 +468,14 @@ TEST(Routes, WhatReplicasOfAShardWantIsPackedOnce) {
 TEST(Routes, ReadersOfWhatAllNeedReadEquallyMuch) {
   for (const uint32_t ranks : {2u, 3u}) {
     Job job(ranks);
-    // Smaller than the tolerance for cuts each, and one large tensor that is cut.
+    // Smaller than a piece each, and one large tensor of many pieces.
     for (int64_t i = 0; i < 40; ++i) job.record("float32", {50 + i, 100});
     job.record("float32", {3000, 1000});
     for (size_t record = 0; record < job.records(); ++record) {
       for (uint32_t rank = 0; rank < ranks; ++rank) job.want_all(rank, record);
     }
     // Counting bytes of so much is slow: the rows are enough.
-    const std::vector<RankRoutes> routes = job.plan({});
+    const std::vector<RankRoutes> routes = job.plan(small(100 << 10, ranks));
     uint64_t most = 0, sum = 0;
     for (const RankRoutes& of_rank : routes) {
       EXPECT_TRUE(of_rank.own.empty());
@@ -508,7 +510,7 @@ TEST(Routes, ReadersWithMuchOfTheirOwnReadLessForOthers) {
   job.want_all(0, job.record("uint8", {8 << 20}));
   const size_t shared = job.record("uint8", {12 << 20});
   for (uint32_t rank = 0; rank < 2; ++rank) job.want_all(rank, shared);
-  const std::vector<RankRoutes> routes = job.plan({});
+  const std::vector<RankRoutes> routes = job.plan(small(1 << 20, 2));
   const auto staged = [&](uint32_t rank) {
     uint64_t bytes = 0;
     for (const RouteRound& round : routes[rank].rounds) {
@@ -516,7 +518,7 @@ TEST(Routes, ReadersWithMuchOfTheirOwnReadLessForOthers) {
     }
     return bytes;
   };
-  EXPECT_NEAR(static_cast<double>(staged(1)) / (1 << 20), 10, 1.1);
+  EXPECT_NEAR(static_cast<double>(staged(1)) / (1 << 20), 10, 0.6);
   EXPECT_NEAR(static_cast<double>(staged(0) + staged(1)) / (1 << 20), 12, 0.1);
 }
 
