@@ -266,7 +266,7 @@ class StagedPlan:
         if self._guarded is not None:
             assert self._gate is not None
             with self._named_errors(self._guarded_rows):
-                self._guarded.wait(None)
+                self._guarded.wait()
             self._gate.check_unchanged()
             self._check_samples()
             self.staged.set_result(None)
