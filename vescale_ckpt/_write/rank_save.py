@@ -52,10 +52,7 @@ class RankSave:
                 contents = [objects.dump(value, key) for key, value in values.items()]
                 layout.write_records(contents, list(values), range(len(tensors), len(plan)), of_tensors=False)
             plan.check_unchanged()
-            stats = self.finish(len(tensors), len(values))
-            if layout.reads_in_finish:
-                plan.check_unchanged()
-            return stats
+            return self.finish(len(tensors), len(values))
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
         written = self.layout.finish()
