@@ -56,7 +56,7 @@ class RankSave:
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
         written = self.layout.finish()
-        names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
+        names = ("in_place_bytes", "slot_bytes", "direct_bytes", "buffered_bytes")
         total: dict[str, Any] = {name: sum(stats[name] for stats in written.of_files) for name in names}
         return SaveStats(
             seconds=time.perf_counter() - self._started,
