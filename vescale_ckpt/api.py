@@ -23,12 +23,11 @@ from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
 from ._state.application import check_is_mapping
 from ._state.key_selection import Rename, Selection
-from ._storage.open_storage import checkpoint_path, storage_at
+from ._storage.open_storage import checkpoint_path
 from ._write.layout import Layout, SaveOptions
 from ._write.native_layout import NativeLayout
 from ._write.optimizer_gate import Gate, as_gate
 from ._write.safetensors_layout import Safetensors, SafetensorsLayout, SaveFormat, chosen_format
-from ._write.store_layout import StoreLayout
 from .reports import LoadReport
 from .settings import Broadcast, checked_flag, checked_path
 
@@ -65,9 +64,9 @@ def save(
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: True: training continues while data is written.
         format: "dcp", or "safetensors" for a model's files as Hugging Face's tools read them; a `Safetensors` has
-            options. All ranks write into the same files (in an object store, one rank sends each file). The state may
-            then hold only tensors. Of several tensors in the same memory, the first is stored, and the header maps the
-            other names to it. The keys of a value under the name "" (for example a module) get no prefix.
+            options. All ranks write into the same files, on a disk. The state may then hold only tensors. Of several
+            tensors in the same memory, the first is stored, and the header maps the other names to it. The keys of a
+            value under the name "" (for example a module) get no prefix.
         process_group: the ranks that save. None: all ranks, or this process alone if torch.distributed is not
             initialized.
         overwrite: False raises if the directory holds a checkpoint.
@@ -118,7 +117,7 @@ def save(
     def layout(options: SaveOptions) -> Layout:
         if safetensors is None:
             return NativeLayout(options, extra_files)
-        return (SafetensorsLayout if storage_at(directory).renames else StoreLayout)(options, safetensors)
+        return SafetensorsLayout(options, safetensors)
 
     return start_save(
         path, directory, state, layout, _planners.of(process_group),

@@ -59,9 +59,8 @@ class TransferStats:
     in_place_bytes: int  #: bytes transferred directly between the file and the tensors' memory or their snapshot
     slot_bytes: int  #: bytes transferred through the engine's slots, or from an object store
     direct_bytes: int  #: bytes that bypassed the page cache
-    uncached_bytes: int  #: bytes that went through the page cache and were dropped from it immediately
     buffered_bytes: int  #: bytes that went through the page cache
-    io_path: str  #: the last five fields as text
+    io_path: str  #: the last four fields as text
     total_seconds: float = field(default=0.0, kw_only=True)  #: seconds from the call until all is durable, or loaded
     #: seconds until the call returned; for asynchronous saves, less than `total_seconds`
     blocked_seconds: float = field(default=0.0, kw_only=True)
@@ -94,7 +93,7 @@ class LoadStats(TransferStats):
     def read_bytes(self) -> int:
         """Bytes read from the data files, without objects: `bytes`, the bytes between them, their framing, and the
         remainder of checksummed blocks."""
-        return self.direct_bytes + self.uncached_bytes + self.buffered_bytes
+        return self.direct_bytes + self.buffered_bytes
 
 
 @dataclass(frozen=True)

@@ -116,14 +116,12 @@ int close(int fd) {
   return result == -EINTR ? 0 : static_cast<int>(result);  // Linux has closed it
 }
 
-int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags) {
-  const iovec part{data, size};
-  return completed(Call::read, ::preadv2(fd, &part, 1, static_cast<off_t>(offset), flags));
+int64_t read(int fd, void* data, size_t size, uint64_t offset) {
+  return completed(Call::read, ::pread(fd, data, size, static_cast<off_t>(offset)));
 }
 
-int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags) {
-  const iovec part{const_cast<void*>(data), size};
-  return completed(Call::write, ::pwritev2(fd, &part, 1, static_cast<off_t>(offset), flags));
+int64_t write(int fd, const void* data, size_t size, uint64_t offset) {
+  return completed(Call::write, ::pwrite(fd, data, size, static_cast<off_t>(offset)));
 }
 
 int allocate(int fd, uint64_t size) {

@@ -49,8 +49,8 @@ int open(const char* path, int flags, mode_t mode);
 int open_to_read(const char* path, int flags);
 // Network file systems report here what they could not write. The descriptor is gone in any case.
 int close(int fd);
-int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags);
-int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags);
+int64_t read(int fd, void* data, size_t size, uint64_t offset);
+int64_t write(int fd, const void* data, size_t size, uint64_t offset);
 // Reserves blocks without writing zeros; -EOPNOTSUPP where the file system cannot.
 int allocate(int fd, uint64_t size);
 int truncate(int fd, uint64_t size);

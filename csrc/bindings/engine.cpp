@@ -31,7 +31,6 @@ io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t a
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;
   if (read_gap != 0) options.read_gap = read_gap;
-  if (access == "uncached") options.widest = io::Access::uncached;
   if (access == "buffered") options.widest = io::Access::buffered;
   return options;
 }
@@ -42,7 +41,7 @@ py::dict stats_dict(const io::TransferStats& stats) {
   py::dict result;
   result["in_place_bytes"] = stats.in_place.load();
   result["slot_bytes"] = stats.slots.load();
-  for (const io::Access access : {io::Access::direct, io::Access::uncached, io::Access::buffered}) {
+  for (const io::Access access : {io::Access::direct, io::Access::buffered}) {
     result[(std::string(io::access_name(access)) + "_bytes").c_str()] =
         stats.by_access[static_cast<size_t>(access)].load();
   }

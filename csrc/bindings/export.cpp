@@ -3,7 +3,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -12,15 +11,12 @@
 #include "hf/export_layout.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
-#include "write/ordered_writer.h"
 #include "write/placed_boxes.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
-
-using Ordered = std::unique_ptr<write::OrderedWriter, DeleteWithoutGil>;
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
                                                      const Texts& metadata, const Texts& aliases,
@@ -70,7 +66,6 @@ void bind_export(py::module_& module) {
             layout.bring_short_runs(nodes, least_bytes);
           },
           py::arg("nodes"), py::arg("least_bytes"))
-      .def("bring_all", &hf::ExportLayout::bring_all)
       .def("held",
            [](const hf::ExportLayout& layout, const metadata::Catalog& catalog) {
              std::vector<py::bytes> result;
@@ -97,42 +92,6 @@ void bind_export(py::module_& module) {
       .def("cancel", &write::BoxWriter::cancel, "from any thread")
       .def("stats", [](const write::BoxWriter& writer) { return stats_dict(writer.stats()); });
 
-  py::class_<write::OrderedWriter, Ordered>(module, "OrderedWriter")
-      .def(py::init([](const std::vector<std::tuple<std::string, uint32_t, uint64_t, py::bytes>>& targets,
-                       const py::buffer& own, size_t files, const io::EngineOptions& options) {
-             const Table table(own);
-             std::vector<write::OrderedWriter::Target> made;
-             for (const auto& [path, number, length, head] : targets) made.push_back({path, number, length, head});
-             const py::gil_scoped_release release;
-             return Ordered(new write::OrderedWriter(std::move(made), table.values(), files, options));
-           }),
-           py::arg("targets"), py::arg("own"), py::arg("files"), py::arg("options"),
-           "`targets`: path, number, length and head of each file")
-      .def("write",
-           [](write::OrderedWriter& writer, const py::buffer& boxes) {
-             const Table table(boxes);
-             const py::gil_scoped_release release;
-             writer.write(table.values());
-           })
-      .def("finish",
-           [](write::OrderedWriter& writer) { return bytes_of(without_gil([&] { return writer.finish(); })); })
-      .def("progress", &write::OrderedWriter::progress, "bytes given to the files so far; from any thread")
-      .def("file_bytes", &write::OrderedWriter::file_bytes)
-      .def("begun", &write::OrderedWriter::begun, "numbers of the files of which bytes were sent")
-      .def("cancel", &write::OrderedWriter::cancel, py::call_guard<py::gil_scoped_release>(), "from any thread")
-      .def("stats", [](const write::OrderedWriter& writer) { return stats_dict(writer.stats()); });
-
-  module.def(
-      "checksums_of_boxes",
-      [](const py::buffer& boxes, size_t files, const io::EngineOptions& options) {
-        const Table table(boxes);
-        return bytes_of(without_gil([&] {
-          write::PlacedBoxes made(table.values(), files);
-          write::add_checksums(made, options);
-          return made.take_checksums();
-        }));
-      },
-      py::arg("boxes"), py::arg("files"), py::arg("options"), "as finish() of a writer of these boxes returns them");
   module.def(
       "export_boxes",
       [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations,

@@ -57,17 +57,14 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   });
 }
 
-std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const std::vector<uint32_t>& groups,
-                                   const std::vector<uint32_t>& nodes, const std::vector<uint32_t>& writers,
+std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const std::vector<uint32_t>& nodes,
                                    std::vector<uint64_t> bytes, uint64_t piece_bytes, uint64_t budget_bytes) {
-  if (groups.size() != held.size() || nodes.size() != held.size()) {
-    throw py::value_error("expected as many groups and nodes as ranks");
-  }
+  if (nodes.size() != held.size()) throw py::value_error("expected as many nodes as ranks");
   share::RouteOptions options;
   options.piece_bytes = piece_bytes;
   options.budget_bytes = budget_bytes;
-  return packed_routes(held, groups, nodes, [&](const std::vector<share::RankReads>& ranks) {
-    return share::plan_writes(ranks, writers, options, bytes);
+  return packed_routes(held, nodes, nodes, [&](const std::vector<share::RankReads>& ranks) {
+    return share::plan_writes(ranks, options, bytes);
   });
 }
 
@@ -165,8 +162,8 @@ void bind_routes(py::module_& module) {
         return bytes_of(share::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
-  module.def("plan_writes", &plan_writes, py::arg("held"), py::arg("groups"), py::arg("nodes"), py::arg("writers"),
-             py::arg("bytes"), py::arg("piece_bytes"), py::arg("budget_bytes"), "each rank's routes, packed");
+  module.def("plan_writes", &plan_writes, py::arg("held"), py::arg("nodes"), py::arg("bytes"), py::arg("piece_bytes"),
+             py::arg("budget_bytes"), "each rank's routes, packed");
   py::class_<HeldTables>(module, "HeldRows")
       .def(py::init<const py::buffer&, const py::buffer&>(), py::arg("table"), py::arg("rows"))
       .def("box_table",

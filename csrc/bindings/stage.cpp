@@ -1,8 +1,5 @@
 // Snapshots: the copies in memory that asynchronous saves are written from. Accelerators: which there are.
-#include <algorithm>
-#include <chrono>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,13 +44,10 @@ class HeldSnapshot {
     snapshot->start(threads_);
   }
 
-  bool wait(std::optional<double> seconds) const {
-    constexpr double kForever = 1e9;  // a number of seconds that fits the clock
+  void wait() const {
     const auto snapshot = get();
     const py::gil_scoped_release release;
-    if (!seconds || *seconds > kForever) return snapshot->wait();
-    const std::chrono::duration<double> timeout(std::max(0.0, *seconds));
-    return snapshot->wait(std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+    snapshot->wait();
   }
 
   py::bytes table() const { return bytes_of(get()->table()); }
@@ -104,12 +98,11 @@ void bind_stage(py::module_& module) {
       .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&, const Producers&>(), py::arg("table"),
            py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
            py::arg("producers") = Producers())
-      .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
       .def("copy", &HeldSnapshot::copy)
       .def("start", &HeldSnapshot::start)
-      .def("wait", &HeldSnapshot::wait, py::arg("timeout") = py::none())
+      .def("wait", &HeldSnapshot::wait)
       .def("cancel", [](const HeldSnapshot& held) { held.get()->cancel(); })
       .def("table", &HeldSnapshot::table)
       .def("offsets", [](const HeldSnapshot& held) { return held.get()->offsets(); })

@@ -35,7 +35,7 @@ bool Pipeline::make_slabs() {
 }
 
 void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout,
-                     CopyControl* control) {
+                     const std::atomic<bool>* cancelled) {
   if (thread_.joinable()) throw Error::invalid("copies were started before the last ones were waited for");
   plan_.emplace(std::move(rows), layout, limits_);
   usable_piece_.reset();
@@ -45,7 +45,7 @@ void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> 
     copies_->after(*produced_);
     packs_->after(*produced_);
   }
-  control_ = control;
+  cancelled_ = cancelled;
   error_ = nullptr;
   ended_ = false;
   try {
@@ -92,7 +92,7 @@ void Pipeline::run(const std::stop_token& stop) {
 }
 
 void Pipeline::throw_if_cancelled() const {
-  if (control_ != nullptr && control_->cancelled) throw Error(Error::Kind::cancelled, "the copies were cancelled");
+  if (cancelled_ != nullptr && *cancelled_) throw Error(Error::Kind::cancelled, "the copies were cancelled");
 }
 
 // Returns false if the transfer must stop.
@@ -130,7 +130,6 @@ void Pipeline::queue(CopyGroup& group, Turn& turn) {
   if (!group.flat.empty()) copies_->copy(group.flat);
   for (const PitchedCopy& copy : group.pitched) copies_->copy(copy);
   copies_->record(*turn.done);
-  turn.bytes = group.bytes;
   turn.in_flight = true;
 }
 
@@ -139,7 +138,6 @@ void Pipeline::finish(Turn& turn) {
   if (!turn.in_flight) return;
   turn.in_flight = false;
   turn.done->wait();
-  if (control_ != nullptr) control_->copied_bytes += turn.bytes;
 }
 
 void Pipeline::drain() noexcept {

@@ -22,12 +22,6 @@
 
 namespace vescale_ckpt::device {
 
-// Lets any thread cancel running copies, and see their progress. Several transfers may share one.
-struct CopyControl {
-  std::atomic<bool> cancelled{false};     // true: copies that are not queued yet are dropped, and wait() throws
-  std::atomic<uint64_t> copied_bytes{0};  // the transfers add their copied bytes
-};
-
 class Pipeline {
  public:
   // `accelerator` outlives this. Throws Error(invalid) for invalid limits.
@@ -41,11 +35,12 @@ class Pipeline {
   // Makes the objects that the first start() would make, which takes longer than most copies. Throws Error(device).
   void prepare();
 
-  // Returns at once. A thread copies after the queued work of the producers' streams. Rows, their memory, `control` and
-  // the captures of `layout` must live until wait() returns true or throws. Throws Error(device), and then nothing has
-  // begun; Error(invalid) if nobody has waited for the last transfer.
+  // Returns at once. A thread copies after the queued work of the producers' streams. Rows, their memory, `cancelled`
+  // and the captures of `layout` must live until wait() returns true or throws. Throws Error(device), and then nothing
+  // has begun; Error(invalid) if nobody has waited for the last transfer. Once `cancelled` is true, copies that are not
+  // queued yet are dropped, and wait() throws.
   void start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout = {},
-             CopyControl* control = nullptr);
+             const std::atomic<bool>* cancelled = nullptr);
 
   // Returns true when all is copied, false after `timeout`. Throws the first error of the transfer after its end;
   // Error(cancelled) if it was cancelled.
@@ -57,7 +52,6 @@ class Pipeline {
     std::unique_ptr<Event> staged;  // the kernel has filled the slab
     std::unique_ptr<Event> done;
     std::unique_ptr<Slab> slab;
-    uint64_t bytes = 0;
     bool in_flight = false;
   };
 
@@ -78,7 +72,7 @@ class Pipeline {
   std::array<Turn, 3> turns_;  // one is copied, one is packed, and one is spare if this thread is late
   std::optional<CopyPlan> plan_;
   std::optional<uint64_t> usable_piece_;  // the last piece that is known to be usable
-  CopyControl* control_ = nullptr;
+  const std::atomic<bool>* cancelled_ = nullptr;
 
   std::mutex mutex_;  // guards the two below
   std::condition_variable ended_signal_;

@@ -192,10 +192,6 @@ void ExportLayout::bring_short_runs(std::span<const uint32_t> nodes, uint64_t le
   }
 }
 
-void ExportLayout::bring_all() {
-  for (Tensor& tensor : tensors_) tensor.brought = true;
-}
-
 std::vector<std::vector<int64_t>> ExportLayout::held(const metadata::Catalog& catalog) const {
   if (catalog.keys.size() != tensors_.size() || catalog.ranks != rows_.size()) {
     throw Error::invalid("a layout is not that of this catalog");

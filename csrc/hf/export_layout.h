@@ -37,10 +37,9 @@ class ExportLayout {
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
 
   // Chooses the tensors that ranks bring to each other before they are written (share/routes.h): those of which ranks
-  // of one node hold short runs, if the node has so many bytes of them; or all, for files that one rank each has to
-  // write. `nodes`: for each rank a number below the number of ranks, equal for ranks that see each other's memory.
+  // of one node hold short runs, if the node has so many bytes of them. `nodes`: for each rank a number below the
+  // number of ranks, equal for ranks that see each other's memory.
   void bring_short_runs(std::span<const uint32_t> nodes, uint64_t least_bytes);
-  void bring_all();
   // What each rank holds of these tensors, as share::plan_writes takes it. The catalog: that of the constructor.
   std::vector<std::vector<int64_t>> held(const metadata::Catalog& catalog) const;
   // The bytes of each rank's other boxes, which it writes straight from its memory.

@@ -103,7 +103,7 @@ void PendingFile::write(uint64_t offset, std::span<const std::byte> bytes) {
   }
   for (uint64_t done = 0; done < bytes.size();) {
     const int64_t result =
-        system::write(fd_, bytes.data() + done, std::min<uint64_t>(bytes.size() - done, 1 << 30), offset + done, 0);
+        system::write(fd_, bytes.data() + done, std::min<uint64_t>(bytes.size() - done, 1 << 30), offset + done);
     if (result == -EINTR) continue;
     if (result <= 0) {
       return keep(Error::system("write", temporary_, offset + done, result == 0 ? EIO : static_cast<int>(-result)));

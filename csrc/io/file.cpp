@@ -10,10 +10,6 @@
 #include "base/memory.h"
 #include "base/system.h"
 
-#ifndef RWF_DONTCACHE
-#define RWF_DONTCACHE 0x00000080  // Linux 6.14
-#endif
-
 namespace vescale_ckpt::io {
 namespace {
 
@@ -33,15 +29,7 @@ int open_direct(const std::string& path, int flags, uint64_t& memory_alignment) 
 }  // namespace
 
 const char* access_name(Access access) {
-  switch (access) {
-    case Access::direct:
-      return "direct";
-    case Access::uncached:
-      return "uncached";
-    case Access::buffered:
-      break;
-  }
-  return "buffered";
+  return access == Access::direct ? "direct" : "buffered";
 }
 
 File::File(std::string path, int plain, int direct, Access access)
@@ -79,7 +67,7 @@ std::unique_ptr<File> File::for_writing(const std::string& path, int plain, Acce
   std::unique_ptr<File> file(new File(path, plain, -1, widest));
   if (widest == Access::direct) {
     file->direct_ = open_direct(path, O_WRONLY, file->memory_alignment_);
-    if (file->direct_ < 0) file->access_ = Access::uncached;
+    if (file->direct_ < 0) file->access_ = Access::buffered;
   }
   return file;
 }
@@ -105,15 +93,9 @@ std::unique_ptr<File> File::open(const std::string& path, Access widest, bool ca
     file->access_ = Access::buffered;
     return file;
   }
-  if (widest == Access::direct) {
-    file->direct_ = open_direct(path, O_RDONLY, file->memory_alignment_);
-    if (file->direct_ < 0) file->access_ = Access::uncached;
-  }
+  file->direct_ = open_direct(path, O_RDONLY, file->memory_alignment_);
+  if (file->direct_ < 0) file->access_ = Access::buffered;
   return file;
-}
-
-int File::transfer_flags(Access access) {
-  return access == Access::uncached ? RWF_DONTCACHE : 0;
 }
 
 bool File::is_refusal(int error) {
@@ -143,8 +125,7 @@ bool File::reopen() {
 
 bool File::fall_back(Access refused) {
   if (refused == Access::buffered) return false;
-  const Access next = refused == Access::direct ? Access::uncached : Access::buffered;
-  access_.compare_exchange_strong(refused, next);  // another thread may have been first
+  access_ = Access::buffered;
   return true;
 }
 

@@ -1,5 +1,5 @@
-// One file and the way its bytes travel. On disk: direct (past the page cache), uncached (through it, pages dropped at
-// once), or buffered. The way is found by trying, falls back at the first refusal, and is reported.
+// One file and the way its bytes travel. On disk: direct (past the page cache) or buffered. The way is found by trying,
+// falls back at the first refusal, and is reported.
 //
 // A file of a remote store (io/remote.h) has no descriptors; its bytes travel through a RemoteObject when it is read,
 // and through a PartWindow when it is written. For transfers it looks buffered.
@@ -17,7 +17,7 @@
 
 namespace vescale_ckpt::io {
 
-enum class Access { direct, uncached, buffered };
+enum class Access { direct, buffered };
 const char* access_name(Access access);
 
 class File {
@@ -38,9 +38,7 @@ class File {
   uint64_t memory_alignment() const { return memory_alignment_; }  // bytes, for direct transfers
 
   int descriptor(Access access) const { return access == Access::direct ? direct_ : plain_; }
-  // The flag for preadv2 and pwritev2.
-  static int transfer_flags(Access access);
-  // After `refused` failed with EINVAL or EOPNOTSUPP: the next way to try. False if there is none.
+  // After `refused` failed with EINVAL or EOPNOTSUPP: takes the next way. False if there is none.
   bool fall_back(Access refused);
   static bool is_refusal(int error);
   // After a read failed with ESTALE: opens the file of that name again. False if there is none of the same size.

@@ -23,12 +23,10 @@ int64_t move_some(Transfer& transfer) {
   // A short direct transfer may end off a block (at the end of the file): what is left goes through the page cache.
   if (transfer.access == Access::direct && transfer.done % kBlock != 0) transfer.access = Access::buffered;
   const int fd = transfer.file->descriptor(transfer.access);
-  const int flags = File::transfer_flags(transfer.access);
   std::byte* const data = transfer.data + transfer.done;
   const uint64_t size = std::min(kMost, transfer.size - transfer.done);
   const uint64_t offset = transfer.offset + transfer.done;
-  return transfer.call == Call::read ? system::read(fd, data, size, offset, flags)
-                                     : system::write(fd, data, size, offset, flags);
+  return transfer.call == Call::read ? system::read(fd, data, size, offset) : system::write(fd, data, size, offset);
 }
 
 std::string too_short(const Transfer& transfer) {

@@ -120,7 +120,7 @@ struct Flight {
 struct TransferStats {
   std::atomic<uint64_t> in_place{0};  // between the file and the tensor's own memory, or a remote file's part
   std::atomic<uint64_t> slots{0};     // through a slot, or memory of a remote store's client
-  std::atomic<uint64_t> by_access[3] = {0, 0, 0};
+  std::atomic<uint64_t> by_access[2] = {0, 0};
 
   void count(const Flight& flight, uint64_t bytes) {
     (flight.slot || flight.transfer.lent ? slots : in_place).fetch_add(bytes, std::memory_order_relaxed);

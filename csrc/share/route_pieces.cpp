@@ -28,11 +28,9 @@ bool same_record(const Need& left, const Need& right) {
 
 class Cutter {
  public:
-  Cutter(size_t senders, const RouteOptions& options, std::span<const uint32_t> writers, std::span<RankRoutes> routes,
-         std::span<uint64_t> own_bytes)
+  Cutter(size_t senders, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
       : limit_(max_piece_bytes(senders, options)),
         options_(options),
-        writers_(writers),
         routes_(routes),
         own_bytes_(own_bytes) {}
 
@@ -54,8 +52,8 @@ class Cutter {
     }
     if (!needed) return;
     own_.assign(needs.size(), {});
-    const bool alone = writers_.empty() && is_one_rank(first) &&
-                       std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
+    const bool alone =
+        is_one_rank(first) && std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
     const bool only_whole = options_.verify && first.crc() == kUnknownCrc;
     if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
       for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Box::of(needs[i])};
@@ -75,11 +73,6 @@ class Cutter {
 
  private:
   static bool is_one_rank(const Need& need) { return need.replicas->ranks.size() == 1; }
-
-  // Whether a piece that one rank needs bypasses the rounds. For sequential writes it must be one range of the file.
-  bool is_local(const Piece& piece) const {
-    return writers_.empty() || (writers_[piece.like->file] == piece.like->rank && piece.receivers.size() == 1);
-  }
 
   // Cuts along the first dimension whose slices fit in a piece, at each index of the dimensions before it.
   void cut_slabs(std::span<const Need> needs, const Box& needed) {
@@ -129,16 +122,15 @@ class Cutter {
     }
     Piece piece{};
     piece.receive(std::move(receivers));
-    if (ranks.size() == 1 && is_one_rank(*piece.like) && is_local(piece)) {
+    if (ranks.size() == 1 && is_one_rank(*piece.like)) {
       for (Piece::Receiver& receiver : piece.receivers) {
         std::vector<Box>& own = own_[static_cast<size_t>(receiver.need - needs)];
         own.push_back(std::move(receiver.box));
-        if (writers_.empty()) join_last(own);
+        join_last(own);
       }
       return;
     }
     piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
-    if (!writers_.empty()) piece.reader = writers_[piece.like->file];
     pieces_.push_back(std::move(piece));
   }
 
@@ -159,7 +151,6 @@ class Cutter {
 
   const uint64_t limit_;
   const RouteOptions options_;
-  const std::span<const uint32_t> writers_;
   const std::span<RankRoutes> routes_;
   const std::span<uint64_t> own_bytes_;
   std::vector<Piece> pieces_;
@@ -305,8 +296,8 @@ uint64_t max_piece_bytes(size_t senders, const RouteOptions& options) {
 }
 
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
-  Cutter cutter(senders, options, writers, routes, own_bytes);
+                  std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
+  Cutter cutter(senders, options, routes, own_bytes);
   for (size_t begin = 0; begin < needs.size();) {
     size_t end = begin + 1;
     while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;

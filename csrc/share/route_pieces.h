@@ -114,10 +114,9 @@ struct Pieces {
 
 // Cuts the needs of two or more ranks into pieces. Needs of one rank alone are appended to its `own` reads in `routes`,
 // and their bytes added to its entry of `own_bytes`. `needs` must be complete, and outlive the pieces. `senders` as for
-// max_piece_bytes. `writers`: if not empty, the rank that gets all of each file: pieces that only it holds are its own,
-// and it is the reader of all others.
+// max_piece_bytes.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
-                  std::span<const uint32_t> writers, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
+                  std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
 // Makes each replica a receiver, and extends the sets to all ranks. The returned needs must outlive the pieces.
 std::deque<Need> expand_replicas(Pieces& pieces);

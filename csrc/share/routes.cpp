@@ -153,7 +153,7 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
       const std::vector<uint64_t> before(bytes.begin(), bytes.end());
       const Needs needs = needs_of(ranks, crew);
       const size_t senders = most_senders(in_messages, crew);
-      Pieces pieces = cut_pieces(needs.rows, senders, options, {}, routes, bytes);
+      Pieces pieces = cut_pieces(needs.rows, senders, options, routes, bytes);
       alone += alone_bytes(pieces, options.verify) * crews.size();
       const std::deque<Need> of_replicas = expand_replicas(pieces);
       split_among_nodes(pieces, ranks, options.most_nodes);
@@ -177,8 +177,8 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
   return routes;
 }
 
-std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
-                                    const RouteOptions& options, std::span<uint64_t> bytes) {
+std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, const RouteOptions& options,
+                                    std::span<uint64_t> bytes) {
   if (bytes.size() != held.size()) throw Error::invalid("expected a number of bytes for each rank");
   RouteOptions for_writes = options;
   for_writes.writes = true;
@@ -187,18 +187,15 @@ std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<c
   uint64_t parts = 0;
   for (const auto& [group, members] : groups_of(held)) {
     const Needs needs = needs_of(held, members, true);
-    const bool known = std::ranges::all_of(
-        needs.rows, [&](const Need& need) { return need.file < writers.size() && writers[need.file] < held.size(); });
-    if (!writers.empty() && !known) throw Error::invalid("expected a writer of each file among the ranks");
     const size_t senders = most_senders(held, members);
-    Pieces pieces = cut_pieces(needs.rows, senders, for_writes, writers, routes, bytes);
+    Pieces pieces = cut_pieces(needs.rows, senders, for_writes, routes, bytes);
     const std::deque<Need> of_replicas = expand_replicas(pieces);
     for (const Piece& piece : pieces.pieces) parts += piece.receivers.size();
     if (parts > kMostParts) {
       throw Error::invalid("ranks hold parts of the same rows: more than " + std::to_string(kMostParts) +
                            " parts would have to be brought to one writer");
     }
-    if (writers.empty()) choose_readers(pieces, bytes);
+    choose_readers(pieces, bytes);
     make_rounds(pieces, held, members, senders, for_writes, routes);
   }
   for (RankRoutes& of_rank : routes) {

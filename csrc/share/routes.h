@@ -82,14 +82,13 @@ struct Renumbered {
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes, std::vector<Renumbered>& renumbered);
 
-// Plans the routes of an export. `held`: disjoint boxes, which within a group cover their tensors. `writers`: for each
-// file, the rank that writes all of it sequentially; empty: each piece is written by one of the ranks that hold a part
-// of it, in long runs. Boxes that only their writer holds are in `own`. In the rounds, tables run in reverse: `staged`
-// lists bytes to write, `packs` unpack from messages, `places` gather from tensors. `bytes`: for each rank, the bytes
-// that it writes outside these routes. Adds those of the routes, which balances the sums if `writers` is empty. Throws
-// Error (invalid) for malformed rows, with the rank as item, and for too many pieces.
-std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, std::span<const uint32_t> writers,
-                                    const RouteOptions& options, std::span<uint64_t> bytes);
+// Plans the routes of an export. `held`: disjoint boxes, which within a group cover their tensors; a group is a node.
+// Each piece is written by one of the ranks that hold a part of it, in long runs. Boxes that only their writer holds
+// are in `own`. In the rounds, tables run in reverse: `staged` lists bytes to write, `places` gather from tensors.
+// `bytes`: for each rank, the bytes that it writes outside these routes. Adds those of the routes, which balances the
+// sums. Throws Error (invalid) for malformed rows, with the rank as item, and for too many pieces.
+std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, const RouteOptions& options,
+                                    std::span<uint64_t> bytes);
 
 // Returns the largest file offset of a record; 0 if there is none. Throws Error (invalid) for malformed reads.
 int64_t last_record(std::span<const int64_t> reads);

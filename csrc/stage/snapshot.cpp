@@ -90,9 +90,8 @@ class Snapshot::Copy {
     cut();
   }
 
-  ~Copy() { control.cancelled = true; }  // the thread is joined before the members that it uses are destroyed
+  ~Copy() { cancelled = true; }  // the thread is joined before the members that it uses are destroyed
 
-  uint64_t rows() const { return sources_.size(); }
   const SnapshotLayout& layout() const { return layout_; }
   std::span<std::byte> memory() const { return {range_.data(), range_.bytes()}; }
 
@@ -124,17 +123,11 @@ class Snapshot::Copy {
     }
   }
 
-  bool wait(std::optional<std::chrono::nanoseconds> timeout) {
+  void wait() {
     std::unique_lock lock(mutex_);
     if (state_ == State::idle) throw Error::invalid("the copy of this snapshot was not started");
-    const auto done = [&] { return state_ == State::done; };
-    if (!timeout) {
-      finished_.wait(lock, done);
-    } else if (!finished_.wait_for(lock, *timeout, done)) {
-      return false;
-    }
+    finished_.wait(lock, [&] { return state_ == State::done; });
     if (error_) std::rethrow_exception(error_);
-    return true;
   }
 
   std::vector<int64_t> table() const {
@@ -153,7 +146,7 @@ class Snapshot::Copy {
     return rows;
   }
 
-  device::CopyControl control;
+  std::atomic<bool> cancelled = false;
 
  private:
   enum class State { idle, running, done };
@@ -251,7 +244,7 @@ class Snapshot::Copy {
         if (producer.device == device) streams.push_back(producer.stream);
       }
       device::Pipeline& pipeline = lease_->pipeline(device);
-      pipeline.start(std::move(rows), streams, layout, &control);
+      pipeline.start(std::move(rows), streams, layout, &cancelled);
       started_.push_back(&pipeline);
     }
   }
@@ -265,7 +258,7 @@ class Snapshot::Copy {
         }
       } catch (...) {
         if (!first) first = std::current_exception();
-        control.cancelled = true;
+        cancelled = true;
       }
     }
     started_.clear();
@@ -275,14 +268,13 @@ class Snapshot::Copy {
 
   void copy_from_host(unsigned threads) {
     const auto copy = [this](size_t piece) {
-      if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
-      control.copied_bytes.fetch_add(copy_piece(cuts_[piece], cuts_[piece + 1]), std::memory_order_relaxed);
+      if (cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
+      copy_piece(cuts_[piece], cuts_[piece + 1]);
     };
     parallel_for(threads, cuts_.size() - 1, 1, [&] { return copy; });
   }
 
-  uint64_t copy_piece(const Cut& from, const Cut& to) {
-    uint64_t bytes = 0;
+  void copy_piece(const Cut& from, const Cut& to) {
     for (size_t index = from.copy; index <= to.copy && index < layout_.copies.size(); ++index) {
       const SnapshotCopy& copy = layout_.copies[index];
       const uint64_t begin = index == from.copy ? from.begin : 0;
@@ -296,10 +288,8 @@ class Snapshot::Copy {
         const bool last = index + 1 == layout_.copies.size();
         stream_copy(target, copy.source + begin, end - begin, last ? nullptr : layout_.copies[index + 1].source);
       }
-      bytes += end - begin;
     }
     finish_stream_copies();
-    return bytes;
   }
 
   // Copies memory that training may unmap meanwhile, although it must not: a plain read would end the process.
@@ -330,7 +320,7 @@ class Snapshot::Copy {
   // Keeps the first error, and cancels the rest.
   void keep(std::exception_ptr error) {
     if (!failure_) failure_ = std::move(error);
-    control.cancelled = true;
+    cancelled = true;
   }
 
   void end() {
@@ -382,10 +372,6 @@ Snapshot::~Snapshot() {
   if (::getpid() != process_) static_cast<void>(copy_.release());
 }
 
-uint64_t Snapshot::rows() const {
-  return copy_->rows();
-}
-
 uint64_t Snapshot::first() const {
   return copy_->layout().first;
 }
@@ -394,14 +380,10 @@ uint64_t Snapshot::bytes() const {
   return copy_->layout().copied_bytes;
 }
 
-uint64_t Snapshot::copied_bytes() const {
-  return copy_->control.copied_bytes.load(std::memory_order_relaxed);
-}
-
 void Snapshot::copy(unsigned threads) {
   copy_->begin();
   copy_->run(threads);
-  copy_->wait(std::nullopt);
+  copy_->wait();
 }
 
 void Snapshot::start(unsigned threads) {
@@ -409,12 +391,12 @@ void Snapshot::start(unsigned threads) {
   copy_->run_in_background(threads);
 }
 
-bool Snapshot::wait(std::optional<std::chrono::nanoseconds> timeout) {
-  return copy_->wait(timeout);
+void Snapshot::wait() {
+  copy_->wait();
 }
 
 void Snapshot::cancel() {
-  copy_->control.cancelled = true;
+  copy_->cancelled = true;
 }
 
 std::vector<int64_t> Snapshot::table() const {

@@ -3,10 +3,8 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -34,10 +32,8 @@ class Snapshot {
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  uint64_t rows() const;   // number of rows of the table
   uint64_t first() const;  // rows before this one are not in the snapshot
   uint64_t bytes() const;  // bytes to copy; a byte that several rows share counts once
-  uint64_t copied_bytes() const;
 
   // Copies on so many threads, including the calling one, and from all devices at the same time. Throws Error(cancelled
   // or device), or invalid at the second call.
@@ -45,9 +41,8 @@ class Snapshot {
   // Does the same on new threads. Copies only strided rows in host memory before it returns. wait() throws errors of
   // devices, and Error(io, row) if host memory of a row is no longer mapped.
   void start(unsigned threads);
-  // Returns true when all is copied, false after `timeout`. Throws the error of the copy, or Error(invalid) if there
-  // was no start().
-  bool wait(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+  // Returns when all is copied. Throws the error of the copy, or Error(invalid) if there was no start().
+  void wait();
   // Ends the copy soon. Has no effect after its end.
   void cancel();
 

@@ -5,8 +5,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/memory.h"
-#include "base/workers.h"
 #include "io/table_cursor.h"
 
 namespace vescale_ckpt::write {
@@ -48,44 +46,6 @@ PlacedBoxes::PlacedBoxes(std::span<const int64_t> table, size_t files) {
     boxes_[number].source.place.blocks = std::span(checksums_).subspan(first[number], checksums_[first[number] - 1]);
   }
   std::ranges::stable_sort(boxes_, {}, [](const PlacedBox& box) { return std::pair(box.file, box.begin()); });
-}
-
-void add_part(const PlacedBox& placed, uint64_t begin, uint64_t end, std::byte* out) {
-  const PlacedTensor& source = placed.source;
-  const io::Box& box = *source.box;
-  const uint64_t from = begin - source.place.begin, to = end - source.place.begin;
-  if (box.dense()) {
-    add_checksum(source.place, begin, source.data + (from - box.begin()), to - from, out);
-    return;
-  }
-  std::unique_ptr<std::byte[]> scratch;
-  if (out == nullptr) {
-    scratch = std::make_unique_for_overwrite<std::byte[]>(to - from);
-    out = scratch.get();
-  }
-  box.gather(out, from, to, source.data);
-  box.runs(from, to, [&](uint64_t at, int64_t, uint64_t bytes) {
-    add_checksum(source.place, source.place.begin + at, out + (at - from), bytes, nullptr);
-  });
-}
-
-void add_checksums(PlacedBoxes& boxes, const io::EngineOptions& options) {
-  struct Step {
-    const PlacedBox* box;
-    uint64_t begin, end;
-  };
-  std::vector<Step> steps;
-  for (const PlacedBox& box : boxes.boxes()) {
-    for (uint64_t at = box.begin(); at < box.end();) {
-      const uint64_t next = std::min(box.end(), align_down(at, kBoxStep) + kBoxStep);
-      steps.push_back({&box, at, next});
-      at = next;
-    }
-  }
-  const auto add = [&](size_t number) {
-    add_part(*steps[number].box, steps[number].begin, steps[number].end, nullptr);
-  };
-  parallel_for(options.threads, steps.size(), 1, [&] { return add; }, options.niceness);
 }
 
 BoxWriter::BoxWriter(std::vector<std::string> paths, const io::EngineOptions& options)

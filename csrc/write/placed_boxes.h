@@ -47,16 +47,6 @@ class PlacedBoxes {
   std::vector<uint32_t> checksums_;
 };
 
-// Computes the checksum contributions of the boxes without writing them.
-void add_checksums(PlacedBoxes& boxes, const io::EngineOptions& options);
-
-// The most bytes that a thread copies or checksums in one step.
-inline constexpr uint64_t kBoxStep = 1 << 20;
-static_assert(kBoxStep % format::kChecksumBlock == 0);
-
-// Adds bytes [begin, end) of the file, a part of the box, to its checksums; copies them to `out` unless it is null.
-void add_part(const PlacedBox& box, uint64_t begin, uint64_t end, std::byte* out);
-
 // Writes one rank's boxes to files that several ranks fill, each box at its final offset. The files already have their
 // final length; the coordinator writes their headers.
 //

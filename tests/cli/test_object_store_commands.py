@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import steps, stores
 from harness.saves import stock_save
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt import CheckpointError, CheckpointManager, StorageWriter
 from vescale_ckpt._convert.copy import copy
+from vescale_ckpt._storage.object_store import ObjectStore
 from vescale_ckpt.cli import main
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -121,3 +123,26 @@ def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Pat
     vescale_ckpt.save(f"{url}/dcp", state(2))
     vescale_ckpt.convert(f"{url}/dcp", tmp_path / "exported", format="safetensors")
     assert_holds(tmp_path / "exported", state(2))
+
+
+def test_a_model_appears_with_its_index(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, files = tmp_path / "model", vescale_ckpt.Safetensors(max_shard_size="1MB")
+    for save in (
+        lambda: vescale_ckpt.save(url, state(), format=files),
+        lambda: dcp.save(state(), storage_writer=StorageWriter(url, format="safetensors"), no_dist=True),
+    ):
+        with pytest.raises((CheckpointError, dcp.api.CheckpointException), match=r"copy\(DIR, .*vescale-ckpt copy DIR"):
+            save()
+    vescale_ckpt.save(model, state(), format=files)
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "commit", dies)
+        with pytest.raises(KeyboardInterrupt):
+            copy(model, url)
+    with pytest.raises(CheckpointError, match="did not finish"):
+        vescale_ckpt.load(url)
+    copy(model, url)
+    assert_holds(url, state())

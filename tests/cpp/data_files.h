@@ -17,14 +17,6 @@
 
 namespace vescale_ckpt {
 
-inline std::vector<io::Access> every_access() {
-#if defined(__SANITIZE_THREAD__)
-  return {io::Access::direct, io::Access::buffered};  // threads do the same with uncached files
-#else
-  return {io::Access::direct, io::Access::uncached, io::Access::buffered};
-#endif
-}
-
 inline std::string access_test_name(const ::testing::TestParamInfo<io::Access>& info) {
   return io::access_name(info.param);
 }
@@ -60,7 +52,7 @@ struct WrittenFile {
   std::vector<write::PlacedRecord> records;
   uint64_t bytes = 0;
   uint64_t in_place = 0, slots = 0;  // bytes by the way they took
-  uint64_t by_access[3] = {};
+  uint64_t by_access[2] = {};
 };
 
 inline WrittenFile write_data_file(const std::string& path, const std::vector<write::RecordSource>& sources,
@@ -75,7 +67,7 @@ inline WrittenFile write_data_file(const std::string& path, const std::vector<wr
   EXPECT_LE(file.bytes, space);
   file.in_place = writer.stats().in_place;
   file.slots = writer.stats().slots;
-  for (size_t i = 0; i < 3; ++i) file.by_access[i] = writer.stats().by_access[i];
+  for (size_t i = 0; i < 2; ++i) file.by_access[i] = writer.stats().by_access[i];
   return file;
 }
 

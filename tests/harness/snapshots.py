@@ -28,12 +28,12 @@ def late_copies(begin: threading.Event | None = None) -> Iterator[threading.Even
     def start_later(snapshot: Any) -> None:
         waiting.add(id(snapshot))
 
-    def wait_for_event(snapshot: Any, timeout: float | None) -> Any:
+    def wait_for_event(snapshot: Any) -> None:
         if id(snapshot) in waiting:
             assert event.wait(BOUND)
             waiting.discard(id(snapshot))
             start(snapshot)
-        return wait(snapshot, timeout)
+        wait(snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_C.Snapshot, "start", start_later)

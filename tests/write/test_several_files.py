@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from harness.saves import dcp_load, dcp_save
 from harness.states import KiB, MiB, assert_same, blank, mixed_state
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager, StorageFullError, verify
+from vescale_ckpt import StorageFullError, verify
 from vescale_ckpt._checkpoint.native import commit_metadata
 
 THREADS = 3
@@ -158,24 +157,6 @@ def test_files_of_a_running_save_are_no_orphans(checkpoint: Path) -> None:
         vescale_ckpt.save(checkpoint, state(2))
     assert len(beside[0]) == 1 + THREADS
     assert_loads(checkpoint, state(2))
-
-
-def test_a_manager_keeps_and_removes_whole_steps(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, max_to_keep=2) as manager:
-        for step in range(4):
-            manager.save(step, state(step))
-        manager.wait()
-        found = blank(state())
-        assert manager.restore(found) == 3
-    assert_same(found, state(3))
-    assert sorted(os.listdir(checkpoint)) >= ["step-2", "step-3"] and not (checkpoint / "step-1").exists()
-    for step in (2, 3):
-        assert_spread(checkpoint / f"step-{step}")
-    vescale_ckpt.copy(checkpoint / "step-2", checkpoint / "copied")
-    assert (
-        data_file_names(checkpoint / "copied") == data_file_names(checkpoint / "step-2")
-        and verify(checkpoint / "copied").ok
-    )
 
 
 def test_a_conversion(tmp_path: Path) -> None:

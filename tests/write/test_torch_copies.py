@@ -309,18 +309,6 @@ def test_dtensors_on_such_devices_are_loaded_with_another_sharding(tmp_path: Pat
         assert [rank.result() for rank in ranks] == [[True] * 8] * 2
 
 
-def _a_read_by_address(folder: Path) -> None:
-    fake_device()
-    tensor = numbers(1000).to(KIND)
-    table = memoryview(_C.tensor_table([tensor], (torch.Tensor,), {}, list)).cast("q")
-    torch.frombuffer((torch.ctypes.c_char * 4).from_address(table[0]), dtype=torch.uint8).sum()  # type: ignore[attr-defined]
-
-
-def test_the_fake_devices_memory_cannot_be_read_by_its_address(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="terminated abruptly"):
-        in_fork(_a_read_by_address, tmp_path)
-
-
 def test_a_load_to_the_meta_device_is_noted_as_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_copies, "_notes", [])
     monkeypatch.setattr(torch_copies, "_noted_kinds", set())

@@ -12,13 +12,12 @@ from .native.file_names import (
     DATA_SUFFIX,
     INDEX_NAME,
     METRICS_NAME,
-    is_data_file,
     is_metadata_file,
     is_temporary_file,
 )
 from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
-from .safetensors.model_names import INDEX_SUFFIX, SUFFIX, is_temporary_index, token_of, token_of_object
+from .safetensors.model_names import INDEX_SUFFIX, SUFFIX, is_temporary_index, token_of
 
 
 class CopiedFiles:
@@ -64,11 +63,6 @@ class CopiedFiles:
 def completes(name: str) -> bool:
     """Whether a file of that name completes a checkpoint, so that a copy writes it last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
-
-
-def has_random_name(name: str) -> bool:
-    """Whether a name has a random part, so that no other save gives it to a file."""
-    return is_data_file(name) or token_of_object(name) is not None
 
 
 def tells_its_save(name: str) -> bool:

@@ -30,7 +30,7 @@ from .non_contiguous_records import tensor_in_archive
 from .seen_files import SeenFiles
 from .wrapper_records import WrapperLoad, check_classes
 
-_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # fields of LoadStats
+_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "buffered_bytes")  # fields of LoadStats
 
 
 @dataclass(frozen=True)

@@ -181,11 +181,8 @@ class Save:
     # --- Writing
 
     def _write_and_commit(self) -> None:
-        layout, plan = self._layout, self._plan
         self._settle_fate()
-        if plan is not None and self.staged_plan is None and layout.reads_in_finish and not plan.state.all_ready:
-            self.stage(None)  # a tensor must stay in host memory until it is sent
-        layout.join_ranks(self.steps, self._is_in_one_table())
+        self._layout.join_ranks(self.steps, self._is_in_one_table())
         messages = self.steps.gather(self._write, "write")
         with self.exchange.commit_in_doubt(lambda: self._committed, self._by_node):
             with phase("commit"):

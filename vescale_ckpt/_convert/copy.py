@@ -18,7 +18,7 @@ from contextlib import closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
-from .._checkpoint.copied_files import CopiedFiles, completes, has_random_name, holds_data, tells_its_save
+from .._checkpoint.copied_files import CopiedFiles, completes, holds_data, tells_its_save
 from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
 from .._checkpoint.native.file_names import is_data_file, metadata_name
@@ -223,7 +223,7 @@ class FolderCopy:
             raise _exists(self._path)
         both = sorted(there & files.of_checkpoint)
         # While they are written, the old checkpoint would be a mixture. No two saves give a file the same random name.
-        if both and not all(map(has_random_name, both)):
+        if both and not all(map(is_data_file, both)):
             raise CheckpointError(
                 f"{self._path} holds {both[0]} already, which the copy would write, and is not replaced: remove it "
                 "first",

@@ -68,7 +68,7 @@ def engine_options(
 
 def used_paths(stats: dict[str, Any]) -> str:
     """The ways that the bytes took, in words: `direct 98 % (in place 97 %)`."""
-    ways = {way: int(stats[f"{way}_bytes"]) for way in ("direct", "uncached", "buffered")}
+    ways = {way: int(stats[f"{way}_bytes"]) for way in ("direct", "buffered")}
     total = sum(ways.values())
     if total == 0:
         return "nothing moved"

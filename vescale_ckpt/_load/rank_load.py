@@ -58,7 +58,7 @@ class RankLoad(RecordReader):
         finally:
             filled, self._filled = self._filled, []
             increment_version(filled)
-        if self.options.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
+        if self.options.direct_io is True and self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self.totals)})"
             )

@@ -91,7 +91,7 @@ class NodeBuffer(Buffers):
         received is in its buffer, and waits for the same signal from them."""
         self._begin_messages(peers, index, round_)
         peers.wait(receipts=False)  # `acknowledge` waits for them
-        self._meet_neighbours(peers, index, round_)
+        self.meet_neighbours(peers, index, round_)
         return None
 
     def sources(self, index: int, round_: Round) -> dict[int, torch.Tensor]:
@@ -109,15 +109,7 @@ class NodeBuffer(Buffers):
             found[peer] = memories[index % len(memories)]
         return found
 
-    def collect_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
-        """Signals the neighbours that this rank has filled its part of their buffers, and waits until they have filled
-        theirs of this rank's. Then exchanges the messages of an export's round between nodes."""
-        self._meet_neighbours(peers, index, round_)
-        self._begin_messages(peers, index, round_)
-        peers.wait()  # afterwards neighbours may copy to where messages lie
-        return None
-
-    def _meet_neighbours(self, peers: Connections, index: int, round_: Round) -> None:
+    def meet_neighbours(self, peers: Connections, index: int, round_: Round) -> None:
         """Signals the neighbours that this rank has reached the round, and waits for those whose buffers it needs."""
         self._own.filled.set(index + 1)
         for peer in round_.same_node_peers(round_.receives):

@@ -23,15 +23,12 @@ BUDGET_BYTES = 16 << 20  #: memory of a rank in a round
 def plan_writes(
     layout: _C.ExportLayout,
     catalog: _C.Catalog,
-    groups: Sequence[int],
     nodes: Sequence[int],
-    writers: Sequence[int] = (),
 ) -> list[bytes]:
-    """Returns each rank's packed routes, for `routes_from`. `groups`: a number per rank, equal for ranks that exchange
-    bytes. `nodes`: the same for ranks that map each other's memory. `writers`: the writer of each file; empty: ranks
-    that hold a part of a piece write it, evenly."""
+    """Returns each rank's packed routes, for `routes_from`. `nodes`: a number per rank, equal for ranks that map each
+    other's memory: these exchange bytes, and those that hold a part of a piece write it, evenly."""
     held, straight = layout.held(catalog), layout.straight_bytes()
-    planned = _C.plan_writes(held, groups, nodes, writers, straight, PIECE_BYTES, BUDGET_BYTES)
+    planned = _C.plan_writes(held, nodes, straight, PIECE_BYTES, BUDGET_BYTES)
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")
     return [number + packed for packed in planned]
 
@@ -39,16 +36,6 @@ def plan_writes(
 def routes_from(packed: bytes) -> Routes:
     """Unpacks one rank's result of `plan_writes`."""
     return Routes(int.from_bytes(packed[:8], "little"), [packed[8:]])
-
-
-def writers_of(file_bytes: Sequence[int], ranks: int) -> list[int]:
-    """Distributes files over ranks, balanced by bytes. Returns the writer of each file."""
-    writers, done = [], [0] * ranks
-    for of_file in file_bytes:
-        writer = done.index(min(done))
-        done[writer] += of_file
-        writers.append(writer)
-    return writers
 
 
 class RoutedWrite:
@@ -69,10 +56,9 @@ class RoutedWrite:
         memory, error = open_on_all(exchange, phase, lambda: NodeBuffer(routes.buffer_bytes), routes.neighbours, ready)
         return (None if memory is None else cls(exchange, phase, routes, memory)), error
 
-    def run(self, held: _C.HeldRows, threads: int, write: Callable[[bytes], object]) -> bool:
+    def run(self, held: _C.HeldRows, threads: int, write: Callable[[bytes], object]) -> None:
         """Runs all rounds. `held`: the host addresses of this rank's tensors. `write` receives the boxes in memory that
-        this rank writes, in file order. Raises only this rank's error. Returns whether all rounds have run; False if
-        another rank has failed."""
+        this rank writes, in file order. Raises only this rank's error."""
 
         def fill(index: int) -> None:
             round_, table = self.routes.rounds[index], int_table()
@@ -82,15 +68,12 @@ class RoutedWrite:
 
         def empty(index: int) -> None:
             round_, memory = self.routes.rounds[index], self._memory[index]
-            if len(round_.packs):
-                _C.gather_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), threads)
             if len(round_.staged):
                 write(_C.staging_table(round_.staged, memory.data_ptr(), len(memory)))
 
-        complete = self._take_rounds(fill, empty)
+        self._take_rounds(fill, empty)
         if self._pipeline.error is not None:
             raise self._pipeline.error
-        return complete
 
     def give_up(self, error: BaseException) -> None:
         """Takes the rounds of a rank that has failed before them, or in them. The other ranks wait for its messages."""
@@ -98,11 +81,11 @@ class RoutedWrite:
             self._pipeline.error = error
             self._take_rounds(lambda index: None, lambda index: None)
 
-    def _take_rounds(self, fill: Callable[[int], None], empty: Callable[[int], None]) -> bool:
+    def _take_rounds(self, fill: Callable[[int], None], empty: Callable[[int], None]) -> None:
         self._ran = True
         try:
             with phase("write", "with other ranks"):
-                return self._pipeline.run(fill, self._memory.collect_messages, empty, fills_others=True)
+                self._pipeline.run(fill, self._memory.meet_neighbours, empty, fills_others=True)
         except BaseException:
             self._memory.leave()
             raise

@@ -54,10 +54,7 @@ class Layout(ABC):
     - `end` on each rank, even after a failure.
     """
 
-    #: whether `finish` still reads the memory of the tables; otherwise only `write_table` reads it
-    reads_in_finish = False
-
-    _writer: _C.FileWriter | _C.BoxWriter | _C.OrderedWriter | None = None  # of the open files
+    _writer: _C.FileWriter | _C.BoxWriter | None = None  # of the open files
     _in_background = _cancelled = False
     _done_bytes = 0  # of completed files
 

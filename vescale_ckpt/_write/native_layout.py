@@ -174,7 +174,7 @@ class NativeLayout(Layout):
         self._writer = None
         self._done_bytes += length
         self._stats_of_files.append(stats)
-        if self.options.direct_io is True and stats["uncached_bytes"] + stats["buffered_bytes"]:
+        if self.options.direct_io is True and stats["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self._path} could not be written past the page cache ({used_paths(stats)})"
             )

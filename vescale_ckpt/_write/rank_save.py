@@ -52,14 +52,11 @@ class RankSave:
                 contents = [objects.dump(value, key) for key, value in values.items()]
                 layout.write_records(contents, list(values), range(len(tensors), len(plan)), of_tensors=False)
             plan.check_unchanged()
-            stats = self.finish(len(tensors), len(values))
-            if layout.reads_in_finish:
-                plan.check_unchanged()
-            return stats
+            return self.finish(len(tensors), len(values))
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
         written = self.layout.finish()
-        names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
+        names = ("in_place_bytes", "slot_bytes", "direct_bytes", "buffered_bytes")
         total: dict[str, Any] = {name: sum(stats[name] for stats in written.of_files) for name in names}
         return SaveStats(
             seconds=time.perf_counter() - self._started,

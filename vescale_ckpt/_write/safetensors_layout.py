@@ -95,7 +95,7 @@ def chosen_format(format: SaveFormat | Safetensors) -> Safetensors | None:
 class SafetensorsLayout(Layout):
     """The files of one model in a folder of a file system."""
 
-    _writer: _C.BoxWriter | _C.OrderedWriter | None = None
+    _writer: _C.BoxWriter | None = None
 
     def __init__(self, options: SaveOptions, wanted: Safetensors) -> None:
         super().__init__(options)
@@ -113,6 +113,11 @@ class SafetensorsLayout(Layout):
 
     def begin(self, is_coordinator: bool) -> None:
         path = self.options.path
+        storage_at(path).check_mounted(
+            "a model in format='safetensors' that is saved",
+            "Save it to a disk, vescale_ckpt.save(DIR, state, format='safetensors'), then copy it there: "
+            f"vescale_ckpt.copy(DIR, {path!r}), or vescale-ckpt copy DIR {path}",
+        )
         storage_at(path).make()
         if not self.options.overwrite and holds_export(path):
             raise holds_model(path)
@@ -191,7 +196,7 @@ class SafetensorsLayout(Layout):
         of its tensor. `nodes`: a number per rank, equal for ranks that share memory."""
         made.bring_short_runs(nodes, LEAST_BYTES)
         try:
-            return plan_writes(made, catalog, nodes, nodes)
+            return plan_writes(made, catalog, nodes)
         except _C.EngineError as error:
             logger.warning("%s: each rank writes its own bytes: %s", self.options.path, error)
             return [b""] * len(nodes)
@@ -254,7 +259,7 @@ class SafetensorsLayout(Layout):
             with named_errors(str, self.options.path):
                 self._take_rounds(_C.HeldRows(b"", b""))
         files, stats = self._writer, []
-        if isinstance(files, _C.BoxWriter):
+        if files is not None:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
                 self.blocks = files.finish(self.options.sync_files)
             self._writer, self._done_bytes, stats = None, files.progress(), [files.stats()]

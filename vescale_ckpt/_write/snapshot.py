@@ -105,7 +105,6 @@ class StagedPlan:
         self._tensors, self._body_bytes = plan.tensors, plan.body_bytes()
         self._objects = {key: objects.dump(value, key) for key, value in plan.objects().items()}
         self._copies: list[tuple[Sequence[int], _Copies]] = []  # rows of the local plan, and their copies
-        self._written: list[tuple[Sequence[int], _Copies]] = []  # the same, while the layout may still read them
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # {row: record of a wrapper subclass}
         self._samples = memoryview(b"").cast("Q")  # hashes of the guarded rows when the constructor returned
@@ -146,10 +145,9 @@ class StagedPlan:
 
     def _release(self) -> None:
         """Frees the snapshots explicitly, because the traceback of an error would keep them alive."""
-        for _, snapshot in (*self._copies, *self._written):
+        for _, snapshot in self._copies:
             snapshot.release()
         self._copies.clear()
-        self._written.clear()
         self._archives.clear()
 
     def _write(self) -> SaveStats:
@@ -165,12 +163,10 @@ class StagedPlan:
                 return self._save.finish(0, 0)
             self._open(in_background=self.in_background)
             while self._copies:  # each snapshot is freed when it is written
-                self._written.append(self._copies.pop(0))
-                rows, snapshot = self._written[-1]
+                rows, snapshot = self._copies[0]
                 self._write_rows(rows, snapshot.table())
-                if not layout.reads_in_finish:
-                    snapshot.release()
-                    self._written.pop()
+                self._copies.pop(0)
+                snapshot.release()
             if rows := list(self._archives):
                 keys = list(map(self._key_of(rows), range(len(rows))))
                 layout.write_records(list(self._archives.values()), keys, rows, of_tensors=True)
@@ -266,7 +262,7 @@ class StagedPlan:
         if self._guarded is not None:
             assert self._gate is not None
             with self._named_errors(self._guarded_rows):
-                self._guarded.wait(None)
+                self._guarded.wait()
             self._gate.check_unchanged()
             self._check_samples()
             self.staged.set_result(None)

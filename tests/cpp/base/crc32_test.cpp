@@ -86,21 +86,6 @@ TEST_P(Crc32, EveryLengthAndAlignment) {
   }
 }
 
-TEST_P(Crc32, GoesOnWhereItStopped) {
-  const std::vector<unsigned char> bytes = random_bytes(70'000, 3);
-  const uint32_t whole = GetParam().function(0, bytes.data(), bytes.size(), nullptr);
-  std::mt19937 random(4);
-  for (int round = 0; round < 100; ++round) {
-    uint32_t crc = 0;
-    for (size_t at = 0; at < bytes.size();) {
-      const size_t step = std::min<size_t>(bytes.size() - at, random() % 700);
-      crc = GetParam().function(crc, bytes.data() + at, step, nullptr);
-      at += step;
-    }
-    ASSERT_EQ(crc, whole);
-  }
-}
-
 // Every length around the widths of the vectors, between memory that ends there at both ends.
 TEST_P(Crc32, CopiesWhatItChecksums) {
   const std::vector<unsigned char> bytes = random_bytes(100100, 7);

@@ -1,11 +1,7 @@
 #include "io/commit.h"
 
-#include <sys/resource.h>
-#include <sys/stat.h>
-
 #include <atomic>
 #include <cerrno>
-#include <csignal>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,79 +14,19 @@
 namespace vescale_ckpt::io {
 namespace {
 
-// Within its scope no file of this process grows beyond so many bytes: a write stops there, the next one fails.
-class FilesOfAtMost {
- public:
-  explicit FilesOfAtMost(uint64_t bytes) : handler_(::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit{bytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FilesOfAtMost() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    ::signal(SIGXFSZ, handler_);
-  }
-  FilesOfAtMost(const FilesOfAtMost&) = delete;
-  FilesOfAtMost& operator=(const FilesOfAtMost&) = delete;
-
- private:
-  sighandler_t handler_;
-  rlimit before_{};
-};
-
 class CommitTest : public ScratchTest {
  protected:
-  // The errno of a commit of "new"; 0 if it succeeds.
-  int commit(bool replace = true, const std::string& content = "new") const {
+  // The errno of a commit of "new" without replacing; 0 if it succeeds.
+  int commit() const {
+    const std::string content = "new";
     try {
-      commit_file(directory(), "file", std::as_bytes(std::span(content)), replace);
+      commit_file(directory(), "file", std::as_bytes(std::span(content)), false);
     } catch (const Error& error) {
       return error.code;
     }
     return 0;
   }
 };
-
-TEST_F(CommitTest, ThatFailsLeavesTheOldFileAndNoOther) {
-  write_file(path("file"), "old");
-  for (const Call call : {Call::open, Call::write, Call::sync, Call::close, Call::rename}) {
-    for (const bool replace : {true, false}) {
-      if (call == Call::rename && !replace) continue;
-      const ArmedFault fault(call, EIO);
-      EXPECT_EQ(commit(replace), EIO) << static_cast<int>(call);
-      EXPECT_EQ(read_file(path("file")), "old");
-      EXPECT_EQ(files(), (std::set<std::string>{"file"})) << static_cast<int>(call);
-    }
-  }
-}
-
-TEST_F(CommitTest, WithoutRoomForTheWholeFileLeavesTheOldOneAndNoOther) {
-  const std::string content(20'000, 'c');
-  write_file(path("file"), "old");
-  for (const uint64_t room : {0, 1, 4096, 10'000, 19'999}) {
-    for (const bool replace : {true, false}) {
-      const FilesOfAtMost limit(room);
-      const Error error =
-          error_of([&] { commit_file(directory(), "file", std::as_bytes(std::span(content)), replace); });
-      EXPECT_EQ(error.kind, Error::Kind::full);
-      EXPECT_EQ(error.code, EFBIG);
-      EXPECT_EQ(error.offset, room);
-      EXPECT_TRUE(error.path.starts_with(path("file.tmp."))) << error.path;
-      EXPECT_EQ(read_file(path("file")), "old");
-      EXPECT_EQ(files(), (std::set<std::string>{"file"}));
-    }
-  }
-  const FilesOfAtMost limit(content.size());
-  EXPECT_EQ(commit(true, content), 0);
-  EXPECT_EQ(read_file(path("file")), content);
-}
-
-TEST_F(CommitTest, WritesOnAfterAShortWrite) {
-  const ArmedFault fault(Call::write, 0);
-  const std::string content(20'000, 'c');
-  EXPECT_EQ(commit(true, content), 0);
-  EXPECT_EQ(read_file(path("file")), content);
-}
 
 // --- Written in pieces
 
@@ -210,70 +146,19 @@ TEST_F(CommitTest, ThatCannotMakeAFileTellsItAfterThePieces) {
   EXPECT_TRUE(files().empty());
 }
 
-TEST_F(CommitTest, WithoutRoomForAPieceTellsWhereItEndsWhicheverThreadWroteIt) {
-  for (const uint64_t room : {uint64_t{0}, 60 * kPieceBytes, 60 * kPieceBytes + 1, 200 * kPieceBytes - 1}) {
-    PendingFile file(directory(), "file");
-    const FilesOfAtMost limit(room);
-    write_pieces(file, 200);
-    EXPECT_EQ(file.size(), 200 * kPieceBytes);
-    EXPECT_EQ(failure_of(file, false), (std::pair<int, uint64_t>(EFBIG, room)));
-    EXPECT_TRUE(files().empty());
-  }
-}
-
 // --- Without replacing
-
-TEST_F(CommitTest, GivesAFreeName) {
-  EXPECT_EQ(commit(false), 0);
-  EXPECT_EQ(read_file(path("file")), "new");
-  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
-  struct stat found{};
-  ASSERT_EQ(::lstat(path("file").c_str(), &found), 0);
-  EXPECT_EQ(found.st_nlink, 1U);
-}
-
-TEST_F(CommitTest, KeepsWhatHasTheName) {
-  write_file(path("file"), "old");
-  EXPECT_EQ(commit(false), EEXIST);
-  EXPECT_EQ(read_file(path("file")), "old");
-  EXPECT_EQ(files(), (std::set<std::string>{"file"}));
-}
 
 TEST_F(CommitTest, WhoseAnswerWasLostIsDone) {
   const ArmedFault fault(Call::link, EEXIST);
-  EXPECT_EQ(commit(false), 0);
+  EXPECT_EQ(commit(), 0);
   EXPECT_EQ(read_file(path("file")), "new");
   EXPECT_EQ(files(), (std::set<std::string>{"file"}));
 }
 
 TEST_F(CommitTest, OfAnotherErrorIsNoRename) {
   const ArmedFault fault(Call::link, EIO);
-  EXPECT_EQ(commit(false), EIO);
+  EXPECT_EQ(commit(), EIO);
   EXPECT_TRUE(files().empty());
-}
-
-TEST_F(CommitTest, OfManyAtOnceSucceedsOnce) {
-  for (int round = 0; round < 20; ++round) {
-    std::filesystem::remove(path("file"));
-    std::atomic<int> won = 0, refused = 0, ready = 0;
-    std::string winner;
-    std::vector<std::thread> threads;
-    for (int number = 0; number < 4; ++number) {
-      threads.emplace_back([&, number] {
-        const std::string content = "by " + std::to_string(number);
-        for (++ready; ready < 4;) std::this_thread::yield();
-        const int result = commit(false, content);
-        if (result == 0) winner = content;
-        ++(result == 0 ? won : refused);
-        EXPECT_TRUE(result == 0 || result == EEXIST) << result;
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    ASSERT_EQ(won, 1);
-    ASSERT_EQ(refused, 3);
-    EXPECT_EQ(read_file(path("file")), winner);
-    EXPECT_EQ(files(), (std::set<std::string>{"file"}));
-  }
 }
 
 }  // namespace

@@ -15,8 +15,6 @@
 namespace vescale_ckpt::stage {
 namespace {
 
-using namespace std::chrono_literals;
-
 constexpr uint64_t kPlenty = uint64_t{1} << 40;
 constexpr unsigned kThreads = 2;
 
@@ -130,7 +128,7 @@ TEST_F(DeviceSnapshot, HoldsWhatTheStateWasWhereverItIs) {
   }
   const auto snapshot = make();
   snapshot->start(kThreads);
-  EXPECT_TRUE(snapshot->wait());
+  snapshot->wait();
   overwrite();
   expect_copied(*snapshot);
 }
@@ -143,10 +141,9 @@ TEST_F(DeviceSnapshot, SnapshotsTakeTurnsOnADevice) {
   const auto first = make(), second = make();
   first->start(kThreads);
   second->start(kThreads);  // returns although the pipeline is not free
-  EXPECT_FALSE(second->wait(1ms));
   queue.release();
-  EXPECT_TRUE(second->wait());
-  EXPECT_TRUE(first->wait());
+  second->wait();
+  first->wait();
   expect_copied(*first);
   expect_copied(*second);
 }
@@ -162,13 +159,13 @@ TEST_F(DeviceSnapshot, EndsWhenItIsCancelled) {
     snapshot->cancel();
     snapshot->start(kThreads);
     expect_cancelled(*snapshot);
-    EXPECT_EQ(snapshot->copied_bytes(), 0u);
   }
   for (uint64_t round = 0; round < 8; ++round) {  // with any amount copied; the sanitizers look on
     const auto snapshot = make();
+    const uint64_t before = runtime_.count("copies to host");
     snapshot->start(kThreads);
-    while (snapshot->copied_bytes() < snapshot->bytes() * round / 8) std::this_thread::yield();
-    if (round % 2 == 0) continue;  // destroyed
+    while (runtime_.count("copies to host") < before + 10 * round) std::this_thread::yield();  // of 80
+    if (round % 2 == 0) continue;                                                              // destroyed
     snapshot->cancel();
     try {
       snapshot->wait();

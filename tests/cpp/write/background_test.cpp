@@ -88,13 +88,6 @@ TEST_P(Background, IsCancelledWhileItWaitsForItsTurn) {
   expect_slots_back(options());
 }
 
-TEST_P(Background, IsCancelledBeforeItBegins) {
-  FileWriter writer(path("file"), 32 << 20, options(), true);
-  writer.cancel();
-  expect_cancelled([&] { writer.write(sources_of(tensors())); });
-  EXPECT_EQ(writer.progress(), 0u);
-}
-
 TEST_P(Background, IsLimitedOverAllCallsOfOneFile) {
   std::vector<Tensor> small;
   small.push_back(Tensor::of_bytes(1000));

@@ -1,5 +1,4 @@
-// Any system call may fail at any time: the error reaches the caller, nothing is left behind, and the next one works.
-#include <optional>
+// Writes with little memory, whose calls fail: nobody waits for ever, and all slots come back.
 #include <thread>
 
 #include "base/error.h"
@@ -24,16 +23,6 @@ class Failure : public AccessTest {
     return tensors;
   }
 
-  WrittenFile write(const std::string& name) const {
-    WrittenFile file{path(name), {}};
-    FileWriter writer(file.path, 6 << 20, options(), true);
-    file.records = writer.write(sources_of(tensors()));
-    file.bytes = writer.finish(true);
-    return file;
-  }
-
-  void expect_readable(const WrittenFile& file) const { expect_readable(file, options()); }
-
   static void expect_readable(const WrittenFile& file, const io::EngineOptions& options) {
     std::vector<Memory> targets;
     std::vector<read::ReadItem> items;
@@ -47,39 +36,6 @@ class Failure : public AccessTest {
 };
 
 INSTANTIATE_TEST_SUITE_P(Each, Failure, ::testing::Values(io::Access::direct, io::Access::buffered), access_test_name);
-
-// The n-th call of each kind fails, for every n that is reached.
-TEST_P(Failure, OfAnyCallEndsAWriteCleanly) {
-  for (const Call call : {Call::open, Call::allocate, Call::write, Call::truncate, Call::sync, Call::unlink}) {
-    uint64_t failures = 0;
-    for (uint64_t nth = 0;; ++nth) {
-      ASSERT_LT(nth, 100u);
-      std::optional<WrittenFile> file;
-      uint64_t calls = 0;
-      {
-        const ArmedFault fault(call, EIO, nth);
-        try {
-          file = write("file");
-        } catch (const Error& error) {
-          ++failures;
-          EXPECT_EQ(error.code, EIO) << error.what();
-          EXPECT_EQ(error.kind, Error::Kind::io);
-          EXPECT_EQ(error.path, path("file"));
-          EXPECT_TRUE(files().empty()) << "after " << error.what();
-        }
-        calls = system::calls_seen(call);
-      }
-      expect_slots_back(options());
-      if (file) {
-        expect_readable(*file);
-        std::filesystem::remove(file->path);
-      }
-      if (calls <= nth) break;  // it was not reached: all calls had their turn
-    }
-    EXPECT_EQ(failures > 0, call != Call::unlink) << "call " << static_cast<int>(call);
-  }
-  expect_readable(write("next"));
-}
 
 // One slot for all, and a tensor that needs it: a worker that fails may hold the piece that the others wait for, its
 // inside, without which the end cannot be written.

@@ -11,9 +11,6 @@ is removed:
 Steps after the commit change nothing for readers, and raise no error. Files of the old model are removed, and files
 with spare names get usual names: each gets its usual name as a second name, a second index names these, and the spare
 names are removed.
-
-An object store has no renames. There the files have names that no other save has, and an index always names them. The
-request that writes the index commits.
 """
 
 from __future__ import annotations
@@ -96,35 +93,8 @@ def commit_files(files: Pending, index: IndexOf, overwrite: bool) -> None:
             logger.warning("the export to %s is complete, but the clean-up after it failed: %r", directory, error)
 
 
-def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bool) -> None:
-    """Makes the objects `names`, which are complete, the model of a folder in an object store.
-
-    Raises `CheckpointError` if the folder holds a model that must not be replaced, and OSError.
-    """
-    storage = storage_at(directory)
-    before = _look(directory)
-    if not overwrite and SINGLE_NAME in before.names:
-        raise holds_model(directory, COMMITTED_MEANWHILE)
-    try:
-        storage.commit(INDEX_NAME, index, overwrite)
-    except FileExistsError:
-        raise holds_model(directory, COMMITTED_MEANWHILE) from None
-    if SINGLE_NAME in before.names:  # readers prefer it to an index
-        storage.remove(SINGLE_NAME)
-    try:
-        _remove_models(directory, before, names)
-    except Exception as error:  # an export that has committed must not fail here
-        logger.warning("the export to %s is complete, but the clean-up after it failed: %r", directory, error)
-
-
 def holds_model(directory: str, when: str = "") -> CheckpointError:
     return CheckpointError(f"{directory} holds a model already and overwrite=False{when}", path=directory)
-
-
-def is_named(directory: str, name: str) -> bool | None:
-    """Whether the index in a folder names a file. None if the index cannot be read."""
-    named = _named(directory)
-    return None if named is None else name in named
 
 
 def _commit(files: Pending, index: IndexOf, before: _Before, overwrite: bool) -> list[str]:

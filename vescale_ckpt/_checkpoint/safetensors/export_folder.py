@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 
 from ..._engine import _C
 from ..._engine.engine_errors import named_system_errors
@@ -16,13 +15,12 @@ from ..._storage.open_storage import storage_at
 from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
 from ..._storage.pending import Pending, new_token
 from ..._storage.storage import MARKER_PREFIX
-from .commit import IndexOf, check_replaceable, commit_files, is_named, names_in
+from .commit import IndexOf, check_replaceable, commit_files, names_in
 from .model_names import (
     file_names,
     is_temporary_index,
     temporary_name,
     token_of,
-    token_of_object,
 )
 
 
@@ -87,11 +85,9 @@ class ExportFolder:
 def left_by_exports(directory: str) -> list[Orphan]:
     """Returns the files that dead exports may have left: their files, for which the lock of the first one counts, and
     indexes."""
-    if not storage_at(directory).renames:
-        return _left_in_store(directory)
     exports: dict[str, list[str]] = {}
     found: list[Orphan] = []
-    for name in sorted(storage_at(directory).names()):
+    for name in sorted(names_in(directory)):
         path = os.path.join(directory, name)
         if (token := token_of(name)) is not None:
             exports.setdefault(token, []).append(path)
@@ -104,16 +100,3 @@ def _markers(directory: str) -> list[Orphan]:
     """Returns the marker files in a folder, which saves of several ranks make and remove while they begin."""
     names = [name for name in storage_at(directory).names() if name.startswith(MARKER_PREFIX)]
     return [Orphan([os.path.join(directory, name)], None, SMALL_FILE_GRACE) for name in names]
-
-
-def _left_in_store(directory: str) -> list[Orphan]:
-    """Returns the same for a store, where files get their own names at once: the files that the index does not name."""
-    saves: dict[str, list[str]] = {}
-    for name in sorted(names_in(directory)):
-        if (token := token_of_object(name)) is not None:
-            saves.setdefault(token, []).append(os.path.join(directory, name))
-
-    def is_model(first: str) -> bool:
-        return is_named(directory, os.path.basename(first)) is not False
-
-    return [Orphan(paths, None, SAVE_GRACE, partial(is_model, paths[0])) for paths in saves.values()]

@@ -101,7 +101,6 @@ class HeaderTables:
             )
         files = model_names.without_index(names)
         left_out = [name for name in names if name.endswith(model_names.SUFFIX) and name not in files]
-        left_out = [name for name in left_out if model_names.token_of_object(name) is None]
         if index is None and (others := sorted(name for name in left_out if not model_names.is_model_file(name))):
             logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
         return _Reading(path, verify, on_error).contents(files, None)

@@ -20,7 +20,6 @@ USUAL_DIGITS = 5
 _MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
 _SEVERAL = re.compile(r"model-\d{5,}-of-(?!0+1\.)\d{5,}\.safetensors")
 _SPARE = re.compile(r"model-\d{5,}-of-0\d{5,}\.safetensors")  # usual names have no zero before five digits
-_OF_SAVE = re.compile(r"model-([0-9a-f]{8})-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")
 
 
@@ -30,21 +29,6 @@ def file_names(count: int, digits: int = USUAL_DIGITS) -> list[str]:
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:0{digits}}-of-{count:0{digits}}.safetensors" for number in range(1, count + 1)]
-
-
-def object_names(count: int, token: str) -> list[str]:
-    """Returns the names of `count` files that a save writes to an object store, which has no renames. No other save
-    uses these names. Readers use such files only if an index names them."""
-    return [
-        f"model-{token}-{number:0{USUAL_DIGITS}}-of-{count:0{USUAL_DIGITS}}.safetensors"
-        for number in range(1, count + 1)
-    ]
-
-
-def token_of_object(name: str) -> str | None:
-    """Returns the token in a name of `object_names`, the same for all files of one save. None for other names."""
-    found = _OF_SAVE.fullmatch(name)
-    return None if found is None else found[1]
 
 
 def temporary_name(name: str, token: str) -> str:
@@ -74,18 +58,14 @@ def holds_unfinished_export(directory: str) -> bool:
             others = without_index(names)
             if others:
                 return any(_SEVERAL.fullmatch(name) for name in others)
-            return any(_needs_index(name) or token_of(name) is not None for name in names)
+            return any(_SPARE.fullmatch(name) or token_of(name) is not None for name in names)
     return False
 
 
 def without_index(names: Iterable[str]) -> list[str]:
     """Returns the files that are a folder's model if there is no index. `names`: all names in the folder."""
-    found = sorted(name for name in names if name.endswith(SUFFIX) and not _needs_index(name))
+    found = sorted(name for name in names if name.endswith(SUFFIX) and not _SPARE.fullmatch(name))
     return [SINGLE_NAME] if SINGLE_NAME in found else found
-
-
-def _needs_index(name: str) -> bool:
-    return (_SPARE.fullmatch(name) or _OF_SAVE.fullmatch(name)) is not None
 
 
 def single_file_counts(names: Collection[str], named: AbstractSet[str]) -> bool:
