@@ -4,8 +4,11 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 #include "base/workers.h"
+#include "fingerprint/device_sums.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
 
@@ -17,9 +20,11 @@ namespace vescale_ckpt::fingerprint {
 namespace {
 
 using detail::kBlockWords;
-
-// The point: the first 127 bits of the fractional part of pi.
-constexpr Value kPoint = ((Value{0x243F6A8885A308D3} << 64) | 0x13198A2E03707344) >> 1;
+using field::power;
+using field::product;
+using field::reduced;
+using field::shifted;
+using field::sum;
 
 constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
 constexpr uint64_t kWordMask = (uint64_t{1} << (8 * kWordBytes)) - 1;
@@ -128,6 +133,48 @@ Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std:
   return total.total();
 }
 
+struct ItemChunk {
+  uint32_t item;
+  int64_t device;  // -1: host memory
+  Chunk chunk;
+};
+
+struct ChunksOfItems {
+  std::vector<uint32_t> items;
+  std::vector<Chunk> chunks;
+};
+
+// Returns the chunks in memory that the engine may read; `rest` gets the items of others.
+std::vector<ItemChunk> readable_chunks(const state::StateTables& state, std::vector<uint32_t>& rest) {
+  std::vector<uint32_t> items;
+  std::vector<int64_t> whole;  // rows of a local plan
+  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
+    const state::Item item = state.inventory[number];
+    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
+    if (static_cast<uint8_t>(state.ready[static_cast<size_t>(state.sources[number][0])]) == state::kNotReady) {
+      rest.push_back(number);
+      continue;
+    }
+    items.push_back(number);
+    whole.insert(whole.end(), {int64_t{number}, -1, 0, 0});
+  }
+  const state::CopyTable table = state::make_copy_table(state, whole);
+  io::TableCursor cursor(table.rows);
+  std::vector<ItemChunk> found;
+  found.reserve(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    const state::Item item = state.inventory[items[i]];
+    const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
+    const std::byte* const memory = cursor.address();
+    const uint64_t dims = cursor.size();
+    cursor.take(dims);  // the sizes, which are the item's
+    const io::Box box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims));
+    found.push_back({items[i], table.devices[i], {box, memory}});
+    cursor.next_row();
+  }
+  return found;
+}
+
 }  // namespace
 
 Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset) {
@@ -160,34 +207,31 @@ std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
   return values;
 }
 
-ItemValues of_items(const state::StateTables& state, unsigned threads) {
+ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
+                    const std::map<int, device::StreamHandle>& streams) {
   ItemValues result{std::vector<Value>(state.inventory.size()), {}};
-  std::vector<uint32_t> items;
-  std::vector<int64_t> whole;  // rows of a local plan
-  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
-    const state::Item item = state.inventory[number];
-    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
-    if (static_cast<uint8_t>(state.ready[static_cast<size_t>(state.sources[number][0])]) != state::kOnHost) {
-      result.rest.push_back(number);
+  std::map<int64_t, ChunksOfItems> places;
+  for (auto& [item, device, chunk] : readable_chunks(state, result.rest)) {
+    const bool has_stream = runtime != nullptr && streams.contains(static_cast<int>(device));
+    if (device >= 0 && !(has_stream && is_for_kernel(chunk.box))) {
+      result.rest.push_back(item);
       continue;
     }
-    items.push_back(number);
-    whole.insert(whole.end(), {int64_t{number}, -1, 0, 0});
+    places[device].items.push_back(item);
+    places[device].chunks.push_back(std::move(chunk));
   }
-  const std::vector<int64_t> table = state::make_write_table(state, whole);
-  io::TableCursor cursor(table);
-  std::vector<Chunk> chunks;
-  for (const uint32_t number : items) {
-    const state::Item item = state.inventory[number];
-    const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
-    const std::byte* const memory = cursor.address();
-    const uint64_t dims = cursor.size();
-    cursor.take(dims);  // the sizes, which are the item's
-    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims)), memory});
-    cursor.next_row();
+  for (const auto& [device, held] : places) {
+    std::optional<std::vector<Value>> found;
+    if (device < 0) {
+      found = of_chunks(held.chunks, threads);
+    } else {
+      const auto number = static_cast<int>(device);
+      found = of_device_chunks(runtime->accelerator(number), streams.at(number), held.chunks);
+    }
+    if (!found) result.rest.insert(result.rest.end(), held.items.begin(), held.items.end());
+    for (size_t i = 0; found && i < held.items.size(); ++i) result.values[held.items[i]] = (*found)[i];
   }
-  const std::vector<Value> found = of_chunks(chunks, threads);
-  for (size_t i = 0; i < items.size(); ++i) result.values[items[i]] = found[i];
+  std::ranges::sort(result.rest);
   return result;
 }
 

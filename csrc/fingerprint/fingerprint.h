@@ -13,36 +13,45 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
-#include "fingerprint/field.h"
+#include "base/field.h"
+#include "device/device.h"
 #include "io/box.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::fingerprint {
 
+using field::Value;
+
 constexpr uint64_t kWordBytes = 6;
+// The point: the first 127 bits of the fractional part of pi.
+constexpr Value kPoint = ((Value{0x243F6A8885A308D3} << 64) | 0x13198A2E03707344) >> 1;
 
 // Returns the fingerprint of bytes that begin at an offset in a tensor, whose other bytes are 0.
 Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset);
 
-// A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`.
+// A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`, of the host or a
+// device.
 struct Chunk {
   io::Box box;
   const std::byte* memory;
 };
 
-// Returns the fingerprint of each chunk.
+// Returns the fingerprint of each chunk in host memory.
 std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads);
 
-// Returns the fingerprint of each item of a state. `rest`: the items whose memory the engine may not read, which have
-// 0. Objects have 0, too.
+// Returns the fingerprint of each item of a state. Kernels read what is on devices, behind the queued work of the
+// framework's stream there; `runtime` may be null without streams. `rest`: the items whose memory the engine may not
+// read, or no kernel reads, which have 0. Objects have 0, too. Throws Error(device).
 struct ItemValues {
   std::vector<Value> values;
-  std::vector<uint32_t> rest;
+  std::vector<uint32_t> rest;  // ascending
 };
-ItemValues of_items(const state::StateTables& state, unsigned threads);
+ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
+                    const std::map<int, device::StreamHandle>& streams);
 
 namespace detail {  // each implementation alone, for tests
 // Returns the fingerprint of whole words, at most kBlockWords.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .. import settings
 from .._engine import _C
+from .._engine.device_streams import producers
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of
 from .._engine.rows import OBJECT, PLAN_ROW
@@ -22,7 +23,7 @@ from .._ranks.steps import Steps
 from .._state.application import check_is_mapping, saved_form
 from .._state.per_rank import set_rank
 from .._state.state import State
-from .._state.tensor_table import narrowed
+from .._state.tensor_table import device_number, narrowed
 from ..errors import CheckpointError
 from .fingerprint import ChunkValue, Fingerprint, TensorValue
 from .object_digest import DIGEST_BYTES, bytes_of_elements, digest_of
@@ -84,7 +85,8 @@ def _describe(values: dict[str, Any]) -> State:
 
 def _values(state: State) -> bytes:
     """The value of each item of the inventory: of a tensor its polynomial, of an object its digest."""
-    packed, rest = state.for_engine.fingerprints(threads_of())
+    devices = array("q", sorted(map(device_number, set(state.ready))))
+    packed, rest = state.for_engine.fingerprints(threads_of(), producers(devices, torch.cuda.current_stream))
     values = bytearray(packed)
     for item in rest:
         values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
@@ -102,7 +104,7 @@ def _digest(key: str, value: Any) -> bytes:
 
 
 def _value_in_python(state: State, item: int) -> bytes:
-    """The value of a chunk that the engine cannot read: it is on a device, or its values are lazily conjugated."""
+    """The value of a chunk that the engine cannot read: no kernel reads it, or its values are lazily conjugated."""
     tensor, start = state.source(item)
     _, _, _, _, _, shape, offset, size = state.items[item]
     if is_wrapper(tensor):  # its bytes are those of the tensors inside, which have another layout

@@ -2,10 +2,18 @@
 
 #include <numeric>
 
+#include "fingerprint/random_bytes.h"
 #include "scratch.h"
 
 namespace vescale_ckpt::fingerprint {
 namespace {
+
+using field::kPrime;
+using field::negated;
+using field::power;
+using field::product;
+using field::reduced;
+using field::sum;
 
 // The definition, word by word.
 Value by_definition(std::span<const std::byte> bytes) {
@@ -19,13 +27,6 @@ Value by_definition(std::span<const std::byte> bytes) {
     total = sum(total, product(word, power));
   }
   return total;
-}
-
-std::vector<std::byte> random_bytes(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::byte> bytes(count);
-  for (std::byte& byte : bytes) byte = std::byte(random());
-  return bytes;
 }
 
 TEST(Field, ObeysItsLaws) {
@@ -46,6 +47,7 @@ TEST(Field, ObeysItsLaws) {
   Value squared = a;
   for (int i = 0; i < 127; ++i) squared = product(squared, squared);
   EXPECT_EQ(squared, product(a, a));  // a^(2^127) is a * a^(p)
+  EXPECT_EQ(product(power(a, kPrime - 2), a), Value{1});
 }
 
 TEST(Fingerprint, IsThePolynomialAtThePoint) {
