@@ -1,41 +1,24 @@
 #include "fingerprint/fingerprint.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "base/workers.h"
 #include "fingerprint/device_sums.h"
+#include "fingerprint/words.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace vescale_ckpt::fingerprint {
 namespace {
 
-using detail::kBlockWords;
 using field::power;
 using field::product;
-using field::reduced;
-using field::shifted;
 using field::sum;
 
 constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
-constexpr uint64_t kWordMask = (uint64_t{1} << (8 * kWordBytes)) - 1;
-
-// The powers of the point from 0 on.
-constexpr std::array<Value, kBlockWords> make_powers() {
-  std::array<Value, kBlockWords> powers{1};
-  for (size_t i = 1; i < kBlockWords; ++i) powers[i] = product(powers[i - 1], kPoint);
-  return powers;
-}
-constexpr std::array<Value, kBlockWords> kPowers = make_powers();
 constexpr Value kBlockPower = product(kPowers[kBlockWords - 1], kPoint);
 
 // Returns up to 6 bytes as a number.
@@ -44,17 +27,6 @@ uint64_t number(const std::byte* data, uint64_t bytes) {
   std::memcpy(&word, data, bytes);
   return word;
 }
-
-using Words = Value (*)(const std::byte*, uint64_t);
-
-Words choose() {
-#if defined(__x86_64__)
-  if (detail::have_ifma()) return detail::words_ifma;
-#endif
-  return detail::words_portable;
-}
-
-const Words kWords = choose();
 
 // Sums up runs of bytes of one tensor. The powers of the point at the last two runs are kept, because the distance from
 // run to run is mostly the same.
@@ -73,11 +45,11 @@ class Sum {
     }
     Value factor = power_;
     for (; bytes >= kBlockBytes; data += kBlockBytes, bytes -= kBlockBytes) {
-      total_ = sum(total_, product(factor, kWords(data, kBlockWords)));
+      total_ = sum(total_, product(factor, of_words(data, kBlockWords)));
       factor = product(factor, kBlockPower);
     }
     const uint64_t words = bytes / kWordBytes, rest = bytes % kWordBytes;
-    Value tail = words == 0 ? 0 : kWords(data, words);
+    Value tail = words == 0 ? 0 : of_words(data, words);
     if (rest != 0) tail = sum(tail, product(kPowers[words], number(data + words * kWordBytes, rest)));
     total_ = sum(total_, product(factor, tail));
   }
@@ -235,86 +207,4 @@ ItemValues of_items(const state::StateTables& state, unsigned threads, device::D
   return result;
 }
 
-namespace detail {
-
-Value words_portable(const std::byte* data, uint64_t words) {
-  // The products of 48 and 64 bits add up to less than 2^122.
-  Value low = 0, high = 0;
-  for (uint64_t i = 0; i < words; ++i, data += kWordBytes) {
-    const uint64_t word = number(data, kWordBytes);
-    low += Value{word} * static_cast<uint64_t>(kPowers[i]);
-    high += Value{word} * static_cast<uint64_t>(kPowers[i] >> 64);
-  }
-  return sum(reduced(low), shifted(reduced(high), 64));
-}
-
-#if defined(__x86_64__)
-bool have_ifma() {
-  return __builtin_cpu_supports("avx512ifma") && __builtin_cpu_supports("avx512vbmi");
-}
-
-namespace {
-
-// The powers in three limbs, so that a product with a word, of 91 bits, is two of 52.
-constexpr unsigned kLimbBits = 43;
-using Limbs = std::array<uint64_t, kBlockWords>;
-constexpr Limbs make_limbs(unsigned limb) {
-  Limbs limbs{};
-  for (size_t i = 0; i < kBlockWords; ++i) {
-    limbs[i] = static_cast<uint64_t>(kPowers[i] >> (limb * kLimbBits)) & ((uint64_t{1} << kLimbBits) - 1);
-  }
-  return limbs;
-}
-alignas(64) constexpr std::array<Limbs, 3> kLimbs{make_limbs(0), make_limbs(1), make_limbs(2)};
-
-// For each of eight numbers of 64 bits, its 6 bytes among 48.
-constexpr std::array<uint8_t, 64> make_spread() {
-  std::array<uint8_t, 64> spread{};
-  for (unsigned byte = 0; byte < 64; ++byte) spread[byte] = static_cast<uint8_t>(byte / 8 * kWordBytes + byte % 8);
-  return spread;
-}
-alignas(64) constexpr std::array<uint8_t, 64> kSpread = make_spread();
-
-constexpr size_t kAhead = 1024;  // bytes that are asked for before they are used
-
-__attribute__((target("avx512f"))) uint64_t sum_of_lanes(__m512i lanes) {
-  alignas(64) std::array<uint64_t, 8> each;
-  _mm512_store_si512(each.data(), lanes);
-  return std::accumulate(each.begin(), each.end(), uint64_t{0});  // 512 numbers of 52 bits have fewer than 64
-}
-
-__attribute__((target("avx512f"))) Value sum_of_limb(__m512i low, __m512i high, unsigned limb) {
-  return shifted(sum(sum_of_lanes(low), shifted(sum_of_lanes(high), 52)), limb * kLimbBits);
-}
-
-}  // namespace
-
-__attribute__((target("avx512f,avx512bw,avx512vbmi,avx512ifma"))) Value words_ifma(const std::byte* data,
-                                                                                   uint64_t words) {
-  constexpr uint64_t kStep = 8;
-  const __m512i spread = _mm512_load_si512(kSpread.data());
-  // Six variables, because the compiler keeps an array in memory.
-  __m512i low0{}, low1{}, low2{}, high0{}, high1{}, high2{};
-  uint64_t i = 0;
-  for (; i + kStep <= words; i += kStep, data += kStep * kWordBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(data) + kAhead, _MM_HINT_T0);
-    const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t{1} << (kStep * kWordBytes)) - 1, data);
-    const __m512i eight = _mm512_maskz_permutexvar_epi8(0x3f3f3f3f3f3f3f3f, spread, bytes);
-    const __m512i powers0 = _mm512_load_si512(kLimbs[0].data() + i);
-    const __m512i powers1 = _mm512_load_si512(kLimbs[1].data() + i);
-    const __m512i powers2 = _mm512_load_si512(kLimbs[2].data() + i);
-    low0 = _mm512_madd52lo_epu64(low0, eight, powers0);
-    high0 = _mm512_madd52hi_epu64(high0, eight, powers0);
-    low1 = _mm512_madd52lo_epu64(low1, eight, powers1);
-    high1 = _mm512_madd52hi_epu64(high1, eight, powers1);
-    low2 = _mm512_madd52lo_epu64(low2, eight, powers2);
-    high2 = _mm512_madd52hi_epu64(high2, eight, powers2);
-  }
-  Value total = sum(sum_of_limb(low0, high0, 0), sum(sum_of_limb(low1, high1, 1), sum_of_limb(low2, high2, 2)));
-  for (; i < words; ++i, data += kWordBytes) total = sum(total, product(kPowers[i], number(data, kWordBytes)));
-  return total;
-}
-#endif
-
-}  // namespace detail
 }  // namespace vescale_ckpt::fingerprint

@@ -17,18 +17,12 @@
 #include <span>
 #include <vector>
 
-#include "base/field.h"
 #include "device/device.h"
+#include "fingerprint/words.h"
 #include "io/box.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::fingerprint {
-
-using field::Value;
-
-constexpr uint64_t kWordBytes = 6;
-// The point: the first 127 bits of the fractional part of pi.
-constexpr Value kPoint = ((Value{0x243F6A8885A308D3} << 64) | 0x13198A2E03707344) >> 1;
 
 // Returns the fingerprint of bytes that begin at an offset in a tensor, whose other bytes are 0.
 Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset);
@@ -52,15 +46,5 @@ struct ItemValues {
 };
 ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
                     const std::map<int, device::StreamHandle>& streams);
-
-namespace detail {  // each implementation alone, for tests
-// Returns the fingerprint of whole words, at most kBlockWords.
-constexpr uint64_t kBlockWords = 512;
-Value words_portable(const std::byte* data, uint64_t words);
-#if defined(__x86_64__)
-bool have_ifma();
-Value words_ifma(const std::byte* data, uint64_t words);
-#endif
-}  // namespace detail
 
 }  // namespace vescale_ckpt::fingerprint
