@@ -46,8 +46,8 @@ if COMPILER is None:
     sys.exit("vescale_ckpt needs a C++20 compiler to build, such as g++ 11 or newer: none was found (set CXX).")
 
 
-def pack_kernels() -> Path | None:
-    """The kernels of csrc/device/gather.cu, compiled and written as a list of bytes to include; None without nvcc.
+def kernel_image() -> Path | None:
+    """The kernels of csrc/device/kernels.cu, compiled and written as a list of bytes to include; None without nvcc.
 
     One image for Ampere, Hopper and Blackwell, as far as this nvcc has them, and for all else since Ampere in a form
     that the driver compiles when it is loaded.
@@ -59,12 +59,15 @@ def pack_kernels() -> Path | None:
     found = shutil.which("nvcc", path=os.pathsep.join(folders))
     if os.environ.get("VESCALE_CKPT_NO_NVCC") or found is None:
         print(
-            "vescale_ckpt: no nvcc found, building without the kernel that packs small tensors: batched copies instead"
+            "vescale_ckpt: no nvcc found, building without kernels: small tensors are copied in batches, and "
+            "fingerprints taken on the host"
         )
         return None
-    sources = [ROOT / "csrc/device" / name for name in ("gather.cu", "pack_rows.h", "pack_table.h")]
-    image = ROOT / "build" / "pack_image.inc"
-    command = [found, "-fatbin", "-O3", "-std=c++17", "-I", str(ROOT / "csrc"), str(sources[0])]
+    headers = ("pack_rows.h", "pack_table.h", "word_sums.h", "word_table.h")
+    sources = [ROOT / "csrc/device" / name for name in ("kernels.cu", *headers)] + [ROOT / "csrc/base/field.h"]
+    image = ROOT / "build" / "kernel_image.inc"
+    command = [found, "-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-I", str(ROOT / "csrc")]
+    command += [str(sources[0])]
     known = subprocess.run([found, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     for number in ("80", "90", "100", "120"):
         if f"sm_{number}" in known:
@@ -82,14 +85,14 @@ def pack_kernels() -> Path | None:
         return image
     image.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "pack.fatbin"
+        binary = Path(folder) / "kernels.fatbin"
         result = subprocess.run([*command, "-o", str(binary)], capture_output=True, text=True)
         if result.returncode == 0:
             image.write_text(title + ",".join(map(str, binary.read_bytes())))
             return image
     if os.environ.get("VESCALE_CKPT_WERROR"):
         sys.exit(f"vescale_ckpt: {' '.join(command)}\n{result.stdout}{result.stderr}")
-    print(f"vescale_ckpt: {found} failed, building without the kernel that packs small tensors\n{result.stderr}")
+    print(f"vescale_ckpt: {found} failed, building without kernels\n{result.stderr}")
     return None
 
 
@@ -116,9 +119,9 @@ class BuildEngine(build_ext):  # type: ignore[misc, valid-type]
         for extension in self.extensions:
             extension.depends += extension.sources
             extension.sources = together(extension.sources)
-        if image := pack_kernels():
+        if image := kernel_image():
             for extension in self.extensions:
-                extension.define_macros.append(("VESCALE_CKPT_HAVE_PACK_IMAGE", "1"))
+                extension.define_macros.append(("VESCALE_CKPT_HAVE_KERNEL_IMAGE", "1"))
                 extension.include_dirs.append(str(image.parent))
                 extension.depends.append(str(image))
         super().build_extensions()

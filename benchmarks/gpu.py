@@ -28,6 +28,7 @@ from benchmarks.harness.by_turns import STOCK, Row
 from benchmarks.harness.room import working_folder
 from benchmarks.harness.saves_and_loads import Disk, SavesAndLoads
 from benchmarks.ranks import alone
+from vescale_ckpt import fingerprint
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.device_streams import new_snapshot
 from vescale_ckpt._engine.options import threads_of
@@ -99,6 +100,27 @@ def copies(device: str, rounds: int, scale: float) -> None:
         measured(kind, turns, rounds, ratios)
 
 
+def fingerprints(device: str, rounds: int, scale: float) -> None:
+    """Fingerprints of a few large and of many small tensors, of the bandwidth of copies on the device."""
+    for kind in ("large", "64k"):
+        tensors = kinds_of_copies(device, scale)[kind]()
+        nbytes, state = sum(tensor.nbytes for tensor in tensors), {str(i): of for i, of in enumerate(tensors)}
+        source = torch.empty(max(nbytes // 4, MiB), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        turns = {
+            "fingerprint": lambda state=state: {kind: timed(lambda: fingerprint(state))},  # noqa: B023
+            "copy": lambda source=source, target=target: {kind: timed(lambda: target.copy_(source))},  # noqa: B023
+        }
+        moved = {"fingerprint": nbytes, "copy": 2 * source.nbytes}  # a copy reads and writes
+
+        def rates(row: Row) -> dict[str, float]:
+            return {f"{row.candidate}_{row.step}_gb_s": moved[row.candidate] / row.seconds / 1e9}  # noqa: B023
+
+        rows = {row.candidate: row for row in measured(kind, turns, rounds, rates)}
+        ratio = nbytes / rows["fingerprint"].seconds / (moved["copy"] / rows["copy"].seconds)
+        record(**{f"fingerprint_{kind}_of_copy": ratio})
+
+
 def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
     """Synchronous saves and cold loads, and asynchronous saves beside training, ours and stock's."""
     with working_folder(Path(directory)) as folder:
@@ -129,7 +151,7 @@ def room(wanted: int, directory: str, device: str) -> int:
     return max(1 << 20, min(wanted, *free))
 
 
-SECTIONS = ("copies", "first", "gated", "both-ways", "stock")
+SECTIONS = ("copies", "first", "gated", "both-ways", "stock", "fingerprints")
 
 
 def main() -> None:
@@ -154,6 +176,7 @@ def main() -> None:
         "both-ways": lambda: gpu_saves.both_ways(
             device, directory, rounds, size, peak(rounds, to_host=False) if on_gpu else None
         ),
+        "fingerprints": lambda: fingerprints(device, rounds, scale),
         "stock": lambda: beside_stock(device, rounds, directory, min(size, 2 * GiB)),
     }
     for section in sections:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks and measures all that needs a GPU, in one call of under eight minutes: a build, the tests, five tables.
+"""Checks and measures all that needs a GPU, in one call of under eight minutes: a build, the tests, six tables.
 
 It builds in place with the Python that runs it, which must have torch, and installs nothing. A step that fails does not
 stop the next one, but a build that fails does. `report.md`, `figures.json` and the logs are written to build/check_gpu
@@ -68,6 +68,7 @@ STEPS = (
     table("gated", "asynchronous saves behind a gate", 30),
     table("both-ways", "synchronous saves and loads, of the speed in host memory", 40),
     table("stock", "beside stock DCP", 75, "--gib=1"),
+    table("fingerprints", "fingerprints on the device, of the bandwidth of a copy there", 40),
     Step("train", "FSDP2: train, save, kill, resume, losses bit for bit", 60, ("-m", "benchmarks.gpu_train")),
 )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 # From the top. Folders of one floor do not know each other.
 FLOORS = (
     {"bindings"},
-    {"hf", "plan", "share", "stage"},
-    {"read", "write", "metadata", "device", "fingerprint"},
+    {"hf", "plan", "share", "stage", "fingerprint"},
+    {"read", "write", "metadata", "device"},
     {"io", "state"},
     {"format"},
     {"base"},

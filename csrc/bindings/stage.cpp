@@ -68,7 +68,7 @@ py::dict device_info() {
   std::string reason;
   without_gil([&] { return device::cuda_runtime(reason); });
   py::dict result;
-  result["kernel_built"] = device::pack_image() != nullptr;
+  result["kernel_built"] = device::kernel_image() != nullptr;
   result["reason"] = text(reason);
   return result;
 }

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_reader.h"
+#include "device/cuda.h"
 #include "fingerprint/fingerprint.h"
 #include "plan/replicas.h"
 #include "state/inventory.h"
@@ -132,8 +133,12 @@ py::tuple replica_sum(const HeldState& state, const SampleArgument& sample, cons
   return py::make_tuple(found.sum, rest);
 }
 
-py::tuple fingerprints(const HeldState& state, unsigned threads) {
-  const fingerprint::ItemValues found = without_gil([&] { return fingerprint::of_items(state.tables(), threads); });
+py::tuple fingerprints(const HeldState& state, unsigned threads, const Producers& producers) {
+  const fingerprint::ItemValues found = without_gil([&] {
+    std::string reason;
+    return fingerprint::of_items(state.tables(), threads, producers.empty() ? nullptr : device::cuda_runtime(reason),
+                                 {producers.begin(), producers.end()});
+  });
   return py::make_tuple(bytes_of(found.values), found.rest);
 }
 
@@ -205,8 +210,9 @@ void bind_tensors(py::module_& module) {
            "a hash of each item, 0 for none; and the items that are to be hashed in Python")
       .def("replica_sum", &replica_sum, py::arg("sample"), py::arg("factors"), py::arg("holders"),
            "the sum of this rank's summands; item and factor of those that are to be added in Python")
-      .def("fingerprints", &fingerprints, py::arg("threads"),
-           "16 bytes of each item, 0 for objects; and the items that the engine may not read, which have 0, too");
+      .def("fingerprints", &fingerprints, py::arg("threads"), py::arg("producers") = Producers(),
+           "16 bytes of each item, 0 for objects; and the items that neither the engine nor a kernel reads, which have "
+           "0, too");
   module.def("fingerprint_of", &fingerprint_of, py::arg("data"), py::arg("item_bytes"), py::arg("shape"),
              py::arg("offset"), py::arg("size"), py::arg("threads"), "16 bytes of a contiguous chunk");
 }

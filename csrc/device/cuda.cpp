@@ -59,7 +59,7 @@ class CudaAccelerator final : public Accelerator {
 
   std::unique_ptr<Slab> make_slab(uint64_t bytes) override {
     const Current current(device_);
-    if (!load_kernel()) return nullptr;
+    if (!load_kernels()) return nullptr;
     void *memory = nullptr, *table = nullptr;
     int code = device_.api.allocate(&memory, bytes + CudaSlab::kTableBytes);
     if (code == kSuccess) {
@@ -67,9 +67,9 @@ class CudaAccelerator final : public Accelerator {
       if (code != kSuccess) device_.api.release(memory);
     }
     if (code == cuda::kOutOfMemory) {
-      note(device_.name + " has no " + std::to_string(bytes >> 20) +
-           " MiB to pack small tensors in, which are copied " + "one by one (" + cuda::error_text(device_.api, code) +
-           ")");
+      note(device_.name + " has no " + std::to_string(((bytes + CudaSlab::kTableBytes - 1) >> 20) + 1) +
+           " MiB for a kernel's table and result: small tensors are copied one by one, and fingerprints taken on the " +
+           "host (" + cuda::error_text(device_.api, code) + ")");
       return nullptr;
     }
     check_before_copies(device_, code, [&] { return "allocate a slab on " + device_.name; });
@@ -107,18 +107,20 @@ class CudaAccelerator final : public Accelerator {
     return false;
   }
 
-  // Whether there is a kernel. The image may be for other devices, or for a later driver.
-  bool load_kernel() {
+  // Whether there are kernels. The image may be for other devices, or for a later driver.
+  bool load_kernels() {
     const std::lock_guard lock(mutex_);
     if (kernels_ == nullptr || tried_) return device_.pack != nullptr;
     tried_ = true;
     const Api& api = device_.api;
     int code = api.module_load(&module_, kernels_);
+    if (code == kSuccess) code = api.module_function(&device_.sum_words, module_, "vescale_ckpt_sum_words");
     if (code == kSuccess) code = api.module_function(&device_.pack, module_, "vescale_ckpt_pack");
     if (code != kSuccess) {
       device_.pack = nullptr;
-      note(device_.name + " does not take the kernel that packs small tensors, which are copied one by one (" +
-           cuda::error_text(api, code) + ")");
+      note(device_.name +
+           " does not take the kernels: small tensors are copied one by one, and fingerprints taken on " +
+           "the host (" + cuda::error_text(api, code) + ")");
     }
     return device_.pack != nullptr;
   }
@@ -126,7 +128,7 @@ class CudaAccelerator final : public Accelerator {
   cuda::Device device_;
   const unsigned char* const kernels_;
   int handle_ = 0;
-  std::mutex mutex_;  // guards the two below and the kernel in device_, which is constant once there is a slab
+  std::mutex mutex_;  // guards the two below and the kernels in device_, which are constant once there is a slab
   bool tried_ = false;
   void* module_ = nullptr;
 };
@@ -155,10 +157,10 @@ void CudaRuntime::enable_batches(bool enabled) {
   if (!enabled) note("copies from and to devices are made one by one (VESCALE_CKPT_COPY_BATCHES=0)");
 }
 
-const unsigned char* pack_image() {
-#ifdef VESCALE_CKPT_HAVE_PACK_IMAGE
+const unsigned char* kernel_image() {
+#ifdef VESCALE_CKPT_HAVE_KERNEL_IMAGE
   alignas(16) static constexpr unsigned char kImage[] = {
-#include "pack_image.inc"  // written by setup.py
+#include "kernel_image.inc"  // written by setup.py
   };
   return kImage;
 #else
@@ -184,7 +186,7 @@ CudaRuntime* cuda_runtime(std::string& reason) {
       try {
         Api api;
         if (cuda::load(found, api, refusal)) {
-          return runtime = new CudaRuntime(api, pack_image());
+          return runtime = new CudaRuntime(api, kernel_image());
         }
       } catch (const Error& error) {
         refusal = error.what();

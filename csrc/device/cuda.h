@@ -15,7 +15,7 @@ namespace vescale_ckpt::device {
 
 class CudaRuntime final : public DeviceRuntime {
  public:
-  // `kernels`: an image with vescale_ckpt_pack, or nullptr. Starts CUDA: children of a later fork cannot use it. Throws
+  // `kernels`: an image of kernels.cu, or nullptr. Starts CUDA: children of a later fork cannot use it. Throws
   // Error(device) with the runtime's text if there is no device.
   CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
   ~CudaRuntime() override;
@@ -36,8 +36,8 @@ class CudaRuntime final : public DeviceRuntime {
 // Returns this process's runtime, made at the first call; nullptr, with the reason, if there is none.
 CudaRuntime* cuda_runtime(std::string& reason);
 
-// Returns the compiled pack kernel, an image for CUDA's driver; nullptr if the build had no compiler for it.
-const unsigned char* pack_image();
+// Returns the compiled kernels, an image for CUDA's driver; nullptr if the build had no compiler for them.
+const unsigned char* kernel_image();
 
 // Whether cuda_runtime was called, with success or not. Saves of states on the host never call it.
 bool cuda_was_started();

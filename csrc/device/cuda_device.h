@@ -22,7 +22,7 @@ struct Device {
   const int index;
   const std::string name;  // "device 0"
   Context context = nullptr;
-  void* pack = nullptr;  // the kernel; nullptr until there is a slab
+  void *pack = nullptr, *sum_words = nullptr;  // the kernels; nullptr until there is a slab
   // Whether copies may be given in batches: the device uses host addresses of locked memory, and has refused no batch.
   std::atomic<bool> batches{false};
 

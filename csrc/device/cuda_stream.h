@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "device/cuda_device.h"
 #include "device/device.h"
@@ -29,6 +30,8 @@ class CudaEvent final : public Event {
 class CudaSlab final : public Slab {
  public:
   static constexpr uint64_t kTableBytes = kPackRows * sizeof(PackRow) + kPackDims * sizeof(PackDim);
+  static_assert(sizeof(WordPowers) + kWordRows * sizeof(WordRow) + kWordDims * sizeof(WordDim) <= kTableBytes);
+  static_assert(kWordRows * sizeof(WordSum) <= kTableBytes);
 
   // Takes over device memory of `bytes` + kTableBytes, and page-locked host memory of kTableBytes.
   CudaSlab(const cuda::Device& device, void* memory, void* table, uint64_t bytes)
@@ -40,8 +43,8 @@ class CudaSlab final : public Slab {
   DeviceAddress address() const override { return reinterpret_cast<DeviceAddress>(memory_); }
   // Clears the slab before its first use: the gaps between packed rows are copied to the host, too.
   void clear_once(cuda::Stream stream);
+  DeviceAddress table() const override { return address() + bytes_; }
   std::byte* host_table() const { return table_; }
-  DeviceAddress device_table() const { return address() + bytes_; }
 
  private:
   const cuda::Device& device_;
@@ -67,6 +70,7 @@ class CudaStream final : public CopyStream {
   void copy(const PitchedCopy& copy) override;
   void copy_to_device(std::span<const FlatCopy> copies) override;
   void pack(Slab& slab, const PackTable& table) override;
+  std::vector<WordSum> sum_words(Slab& slab, const WordTable& table, const WordPowers& powers) override;
   void drain() override;
 
  private:

@@ -11,8 +11,10 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "device/pack_table.h"
+#include "device/word_table.h"
 
 namespace vescale_ckpt::device {
 
@@ -40,12 +42,14 @@ class Event {
   virtual void wait() = 0;                         // returns when the device has passed the point
 };
 
-// Device memory that small ranges are packed into before the copy to the host, with a table of the ranges. It has one
-// use at a time: from CopyStream::pack until an event behind it has passed.
+// Device memory for what a kernel makes, with memory for the kernel's table: small ranges are packed into it before the
+// copy to the host, or sums of words are added up in it. It has one use at a time: from CopyStream::pack until an event
+// behind it has passed.
 class Slab {
  public:
   virtual ~Slab() = default;
   virtual DeviceAddress address() const = 0;
+  virtual DeviceAddress table() const = 0;  // device address of the table
 };
 
 class CopyStream {
@@ -59,6 +63,8 @@ class CopyStream {
   virtual void copy_to_device(std::span<const FlatCopy> copies) = 0;  // they may run in any order
   // Copies the ranges in the table into the slab. Keeps its own copy of the table.
   virtual void pack(Slab& slab, const PackTable& table) = 0;
+  // Returns the sum of each row of the table. The slab has room for as many WordSum. Its table has `powers` first.
+  virtual std::vector<WordSum> sum_words(Slab& slab, const WordTable& table, const WordPowers& powers) = 0;
   virtual void drain() = 0;  // nothing is queued when it returns or throws
 };
 
@@ -70,7 +76,7 @@ class Accelerator {
   virtual std::string pci_address() const = 0;  // "0000:3b:00.0"
   virtual std::unique_ptr<CopyStream> make_stream(Priority priority) = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
-  // Returns nullptr if there is no kernel for packing, or no free device memory.
+  // Returns nullptr if there are no kernels, or no free device memory.
   virtual std::unique_ptr<Slab> make_slab(uint64_t bytes) = 0;
   // Locks memory for all accelerators of the runtime. Copies are fast and asynchronous only from and to locked memory.
   // This is slow: a few GiB take a second. No copy may cross from one locked range into another, or into memory that is

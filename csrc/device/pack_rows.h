@@ -1,4 +1,4 @@
-// Does the work of one lane of the pack kernel. gather.cu compiles it for the device, and the tests compile it for the
+// Does the work of one lane of the pack kernel. kernels.cu compiles it for the device, and the tests compile it for the
 // host, where the fake device runs the same code lane by lane.
 #pragma once
 

@@ -1,36 +1,24 @@
 #include "fingerprint/fingerprint.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <numeric>
+#include <optional>
+#include <utility>
 
 #include "base/workers.h"
+#include "fingerprint/device_sums.h"
+#include "fingerprint/words.h"
 #include "format/torch_record.h"
 #include "io/table_cursor.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace vescale_ckpt::fingerprint {
 namespace {
 
-using detail::kBlockWords;
-
-// The point: the first 127 bits of the fractional part of pi.
-constexpr Value kPoint = ((Value{0x243F6A8885A308D3} << 64) | 0x13198A2E03707344) >> 1;
+using field::power;
+using field::product;
+using field::sum;
 
 constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
-constexpr uint64_t kWordMask = (uint64_t{1} << (8 * kWordBytes)) - 1;
-
-// The powers of the point from 0 on.
-constexpr std::array<Value, kBlockWords> make_powers() {
-  std::array<Value, kBlockWords> powers{1};
-  for (size_t i = 1; i < kBlockWords; ++i) powers[i] = product(powers[i - 1], kPoint);
-  return powers;
-}
-constexpr std::array<Value, kBlockWords> kPowers = make_powers();
 constexpr Value kBlockPower = product(kPowers[kBlockWords - 1], kPoint);
 
 // Returns up to 6 bytes as a number.
@@ -39,17 +27,6 @@ uint64_t number(const std::byte* data, uint64_t bytes) {
   std::memcpy(&word, data, bytes);
   return word;
 }
-
-using Words = Value (*)(const std::byte*, uint64_t);
-
-Words choose() {
-#if defined(__x86_64__)
-  if (detail::have_ifma()) return detail::words_ifma;
-#endif
-  return detail::words_portable;
-}
-
-const Words kWords = choose();
 
 // Sums up runs of bytes of one tensor. The powers of the point at the last two runs are kept, because the distance from
 // run to run is mostly the same.
@@ -68,11 +45,11 @@ class Sum {
     }
     Value factor = power_;
     for (; bytes >= kBlockBytes; data += kBlockBytes, bytes -= kBlockBytes) {
-      total_ = sum(total_, product(factor, kWords(data, kBlockWords)));
+      total_ = sum(total_, product(factor, of_words(data, kBlockWords)));
       factor = product(factor, kBlockPower);
     }
     const uint64_t words = bytes / kWordBytes, rest = bytes % kWordBytes;
-    Value tail = words == 0 ? 0 : kWords(data, words);
+    Value tail = words == 0 ? 0 : of_words(data, words);
     if (rest != 0) tail = sum(tail, product(kPowers[words], number(data + words * kWordBytes, rest)));
     total_ = sum(total_, product(factor, tail));
   }
@@ -128,6 +105,48 @@ Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std:
   return total.total();
 }
 
+struct ItemChunk {
+  uint32_t item;
+  int64_t device;  // -1: host memory
+  Chunk chunk;
+};
+
+struct ChunksOfItems {
+  std::vector<uint32_t> items;
+  std::vector<Chunk> chunks;
+};
+
+// Returns the chunks in memory that the engine may read; `rest` gets the items of others.
+std::vector<ItemChunk> readable_chunks(const state::StateTables& state, std::vector<uint32_t>& rest) {
+  std::vector<uint32_t> items;
+  std::vector<int64_t> whole;  // rows of a local plan
+  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
+    const state::Item item = state.inventory[number];
+    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
+    if (static_cast<uint8_t>(state.ready[static_cast<size_t>(state.sources[number][0])]) == state::kNotReady) {
+      rest.push_back(number);
+      continue;
+    }
+    items.push_back(number);
+    whole.insert(whole.end(), {int64_t{number}, -1, 0, 0});
+  }
+  const state::CopyTable table = state::make_copy_table(state, whole);
+  io::TableCursor cursor(table.rows);
+  std::vector<ItemChunk> found;
+  found.reserve(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    const state::Item item = state.inventory[items[i]];
+    const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
+    const std::byte* const memory = cursor.address();
+    const uint64_t dims = cursor.size();
+    cursor.take(dims);  // the sizes, which are the item's
+    const io::Box box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims));
+    found.push_back({items[i], table.devices[i], {box, memory}});
+    cursor.next_row();
+  }
+  return found;
+}
+
 }  // namespace
 
 Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset) {
@@ -160,117 +179,32 @@ std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
   return values;
 }
 
-ItemValues of_items(const state::StateTables& state, unsigned threads) {
+ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
+                    const std::map<int, device::StreamHandle>& streams) {
   ItemValues result{std::vector<Value>(state.inventory.size()), {}};
-  std::vector<uint32_t> items;
-  std::vector<int64_t> whole;  // rows of a local plan
-  for (uint32_t number = 0; number < state.inventory.size(); ++number) {
-    const state::Item item = state.inventory[number];
-    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
-    if (static_cast<uint8_t>(state.ready[static_cast<size_t>(state.sources[number][0])]) != state::kOnHost) {
-      result.rest.push_back(number);
+  std::map<int64_t, ChunksOfItems> places;
+  for (auto& [item, device, chunk] : readable_chunks(state, result.rest)) {
+    const bool has_stream = runtime != nullptr && streams.contains(static_cast<int>(device));
+    if (device >= 0 && !(has_stream && is_for_kernel(chunk.box))) {
+      result.rest.push_back(item);
       continue;
     }
-    items.push_back(number);
-    whole.insert(whole.end(), {int64_t{number}, -1, 0, 0});
+    places[device].items.push_back(item);
+    places[device].chunks.push_back(std::move(chunk));
   }
-  const std::vector<int64_t> table = state::make_write_table(state, whole);
-  io::TableCursor cursor(table);
-  std::vector<Chunk> chunks;
-  for (const uint32_t number : items) {
-    const state::Item item = state.inventory[number];
-    const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
-    const std::byte* const memory = cursor.address();
-    const uint64_t dims = cursor.size();
-    cursor.take(dims);  // the sizes, which are the item's
-    chunks.push_back({io::Box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims)), memory});
-    cursor.next_row();
+  for (const auto& [device, held] : places) {
+    std::optional<std::vector<Value>> found;
+    if (device < 0) {
+      found = of_chunks(held.chunks, threads);
+    } else {
+      const auto number = static_cast<int>(device);
+      found = of_device_chunks(runtime->accelerator(number), streams.at(number), held.chunks);
+    }
+    if (!found) result.rest.insert(result.rest.end(), held.items.begin(), held.items.end());
+    for (size_t i = 0; found && i < held.items.size(); ++i) result.values[held.items[i]] = (*found)[i];
   }
-  const std::vector<Value> found = of_chunks(chunks, threads);
-  for (size_t i = 0; i < items.size(); ++i) result.values[items[i]] = found[i];
+  std::ranges::sort(result.rest);
   return result;
 }
 
-namespace detail {
-
-Value words_portable(const std::byte* data, uint64_t words) {
-  // The products of 48 and 64 bits add up to less than 2^122.
-  Value low = 0, high = 0;
-  for (uint64_t i = 0; i < words; ++i, data += kWordBytes) {
-    const uint64_t word = number(data, kWordBytes);
-    low += Value{word} * static_cast<uint64_t>(kPowers[i]);
-    high += Value{word} * static_cast<uint64_t>(kPowers[i] >> 64);
-  }
-  return sum(reduced(low), shifted(reduced(high), 64));
-}
-
-#if defined(__x86_64__)
-bool have_ifma() {
-  return __builtin_cpu_supports("avx512ifma") && __builtin_cpu_supports("avx512vbmi");
-}
-
-namespace {
-
-// The powers in three limbs, so that a product with a word, of 91 bits, is two of 52.
-constexpr unsigned kLimbBits = 43;
-using Limbs = std::array<uint64_t, kBlockWords>;
-constexpr Limbs make_limbs(unsigned limb) {
-  Limbs limbs{};
-  for (size_t i = 0; i < kBlockWords; ++i) {
-    limbs[i] = static_cast<uint64_t>(kPowers[i] >> (limb * kLimbBits)) & ((uint64_t{1} << kLimbBits) - 1);
-  }
-  return limbs;
-}
-alignas(64) constexpr std::array<Limbs, 3> kLimbs{make_limbs(0), make_limbs(1), make_limbs(2)};
-
-// For each of eight numbers of 64 bits, its 6 bytes among 48.
-constexpr std::array<uint8_t, 64> make_spread() {
-  std::array<uint8_t, 64> spread{};
-  for (unsigned byte = 0; byte < 64; ++byte) spread[byte] = static_cast<uint8_t>(byte / 8 * kWordBytes + byte % 8);
-  return spread;
-}
-alignas(64) constexpr std::array<uint8_t, 64> kSpread = make_spread();
-
-constexpr size_t kAhead = 1024;  // bytes that are asked for before they are used
-
-__attribute__((target("avx512f"))) uint64_t sum_of_lanes(__m512i lanes) {
-  alignas(64) std::array<uint64_t, 8> each;
-  _mm512_store_si512(each.data(), lanes);
-  return std::accumulate(each.begin(), each.end(), uint64_t{0});  // 512 numbers of 52 bits have fewer than 64
-}
-
-__attribute__((target("avx512f"))) Value sum_of_limb(__m512i low, __m512i high, unsigned limb) {
-  return shifted(sum(sum_of_lanes(low), shifted(sum_of_lanes(high), 52)), limb * kLimbBits);
-}
-
-}  // namespace
-
-__attribute__((target("avx512f,avx512bw,avx512vbmi,avx512ifma"))) Value words_ifma(const std::byte* data,
-                                                                                   uint64_t words) {
-  constexpr uint64_t kStep = 8;
-  const __m512i spread = _mm512_load_si512(kSpread.data());
-  // Six variables, because the compiler keeps an array in memory.
-  __m512i low0{}, low1{}, low2{}, high0{}, high1{}, high2{};
-  uint64_t i = 0;
-  for (; i + kStep <= words; i += kStep, data += kStep * kWordBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(data) + kAhead, _MM_HINT_T0);
-    const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t{1} << (kStep * kWordBytes)) - 1, data);
-    const __m512i eight = _mm512_maskz_permutexvar_epi8(0x3f3f3f3f3f3f3f3f, spread, bytes);
-    const __m512i powers0 = _mm512_load_si512(kLimbs[0].data() + i);
-    const __m512i powers1 = _mm512_load_si512(kLimbs[1].data() + i);
-    const __m512i powers2 = _mm512_load_si512(kLimbs[2].data() + i);
-    low0 = _mm512_madd52lo_epu64(low0, eight, powers0);
-    high0 = _mm512_madd52hi_epu64(high0, eight, powers0);
-    low1 = _mm512_madd52lo_epu64(low1, eight, powers1);
-    high1 = _mm512_madd52hi_epu64(high1, eight, powers1);
-    low2 = _mm512_madd52lo_epu64(low2, eight, powers2);
-    high2 = _mm512_madd52hi_epu64(high2, eight, powers2);
-  }
-  Value total = sum(sum_of_limb(low0, high0, 0), sum(sum_of_limb(low1, high1, 1), sum_of_limb(low2, high2, 2)));
-  for (; i < words; ++i, data += kWordBytes) total = sum(total, product(kPowers[i], number(data, kWordBytes)));
-  return total;
-}
-#endif
-
-}  // namespace detail
 }  // namespace vescale_ckpt::fingerprint

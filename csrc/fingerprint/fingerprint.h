@@ -13,45 +13,38 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
-#include "fingerprint/field.h"
+#include "device/device.h"
+#include "fingerprint/words.h"
 #include "io/box.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::fingerprint {
 
-constexpr uint64_t kWordBytes = 6;
-
 // Returns the fingerprint of bytes that begin at an offset in a tensor, whose other bytes are 0.
 Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset);
 
-// A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`.
+// A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`, of the host or a
+// device.
 struct Chunk {
   io::Box box;
   const std::byte* memory;
 };
 
-// Returns the fingerprint of each chunk.
+// Returns the fingerprint of each chunk in host memory.
 std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads);
 
-// Returns the fingerprint of each item of a state. `rest`: the items whose memory the engine may not read, which have
-// 0. Objects have 0, too.
+// Returns the fingerprint of each item of a state. Kernels read what is on devices, behind the queued work of the
+// framework's stream there; `runtime` may be null without streams. `rest`: the items whose memory the engine may not
+// read, or no kernel reads, which have 0. Objects have 0, too. Throws Error(device).
 struct ItemValues {
   std::vector<Value> values;
-  std::vector<uint32_t> rest;
+  std::vector<uint32_t> rest;  // ascending
 };
-ItemValues of_items(const state::StateTables& state, unsigned threads);
-
-namespace detail {  // each implementation alone, for tests
-// Returns the fingerprint of whole words, at most kBlockWords.
-constexpr uint64_t kBlockWords = 512;
-Value words_portable(const std::byte* data, uint64_t words);
-#if defined(__x86_64__)
-bool have_ifma();
-Value words_ifma(const std::byte* data, uint64_t words);
-#endif
-}  // namespace detail
+ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
+                    const std::map<int, device::StreamHandle>& streams);
 
 }  // namespace vescale_ckpt::fingerprint

@@ -16,6 +16,13 @@ namespace vescale_ckpt::io {
 
 class Box {
  public:
+  struct Dim {
+    uint64_t count;
+    uint64_t body_stride;   // bytes
+    int64_t memory_stride;  // bytes
+    auto operator<=>(const Dim&) const = default;
+  };
+
   // All spans have one entry a dimension; `memory_strides` are in elements and may be zero or negative.
   // Throws Error(invalid) if the box leaves the chunk.
   Box(uint32_t item_bytes, std::span<const int64_t> chunk_sizes, std::span<const int64_t> box_offsets,
@@ -37,6 +44,8 @@ class Box {
   // How much of the body is in the box without a gap, again and again.
   uint64_t run_bytes() const;
   uint64_t memory_run_bytes() const { return run_; }  // the same, without a gap in memory either
+  // The dimensions over which a run of memory_run_bytes() repeats, outermost first.
+  std::span<const Dim> dims() const { return dims_; }
 
   // Calls `emit(begin, memory, bytes)` for what lies in the body range [begin, end), in rising order: runs of
   // run_bytes(), of which the first and the last may be cut. `memory` is only right where a run is one of memory, too.
@@ -53,12 +62,6 @@ class Box {
   auto operator<=>(const Box&) const = default;
 
  private:
-  struct Dim {
-    uint64_t count;
-    uint64_t body_stride;   // bytes
-    int64_t memory_stride;  // bytes
-    auto operator<=>(const Dim&) const = default;
-  };
   template <typename Copy>
   void visit(uint64_t begin, uint64_t end, const Copy& copy) const;
 

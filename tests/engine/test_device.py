@@ -157,4 +157,4 @@ def test_an_image_for_other_devices_is_not_used(tmp_path: Path) -> None:
     if not device_info()["kernel_built"]:
         pytest.skip("the engine was built without the kernel")
     assert counts == {"cuModuleLoadData": 1, "cuLaunchKernel": 0}
-    assert any("device 0 does not take the kernel that packs small tensors" in note for note in notes)
+    assert any("device 0 does not take the kernels: small tensors are copied" in note for note in notes)

@@ -81,13 +81,13 @@ def test_after_a_build_that_failed_nothing_runs(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 def test_saves_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--gib=0.005", "--rounds=1", f"--dir={tmp_path}"]
-    run = run_python([*command, "--sections=copies,first,gated,both-ways"], cwd=ROOT)
+    run = run_python([*command, "--sections=copies,first,gated,both-ways,fingerprints"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     figures: dict[str, Any] = {}
     for line in run.stdout.splitlines():
         figures |= json.loads(line) if line.startswith("{") else {}  # tables are printed, too
     assert figures.keys() >= {"first_save_of_steady", "gate_stall_ms", "copy_4k_of_peak"}
-    assert figures.keys() >= {"save_of_host", "load_of_host", "stock_copy_4k_of_peak"}
+    assert figures.keys() >= {"save_of_host", "load_of_host", "stock_copy_4k_of_peak", "fingerprint_64k_of_copy"}
 
 
 def test_training_that_is_killed_goes_on_bit_for_bit(

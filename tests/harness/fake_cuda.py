@@ -31,7 +31,8 @@ from vescale_ckpt._state import tensor_table
 LEAST = 100
 _SOURCE = Path(__file__).parents[1] / "cpp" / "fakes" / "fake_cuda.cpp"
 _BUILD = Path(__file__).parents[2] / "build" / "fake_cuda"
-_KERNEL = Path(__file__).parents[2] / "csrc" / "device" / "pack_rows.h"
+_CSRC = Path(__file__).parents[2] / "csrc"
+_LANES = ("device/pack_rows.h", "device/word_sums.h", "device/word_table.h", "base/field.h")
 # By which the engine finds what is loaded.
 _RUNTIME, _DRIVER, _OTHER_RUNTIME = "libcudart.so.13", "libcuda.so.1", "libcudart.so.12"
 # cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorAssert
@@ -171,11 +172,13 @@ def library(name: str = _RUNTIME) -> Path:
     """Builds a library, the runtime if no other is named, and returns its path."""
     _BUILD.mkdir(parents=True, exist_ok=True)
     path = _BUILD / name
-    newest = max(source.stat().st_mtime for source in (*_SOURCE.parent.iterdir(), _KERNEL, Path(__file__)))
+    newest = max(
+        source.stat().st_mtime for source in (*_SOURCE.parent.iterdir(), *map(_CSRC.joinpath, _LANES), Path(__file__))
+    )
     if not path.exists() or path.stat().st_mtime < newest:
         # The driver is what the runtime has of it: they share the state.
         source = (
-            ["-I", str(_KERNEL.parents[1]), str(_SOURCE)]
+            ["-I", str(_CSRC), str(_SOURCE)]
             if name != _DRIVER
             else ["-x", "c++", "/dev/null", "-Wl,--no-as-needed", f"-L{_BUILD}", f"-l:{_RUNTIME}"]
         )

@@ -24,11 +24,11 @@ setuptools.__version__ = "76.1.0"
 runpy.run_path("setup.py")
 """
 
-PACK_KERNELS = """
+KERNEL_IMAGE = """
 import runpy, sys
 sys.modules["ninja"] = None  # without it torch is not imported
 sys.argv = ["setup.py", "-q", "--version"]
-runpy.run_path("setup.py")["pack_kernels"]()
+runpy.run_path("setup.py")["kernel_image"]()
 """
 
 NVCC = """#!/bin/sh
@@ -155,7 +155,8 @@ def test_the_kernels_are_compiled_again_by_another_nvcc(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     folder = tmp_path / "csrc" / "device"
     folder.mkdir(parents=True)
-    for name in ("gather.cu", "pack_rows.h", "pack_table.h"):
+    (tmp_path / "csrc" / "base").mkdir()
+    for name in ("kernels.cu", "pack_rows.h", "pack_table.h", "word_sums.h", "word_table.h", "../base/field.h"):
         (folder / name).touch()
     shutil.copy(ROOT / "setup.py", tmp_path)
     for home in ("one", "two"):
@@ -166,7 +167,7 @@ def test_the_kernels_are_compiled_again_by_another_nvcc(tmp_path: Path) -> None:
     def compiled(home: str, version: str, **more: str) -> int:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VESCALE_CKPT")}
         environment |= {"CUDA_HOME": str(tmp_path / home), "VERSION": version, "CALLS": str(calls), **more}
-        command = [sys.executable, "-c", PACK_KERNELS]
+        command = [sys.executable, "-c", KERNEL_IMAGE]
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
         return len(calls.read_text().splitlines())
 

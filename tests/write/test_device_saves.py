@@ -125,8 +125,8 @@ def test_a_full_device_has_no_slab_and_is_saved_all_the_same(tmp_path: Path) -> 
                 assert fake.count("cuLaunchKernel") == 0
             _expect_saved(tmp_path, _state())
         assert not device_info()["kernel_built"] or fake.count("cuLaunchKernel") > 0, "it is tried again"
-        notes = device_notes() if device_info()["kernel_built"] else ["has no 8 MiB to pack small tensors in"]
-    assert sum("has no 8 MiB to pack small tensors in" in note for note in notes) == 1
+        notes = device_notes() if device_info()["kernel_built"] else ["has no 9 MiB for a kernel's table"]
+    assert sum("has no 9 MiB for a kernel's table" in note for note in notes) == 1
 
 
 @forked

@@ -89,7 +89,7 @@ def copy_inner(target: torch.Tensor, stored: torch.Tensor) -> str:
     that; empty if nothing does."""
     try:
         with torch.no_grad():
-            pairs = list(_pairs(target, stored))
+            pairs = list(inner_pairs(target, stored))
             if _same_context(target, stored):
                 for _, part, other in pairs:
                     _copy_bits(part, other)
@@ -102,7 +102,7 @@ def copy_inner(target: torch.Tensor, stored: torch.Tensor) -> str:
     return f"its class converts {', '.join(converted)} between settings" if converted else ""
 
 
-def _pairs(target: torch.Tensor, stored: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def inner_pairs(target: torch.Tensor, stored: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """The inner tensors of both, with their names. Raises ValueError if they do not fit."""
     names, other_names = (tensor.__tensor_flatten__()[0] for tensor in (target, stored))  # type: ignore[attr-defined]
     if list(names) != list(other_names):
@@ -110,7 +110,7 @@ def _pairs(target: torch.Tensor, stored: torch.Tensor) -> Iterator[tuple[str, to
     for name in names:
         part, other = getattr(target, name), getattr(stored, name)
         if type(part) is type(other) and is_wrapper(part):
-            yield from ((f"{name}.{inner}", one, two) for inner, one, two in _pairs(part, other))
+            yield from ((f"{name}.{inner}", one, two) for inner, one, two in inner_pairs(part, other))
         elif (part.dtype, part.shape) != (other.dtype, other.shape):
             raise ValueError(
                 f"{name}: expected {part.dtype} {tuple(part.shape)}, got {other.dtype} {tuple(other.shape)}"

@@ -12,19 +12,20 @@ import torch.distributed as dist
 
 from .. import settings
 from .._engine import _C
+from .._engine.device_streams import producers
 from .._engine.dtype_codes import CODE_DTYPES
 from .._engine.options import threads_of
 from .._engine.rows import OBJECT, PLAN_ROW
-from .._engine.wrapper_tensors import is_wrapper
+from .._engine.wrapper_tensors import is_wrapper, type_name
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange, calling
 from .._ranks.steps import Steps
 from .._state.application import check_is_mapping, saved_form
 from .._state.per_rank import set_rank
 from .._state.state import State
-from .._state.tensor_table import narrowed
+from .._state.tensor_table import device_number, narrowed
 from ..errors import CheckpointError
-from .fingerprint import ChunkValue, Fingerprint, TensorValue
+from .fingerprint import Fingerprint, TensorValue
 from .object_digest import DIGEST_BYTES, bytes_of_elements, digest_of
 
 PRIME = (1 << 127) - 1
@@ -69,7 +70,7 @@ def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
     steps.raise_together("combine fingerprints")
     content = exchange.broadcast(combined, steps.phase("share the fingerprint"))
     assert held is not None and values is not None
-    return _parsed(content, _chunks(held, values))
+    return _parsed(content, held.inventory, values)
 
 
 def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def _describe(values: dict[str, Any]) -> State:
 
 def _values(state: State) -> bytes:
     """The value of each item of the inventory: of a tensor its polynomial, of an object its digest."""
-    packed, rest = state.for_engine.fingerprints(threads_of())
+    devices = array("q", sorted(map(device_number, set(state.ready))))
+    packed, rest = state.for_engine.fingerprints(threads_of(), producers(devices, torch.cuda.current_stream))
     values = bytearray(packed)
     for item in rest:
         values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
@@ -102,11 +104,18 @@ def _digest(key: str, value: Any) -> bytes:
 
 
 def _value_in_python(state: State, item: int) -> bytes:
-    """The value of a chunk that the engine cannot read: it is on a device, or its values are lazily conjugated."""
+    """The value of a chunk that the engine cannot read: a kernel does not, its values are lazily conjugated, or its
+    tensor is a wrapper."""
     tensor, start = state.source(item)
-    _, _, _, _, _, shape, offset, size = state.items[item]
-    if is_wrapper(tensor):  # its bytes are those of the tensors inside, which have another layout
-        return digest_of(tensor)
+    key, _, _, _, _, shape, offset, size = state.items[item]
+    if is_wrapper(tensor):
+        if size != shape:
+            raise CheckpointError(
+                f"{key}: a shard of a {type_name(tensor)} has no fingerprint that is equal for every sharding, because "
+                "only its class knows which elements its inner tensors are of: take the fingerprint of the other keys",
+                key=key,
+            )
+        return _digest(key, tensor)  # of its inner tensors, which are what is saved
     chunk = narrowed(tensor, start, size).reshape(size or (1,))
     shape, offset, size = shape or (1,), offset or (0,), size or (1,)
     rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))
@@ -147,21 +156,14 @@ def _hashes(values: bytes) -> bytes:
     return array("Q", [low or 1 for low in array("Q", values)[::2]]).tobytes()
 
 
-def _parsed(content: bytes, chunks: dict[str, tuple[ChunkValue, ...]]) -> Fingerprint:
+def _parsed(content: bytes, inventory: bytes, values: bytes) -> Fingerprint:
     tensors, objects, differing = json.loads(content)
     of_tensors = {
         key: TensorValue(str(CODE_DTYPES[code]).removeprefix("torch."), tuple(shape), value)
         for key, (code, shape, value) in tensors.items()
     }
-    return Fingerprint(of_tensors, objects, {key: (one, other) for key, (one, other) in differing.items()}, chunks)
-
-
-def _chunks(state: State, values: bytes) -> dict[str, tuple[ChunkValue, ...]]:
-    found: dict[str, list[ChunkValue]] = {}
-    for item, (key, kind, *_, offset, size) in enumerate(state.items):
-        if kind != OBJECT:
-            found.setdefault(key, []).append(ChunkValue(offset, size, _number(_value_at(values, item))))
-    return {key: tuple(of_key) for key, of_key in found.items()}
+    replicas = {key: (one, other) for key, (one, other) in differing.items()}
+    return Fingerprint(of_tensors, objects, replicas, inventory, values)
 
 
 def _value_at(values: bytes, item: int) -> bytes:

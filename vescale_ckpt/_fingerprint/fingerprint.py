@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from .._engine import _C
+from .._engine.rows import OBJECT
 from ..errors import CorruptCheckpointError
 
 FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fingerprint
@@ -58,8 +60,9 @@ class Fingerprint:
     objects: Mapping[str, str]  #: hexadecimal digests
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """{key: two ranks} of tensors and objects whose replicas differ; the value is that of the first rank."""
-    chunks: Mapping[str, tuple[ChunkValue, ...]] = field(default_factory=dict, compare=False, repr=False)
-    """What this rank holds of each tensor; empty if the fingerprint is from a file."""
+    inventory: bytes = field(default=b"", compare=False, repr=False)
+    """Of what this rank holds (csrc/state/inventory.h); empty if the fingerprint is from a file."""
+    values: bytes = field(default=b"", compare=False, repr=False)  #: 16 bytes of each item of the inventory
 
     def __str__(self) -> str:
         return self.digest
@@ -67,6 +70,17 @@ class Fingerprint:
     @cached_property
     def digest(self) -> str:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    @cached_property
+    def chunks(self) -> Mapping[str, tuple[ChunkValue, ...]]:
+        """What this rank holds of each tensor; empty if the fingerprint is from a file."""
+        found: dict[str, list[ChunkValue]] = {}
+        items = _C.inventory_items(self.inventory) if self.inventory else []
+        for item, (key, kind, *_, offset, size) in enumerate(items):
+            if kind != OBJECT:
+                value = int.from_bytes(self.values[16 * item : 16 * (item + 1)], "little")
+                found.setdefault(key, []).append(ChunkValue(offset, size, value))
+        return {key: tuple(of_key) for key, of_key in found.items()}
 
     def keys(self) -> set[str]:
         return {*self.tensors, *self.objects}

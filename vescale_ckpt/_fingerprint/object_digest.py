@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .._engine.wrapper_tensors import is_wrapper
+
 DIGEST_BYTES = 16
 
 
@@ -20,12 +22,18 @@ def bytes_of_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+def differing_elements(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns which elements differ in a bit, as one row. Both tensors are of as many elements of one size."""
+    rows = [bytes_of_elements(tensor).view(-1, tensor.itemsize) for tensor in (one, other)]
+    return (rows[0] != rows[1]).any(-1)
+
+
 def digest_of(value: Any) -> bytes:
     """Returns 128 bits of a value: of its type, and of what it holds, without regard to identity, to the order of
     mappings and sets, and to the device of tensors.
 
-    Containers, numbers, text, tensors and NumPy arrays are walked; any other object is what `__reduce_ex__` says of it,
-    as for `copy` and `pickle`. Raises TypeError for one that says nothing.
+    Containers, numbers, text, tensors, the inner tensors of wrappers and NumPy arrays are walked; any other object is
+    what `__reduce_ex__` says of it, as for `copy` and `pickle`. Raises TypeError for one that says nothing.
     """
     return _Walk().digest(value)
 
@@ -48,6 +56,8 @@ class _Walk:
 
     def _of_container(self, value: Any) -> bytes:
         kind = _name_of(type(value))
+        if is_wrapper(value):
+            return _hashed(kind, self._parts_of_wrapper(value))
         if isinstance(value, torch.Tensor):
             return _hashed(kind, _parts_of_tensor(value))
         if type(value) in (list, tuple):
@@ -62,6 +72,11 @@ class _Walk:
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
             return self._of_array(value, kind)
         return self._of_reduced(value, kind)
+
+    def _parts_of_wrapper(self, tensor: Any) -> list[bytes]:
+        names, context = tensor.__tensor_flatten__()
+        inner = [part for name in names for part in (name.encode(), self.digest(getattr(tensor, name)))]
+        return [repr((str(tensor.dtype), tuple(tensor.shape))).encode(), self.digest(context), *inner]
 
     def _of_array(self, value: Any, kind: bytes) -> bytes:
         if value.dtype.hasobject:

@@ -15,13 +15,14 @@ from .. import settings
 from .._checkpoint.record_reader import ReadOptions
 from .._collective.start_load import start_load
 from .._engine.torch_types import local_of
+from .._engine.wrapper_tensors import inner_pairs, is_wrapper, map_inner
 from .._load.source import Source
 from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Selection
-from ..errors import CheckpointError, StateDiffersError, some
+from ..errors import CheckpointError, CheckpointTimeoutError, StateDiffersError, some
 from .collect import fingerprint, flat_values
 from .fingerprint import FILE, Fingerprint
-from .object_digest import bytes_of_elements
+from .object_digest import differing_elements
 
 _MOST_LOCATED = 8  # tensors that are compared element by element
 
@@ -139,8 +140,14 @@ def _locate(
     found = {}
     for key in keys:
         held = values.get(key)
-        target = {key: torch.empty_like(held)} if isinstance(held, torch.Tensor) else {}
-        _load(path, target, [key], process_group, timeout)
+        target = {key: _empty_like(held)} if isinstance(held, torch.Tensor) else {}
+        try:
+            _load(path, target, [key], process_group, timeout)
+        except CheckpointError as error:  # on all ranks
+            if not is_wrapper(held) or isinstance(error, CheckpointTimeoutError):
+                raise
+            found[key] = f"other settings, or inner tensors of other forms: {error}"  # its class takes no others
+            continue
         here = _count_different(held, target[key]) if target else (0, 0)
         of_ranks = map(json.loads, exchange.share(json.dumps(here).encode(), f"comparing {key}"))
         parts = [f"rank {rank}: {count:,} of {of:,} elements" for rank, (count, of) in enumerate(of_ranks) if count]
@@ -148,8 +155,14 @@ def _locate(
     return found
 
 
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return map_inner(tensor, torch.empty_like) if is_wrapper(tensor) else torch.empty_like(tensor)
+
+
 def _count_different(held: Any, loaded: Any) -> tuple[int, int]:
+    """How many elements differ, of how many; of wrappers those of the inner tensors."""
+    one, other = local_of(held), local_of(loaded)
+    pairs = [(a, b) for _, a, b in inner_pairs(one, other)] if is_wrapper(one) else [(one, other)]
     with torch.no_grad():
-        one, other = (bytes_of_elements(local_of(value)).view(-1, value.itemsize) for value in (held, loaded))
-        different = (one != other).any(-1)
-    return int(different.sum()), different.numel()
+        different = [differing_elements(a, b) for a, b in pairs]
+    return sum(int(of_pair.sum()) for of_pair in different), sum(of_pair.numel() for of_pair in different)

@@ -19,6 +19,7 @@ import torch
 from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._engine.overlap import groups_of
+from .._fingerprint.object_digest import differing_elements
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._storage.open_storage import checkpoint_path
 from ..errors import UntrustedCheckpointError
@@ -287,7 +288,7 @@ def _other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements differ in a bit."""
     if a.itemsize != b.itemsize:
         return torch.ones(a.numel(), dtype=torch.bool, device="cpu")
-    return (a.view(torch.uint8).view(-1, a.itemsize) != b.view(torch.uint8).view(-1, b.itemsize)).any(1)
+    return differing_elements(a, b)
 
 
 def _same_numbers(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

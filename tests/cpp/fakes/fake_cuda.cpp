@@ -21,12 +21,17 @@
 #include <vector>
 
 #include "device/pack_rows.h"
+#include "device/word_sums.h"
 #include "fake_queue.h"
 
 namespace {
 
 using vescale_ckpt::device::PackDim;
 using vescale_ckpt::device::PackRow;
+using vescale_ckpt::device::WordDim;
+using vescale_ckpt::device::WordPowers;
+using vescale_ckpt::device::WordRow;
+using vescale_ckpt::device::WordSum;
 using Stream = vescale_ckpt::device::FakeQueue;
 
 struct Event {
@@ -69,7 +74,8 @@ struct State {
   std::set<void*> objects, host_objects;           // streams, events and memory that the engine has not given back
   std::multimap<uintptr_t, size_t> under_copies;   // host memory
   uint64_t queued = 0, running = 0, failures = 0;  // copies; what fails on the device ends those that are queued
-  std::map<std::string, int> answers = {{"driver version", 13000}, {"host addresses are the device's", 1}};
+  std::map<std::string, int> answers = {
+      {"driver version", 13000}, {"host addresses are the device's", 1}, {"kernels compute wrong", 0}};
   int sticky = 0;
   int delay_us = 0;  // of each copy
   Stream default_streams[2];
@@ -219,6 +225,79 @@ bool reads_one_allocation(const PackRow& row, const PackDim* dims) {
     (reach < 0 ? low : high) += reach;
   }
   return in_one_allocation(row.address + static_cast<uint64_t>(low), static_cast<size_t>(high - low));
+}
+
+bool reads_one_allocation(const WordRow& row, const WordDim* dims) {
+  int64_t low = 0, high = static_cast<int64_t>(row.run);
+  for (uint32_t dim = row.dims_at; dim < row.dims_at + row.dims; ++dim) {
+    const int64_t reach = static_cast<int64_t>(dims[dim].count - 1) * dims[dim].memory_stride;
+    (reach < 0 ? low : high) += reach;
+  }
+  return in_one_allocation(row.address + static_cast<uint64_t>(low), static_cast<size_t>(high - low));
+}
+
+// The kernels of csrc/device/kernels.cu.
+constexpr char kPack[] = "vescale_ckpt_pack", kSumWords[] = "vescale_ckpt_sum_words";
+
+template <typename T>
+T argument(void** arguments, size_t number) {
+  return *static_cast<T*>(arguments[number]);
+}
+
+template <typename T>
+T* array_argument(void** arguments, size_t number) {
+  return reinterpret_cast<T*>(behind(argument<uint64_t>(arguments, number)));
+}
+
+void launch_pack(void* stream, void** arguments) {
+  char* const slab = array_argument<char>(arguments, 0);
+  const auto* const table = array_argument<const PackRow>(arguments, 1);
+  const auto row_count = argument<uint32_t>(arguments, 2), bytes = argument<uint32_t>(arguments, 4);
+  const auto* const dims = array_argument<const PackDim>(arguments, 3);
+  queue(stream, nullptr, 0, [=] {
+    std::vector<PackRow> rows(table, table + row_count);
+    uint32_t end = 0;
+    for (PackRow& row : rows) {
+      if (row.offset < end || row.bytes == 0 || !reads_one_allocation(row, dims)) return false;
+      end = row.offset + row.bytes;
+      row.address = reinterpret_cast<uintptr_t>(behind(row.address));
+    }
+    for (uint32_t piece = 0; piece * vescale_ckpt::device::kPackPieceBytes < bytes; ++piece) {
+      for (uint32_t lane = 0; lane < vescale_ckpt::device::kPackLanes; ++lane) {
+        vescale_ckpt::device::copy_piece(slab, rows.data(), row_count, dims, bytes, piece, lane);
+      }
+    }
+    return end == bytes;
+  });
+}
+
+void launch_sum_words(void* stream, void** arguments) {
+  auto* const sums = array_argument<WordSum>(arguments, 0);
+  const auto* const powers = array_argument<const WordPowers>(arguments, 1);
+  const auto* const table = array_argument<const WordRow>(arguments, 2);
+  const auto row_count = argument<uint32_t>(arguments, 3), pieces = argument<uint32_t>(arguments, 5);
+  const auto* const dims = array_argument<const WordDim>(arguments, 4);
+  const bool wrong = answer("kernels compute wrong") != 0;
+  queue(stream, nullptr, 0, [=] {
+    std::vector<WordRow> rows(table, table + row_count);
+    for (WordRow& row : rows) {
+      if (!reads_one_allocation(row, dims)) return false;
+      row.address = reinterpret_cast<uintptr_t>(behind(row.address));
+    }
+    for (uint32_t piece = 0; piece < pieces; ++piece) {
+      const uint32_t index = vescale_ckpt::device::row_of_piece(rows.data(), row_count, piece);
+      for (uint32_t lane = 0; lane < vescale_ckpt::device::kSumLanes; ++lane) {
+        vescale_ckpt::field::Value sum = vescale_ckpt::device::lane_sum(
+            rows[index], dims, piece - rows[index].first_piece, lane, powers->steps, *powers);
+        for (uint64_t& column : sums[index].columns) {
+          column += static_cast<uint32_t>(sum);
+          sum >>= 32;
+        }
+      }
+      sums[index].columns[0] += wrong;
+    }
+    return true;
+  });
 }
 
 bool is_locked(const void* host) {
@@ -527,36 +606,17 @@ int cuCtxPopCurrent_v2(void** context) {
 int cuModuleLoadData(void** module, const void*) {
   return *module = module, called(__func__);
 }
-int cuModuleGetFunction(void** function, void*, const char*) {
-  return *function = function, called(__func__);
+int cuModuleGetFunction(void** function, void*, const char* name) {
+  *function = const_cast<char*>(std::string(name) == kPack ? kPack : kSumWords);
+  return called(__func__);
 }
 int cuModuleUnload(void*) {
   return 0;
 }
-// Of the one kernel that there is (csrc/device/gather.cu).
-int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
+int cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
                    void** arguments, void**) {
   if (const int code = called(__func__); code != 0) return code;
-  char* slab = reinterpret_cast<char*>(behind(*static_cast<uint64_t*>(arguments[0])));
-  const auto* table = reinterpret_cast<const PackRow*>(behind(*static_cast<uint64_t*>(arguments[1])));
-  const uint32_t row_count = *static_cast<uint32_t*>(arguments[2]);
-  const auto* dims = reinterpret_cast<const PackDim*>(behind(*static_cast<uint64_t*>(arguments[3])));
-  const uint32_t bytes = *static_cast<uint32_t*>(arguments[4]);
-  queue(stream, nullptr, 0, [=] {
-    std::vector<PackRow> rows(table, table + row_count);
-    uint32_t end = 0;
-    for (PackRow& row : rows) {
-      if (row.offset < end || row.bytes == 0 || !reads_one_allocation(row, dims)) return false;
-      end = row.offset + row.bytes;
-      row.address = reinterpret_cast<uintptr_t>(behind(row.address));
-    }
-    for (uint32_t piece = 0; piece * vescale_ckpt::device::kPackPieceBytes < bytes; ++piece) {
-      for (uint32_t lane = 0; lane < vescale_ckpt::device::kPackLanes; ++lane) {
-        vescale_ckpt::device::copy_piece(slab, rows.data(), row_count, dims, bytes, piece, lane);
-      }
-    }
-    return end == bytes;
-  });
+  function == kPack ? launch_pack(stream, arguments) : launch_sum_words(stream, arguments);
   return 0;
 }
 

@@ -1,10 +1,10 @@
 // Arithmetic modulo the prime 2^127 - 1. A value is its least representative; `product` and `sum` expect and return
-// such.
+// such. It compiles for hosts and devices.
 #pragma once
 
 #include <cstdint>
 
-namespace vescale_ckpt::fingerprint {
+namespace vescale_ckpt::field {
 
 __extension__ using Value = unsigned __int128;
 
@@ -39,7 +39,7 @@ constexpr Value shifted(Value value, unsigned bits) {
   return bits == 0 ? value : ((value << bits) & kPrime) | (value >> (127 - bits));
 }
 
-constexpr Value power(Value base, uint64_t exponent) {
+constexpr Value power(Value base, Value exponent) {
   Value result = 1;
   for (; exponent != 0; exponent >>= 1, base = product(base, base)) {
     if ((exponent & 1) != 0) result = product(result, base);
@@ -47,4 +47,4 @@ constexpr Value power(Value base, uint64_t exponent) {
   return result;
 }
 
-}  // namespace vescale_ckpt::fingerprint
+}  // namespace vescale_ckpt::field

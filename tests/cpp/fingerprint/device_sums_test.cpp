@@ -1,0 +1,185 @@
+#include "fingerprint/device_sums.h"
+
+#include "device/word_sums.h"
+#include "fakes/fake_runtime.h"
+#include "fingerprint/fingerprint.h"
+#include "fingerprint/random_bytes.h"
+
+extern "C" void fake_answer(const char* question, int answer);
+
+namespace vescale_ckpt::fingerprint {
+namespace {
+
+using device::FakeRuntime;
+using device::WordTable;
+using field::sum;
+
+// A chunk of one dimension. `place`: in its tensor.
+Chunk flat(const std::byte* memory, size_t bytes, int64_t place) {
+  const auto size = static_cast<int64_t>(bytes);
+  const std::vector<int64_t> shape{place + size}, offset{place}, sizes{size}, stride{1};
+  return {io::Box(1, shape, offset, sizes, stride), memory};
+}
+
+// What the kernel makes of a chunk in host memory, lane by lane.
+Value by_lanes(const Chunk& chunk) {
+  WordTable table;
+  EXPECT_TRUE(detail::add_to_table(flat(nullptr, 1, 0), table));  // so that pieces do not begin with the row's
+  EXPECT_TRUE(detail::add_to_table(chunk, table));
+  const device::WordPowers& powers = detail::word_powers();
+  device::WordSum found{};
+  for (uint32_t piece = 1; piece < table.pieces; ++piece) {
+    EXPECT_EQ(device::row_of_piece(table.rows.data(), 2, piece), 1u);
+    for (uint32_t lane = 0; lane < device::kSumLanes; ++lane) {
+      Value part = device::lane_sum(table.rows[1], table.dims.data(), piece - 1, lane, powers.steps, powers);
+      for (uint64_t& column : found.columns) {
+        column += static_cast<uint32_t>(part);
+        part >>= 32;
+      }
+    }
+  }
+  return detail::value_of(found);
+}
+
+TEST(WordSums, OfEverySizeAlignmentAndPlace) {
+  const std::vector<std::byte> data = random_bytes(300, 1);
+  for (size_t bytes = 0; bytes <= 200; ++bytes) {
+    for (size_t at = 0; at < 16; ++at) {
+      const std::vector<std::byte> copy(data.begin(),
+                                        data.begin() + static_cast<ptrdiff_t>(at + bytes));  // no byte behind
+      for (int64_t place = 0; place < 6; ++place) {
+        if (bytes == 0) continue;
+        ASSERT_EQ(by_lanes(flat(copy.data() + at, bytes, place)), of_bytes(copy.data() + at, bytes, place))
+            << bytes << " bytes at " << at << ", place " << place;
+      }
+    }
+  }
+}
+
+TEST(WordSums, OfPiecesAndTheirBorders) {
+  const std::vector<std::byte> data = random_bytes(3 * device::kSumPieceBytes + 100, 2);
+  std::mt19937_64 random(3);
+  for (const uint64_t unit :
+       {uint64_t{device::kLaneBytes}, uint64_t{device::kSumStepBytes}, uint64_t{device::kSumPieceBytes}}) {
+    for (int round = 0; round < 60; ++round) {
+      const uint64_t at = random() % 20,
+                     bytes = std::min(data.size() - at, unit * (1 + random() % 2) - 20 + random() % 40);
+      const int64_t place = static_cast<int64_t>(random() % 100'000'000'000);
+      ASSERT_EQ(by_lanes(flat(data.data() + at, bytes, place)),
+                of_bytes(data.data() + at, bytes, static_cast<uint64_t>(place)))
+          << bytes << " bytes at " << at << ", place " << place;
+    }
+  }
+}
+
+TEST(WordSums, HaveRoomForTheLargestWords) {
+  const std::vector<std::byte> ones(2 * device::kSumPieceBytes, std::byte{0xff});
+  for (int64_t place = 0; place < 6; ++place) {
+    EXPECT_EQ(by_lanes(flat(ones.data(), ones.size(), place)),
+              of_bytes(ones.data(), ones.size(), static_cast<uint64_t>(place)));
+  }
+  // Columns are added up without carries: a limb is below 2^32, whatever the powers are.
+  const uint64_t most = uint64_t{device::kLaneSteps * (device::kLaneWords + 1)} * 0xffffff * 0xffffffff;
+  EXPECT_EQ(most / 0xffffff / 0xffffffff, device::kLaneSteps * (device::kLaneWords + 1));
+}
+
+TEST(WordSums, OfShardsAddUp) {
+  const std::vector<int64_t> shape{6, 50, 700}, strides{50 * 700, 700, 1};
+  for (const uint32_t item : {1u, 2u, 4u, 8u}) {
+    const std::vector<std::byte> data = random_bytes(6 * 50 * 700 * item, item);
+    const Value whole = of_bytes(data.data(), data.size(), 0);
+    for (size_t dim = 0; dim < 3; ++dim) {
+      std::vector<int64_t> first = shape, second = shape, offset(3);
+      first[dim] = offset[dim] = shape[dim] / 2 - 1;
+      second[dim] -= offset[dim];
+      const Chunk one{io::Box(item, shape, std::vector<int64_t>(3), first, strides), data.data()};
+      const Chunk other{io::Box(item, shape, offset, second, strides), data.data() + offset[dim] * strides[dim] * item};
+      EXPECT_TRUE(is_for_kernel(one.box));
+      EXPECT_EQ(sum(by_lanes(one), by_lanes(other)), whole) << item << " bytes, dim " << dim;
+    }
+  }
+}
+
+TEST(WordSums, ShortRunsAndTooManyPiecesAreNotForTheKernel) {
+  const std::vector<int64_t> zero(2), shape{1000, 100}, turned{1, 1000}, halves{200, 1};
+  const std::vector<int64_t> many{int64_t{1} << 40, 300}, again{0, 1};
+  EXPECT_TRUE(is_for_kernel(io::Box(4, shape, zero, shape, halves)));
+  EXPECT_FALSE(is_for_kernel(io::Box(4, shape, zero, shape, turned)));
+  EXPECT_FALSE(is_for_kernel(io::Box(1, shape, zero, shape, halves)));
+  EXPECT_FALSE(is_for_kernel(io::Box(1, many, zero, many, again)));
+}
+
+// --- On a device
+
+class DeviceSums : public testing::Test {
+ protected:
+  // Copies the data to the device, and returns the chunk there.
+  Chunk there(const Chunk& chunk, uint64_t bytes) {
+    const device::DeviceAddress address = runtime_.allocate(0, bytes);
+    std::memcpy(runtime_.memory(address), chunk.memory, bytes);
+    return {chunk.box, reinterpret_cast<const std::byte*>(address)};
+  }
+  auto found(std::span<const Chunk> chunks) { return of_device_chunks(runtime_.accelerator(0), 0, chunks); }
+
+  FakeRuntime runtime_;
+  std::vector<std::byte> data_ = random_bytes(200'000, 7);
+};
+
+TEST_F(DeviceSums, AreTheHosts) {
+  std::vector<Chunk> here, on_device;
+  for (size_t bytes : {size_t{1}, size_t{48}, size_t{99'999}, data_.size()}) {
+    here.push_back(flat(data_.data(), bytes, static_cast<int64_t>(bytes)));
+    on_device.push_back(there(here.back(), bytes));
+  }
+  EXPECT_EQ(found(on_device), of_chunks(here, 1));
+}
+
+TEST_F(DeviceSums, OfMoreChunksThanALaunchTakes) {
+  std::vector<Chunk> here, on_device;
+  const Chunk all = there(flat(data_.data(), data_.size(), 0), data_.size());
+  for (size_t i = 0; i < device::kWordRows + 100; ++i) {
+    here.push_back(flat(data_.data() + i, 7, static_cast<int64_t>(i)));
+    on_device.push_back(flat(all.memory + i, 7, static_cast<int64_t>(i)));
+  }
+  EXPECT_EQ(found(on_device), of_chunks(here, 1));
+  EXPECT_EQ(runtime_.count("cuLaunchKernel"), 2u);
+}
+
+TEST_F(DeviceSums, ComeAfterWhatTheFrameworkHasQueued) {
+  const Chunk chunk = there(flat(data_.data(), 50'000, 0), 50'000);
+  std::byte* const memory = runtime_.memory(reinterpret_cast<uintptr_t>(chunk.memory));
+  const device::StreamHandle handle = runtime_.make_producer();
+  runtime_.producer(0, handle).push([=] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::memset(memory, 3, 50'000);
+  });
+  const auto values = of_device_chunks(runtime_.accelerator(0), handle, std::vector<Chunk>{chunk});
+  const std::vector<std::byte> threes(50'000, std::byte{3});
+  EXPECT_EQ(values, std::vector<Value>{of_bytes(threes.data(), threes.size(), 0)});
+}
+
+TEST_F(DeviceSums, AreNoneWithoutKernelOrMemoryOrIfTheyAreWrong) {
+  const std::vector<Chunk> chunks{there(flat(data_.data(), 1000, 0), 1000)};
+  FakeRuntime without(false);
+  EXPECT_EQ(of_device_chunks(without.accelerator(0), 0, chunks), std::nullopt);
+  runtime_.fail("cudaMalloc", 0, 2);
+  EXPECT_EQ(found(chunks), std::nullopt);
+  fake_answer("kernels compute wrong", 1);
+  EXPECT_EQ(found(chunks), std::nullopt);
+  fake_answer("kernels compute wrong", 0);
+  EXPECT_NE(found(chunks), std::nullopt);
+}
+
+TEST_F(DeviceSums, ErrorsOfADeviceAreThrown) {
+  const std::vector<Chunk> chunks{there(flat(data_.data(), 1000, 0), 1000)};
+  for (const char* call : {"cudaMemcpyAsync", "cudaMemsetAsync", "cuLaunchKernel", "cudaStreamSynchronize"}) {
+    runtime_.fail(call);
+    EXPECT_THROW(found(chunks), Error) << call;
+  }
+  EXPECT_NE(found(chunks), std::nullopt);
+  const std::vector<Chunk> outside{flat(chunks[0].memory, 1001, 0)};
+  EXPECT_THROW(found(outside), Error);  // the kernel would read behind an allocation
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::fingerprint
