@@ -173,6 +173,7 @@ class _Strategy(_Host):
         weights_only: as `torch.load` takes it, where Lightning gives None. (The Trainer of Lightning 2.6 gives None to
             strategies that load after their setup, whatever its own argument is.)
         in_folders: whether this package saves; if not, Lightning does.
+        fingerprint: as `vescale_ckpt.save` takes it.
 
     All other arguments are those of Lightning's strategy.
     """
@@ -184,10 +185,11 @@ class _Strategy(_Host):
         broadcast_checkpoint: Broadcast = "auto",
         weights_only: bool | None = None,
         in_folders: bool = True,
+        fingerprint: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self._saves = Saves(async_checkpoint)
+        self._saves = Saves(async_checkpoint, fingerprint)
         self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self._weights_only = weights_only
         self._in_folders = in_folders
