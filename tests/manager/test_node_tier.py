@@ -104,7 +104,7 @@ def _latest(manager: CheckpointManager, _: Any) -> tuple[int | None, int | None]
 def _proves(manager: CheckpointManager, state: Callable[[int], dict[str, Any]]) -> list[str]:
     with logged() as texts:
         manager.restore(state(0), prepare=False)
-    return [text for text in texts if "proved" in text or "what was restored" in text]
+    return [text for text in texts if "not proved" in text or "what was restored" in text]
 
 
 class _Raises(Tier):
@@ -168,12 +168,12 @@ def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
 @scenario
 def a_restore_from_the_machines_is_proved(job: Job) -> None:
     job.saves("shards", 1, fingerprint=True)
-    job.open("shards", prove=True)
-    (line,), *others = job.call("run", _proves)
-    job.call("close")
-    assert "what was restored is what was saved: 4 keys are equal" in line and others == [[]] * 3, line
-    job.replace(1)
-    assert job.restores("shards") == (1, "")
+    for _ in range(2):
+        job.open("shards", prove=True)
+        (line,), *others = job.call("run", _proves)
+        job.call("close")
+        assert "what was restored is what was saved: 4 keys are equal" in line and others == [[]] * 3, line
+        job.replace(1)  # its files come from the durable place
 
 
 @scenario
