@@ -91,25 +91,25 @@ def prove_restored(
     stored: Fingerprint | None,
     path: str,
     state: Mapping[str, Any],
-    *,
-    strict: bool = True,
-    in_part: bool = False,
-    locates: bool = True,
+    options: Mapping[str, Any],
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    *,
+    locates: bool = True,
 ) -> None:
     """Proves what a load into `state` has restored, and logs one line on the coordinator. What the checkpoint has under
     names that no rank's state has does not count. All ranks call it together.
 
     Args:
         stored: the fingerprint in the checkpoint; without one, the line is a warning.
-        strict: False only warns of differences.
-        in_part: whether the load took a part, or other names: then nothing is compared, which the line says.
+        options: those of the load. `strict=False` only warns of differences. With `keys` and `rename`, nothing is
+            compared, which the line says.
         locates: whether all ranks can load tensors that differ from `path`.
 
     Raises what `prove` raises.
     """
-    exchange = Exchange.of(process_group, settings.timeout(timeout))
+    exchange, strict = Exchange.of(process_group, settings.timeout(timeout)), options.get("strict", True)
+    in_part = options.get("keys") is not None or options.get("rename") is not None
     level, reason = logging.WARNING, "it was loaded in part, or under other names" if in_part else NOT_KEPT
     text = f"not proved: {reason}"
     if stored is not None and not in_part:

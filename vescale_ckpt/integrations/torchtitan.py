@@ -151,7 +151,7 @@ class VescaleCheckpointManager(_Manager):
         if self._proves:
             model = self.states["model"].state_dict() if "model" in self.states else {}
             live = {key: model.get(key, value) for key, value in state_dict.items()}
-            prove_restored(stored_fingerprint(checkpoint_id), checkpoint_id, live)
+            prove_restored(stored_fingerprint(checkpoint_id), checkpoint_id, live, {})
 
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():

@@ -18,7 +18,6 @@ from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_step
 from .._checkpoint.newest import newest_sound
 from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
-from .._fingerprint.fingerprint import Fingerprint
 from .._fingerprint.prove import prove_restored, stored_fingerprint
 from .._storage.open_storage import is_inconclusive, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError, some
@@ -119,22 +118,7 @@ class Folders(ABC):
         group, timeout = self._ranks.process_group, self._ranks.timeout
         api.load(path, state, process_group=group, timeout=timeout, **options)
         if self.proves:
-            self._prove(stored_fingerprint(path, group, timeout), path, state, options)
-
-    def _prove(
-        self,
-        stored: Fingerprint | None,
-        path: str,
-        state: Mapping[str, Any],
-        options: Mapping[str, Any],
-        locates: bool = True,
-    ) -> None:
-        """Compares what was loaded, with `options`, with the fingerprint of the checkpoint."""
-        prove_restored(
-            stored, path, state, strict=options["strict"], locates=locates,
-            in_part=options["keys"] is not None or options["rename"] is not None,
-            process_group=self._ranks.process_group, timeout=self._ranks.timeout,
-        )  # fmt: skip
+            prove_restored(stored_fingerprint(path, group, timeout), path, state, options, group, timeout)
 
     def _pass_over(self, which: str, error: CheckpointError) -> None:
         level = logging.WARNING if self._ranks.is_coordinator() else logging.DEBUG

@@ -21,6 +21,7 @@ from .._collective.node_files import leaders_of
 from .._engine import _C
 from .._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
 from .._fingerprint.fingerprint import Fingerprint
+from .._fingerprint.prove import prove_restored
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
@@ -184,7 +185,8 @@ class NodeFolders(Folders):
         content = None if files is None else files.pop(FINGERPRINT_FILE, None)
         if self.proves:  # no rank sees the files of all nodes, to locate what differs
             stored = None if content is None else Fingerprint.from_bytes(content, step.path)
-            self._prove(stored, step.path, state, options, locates=False)
+            group, timeout = self._ranks.process_group, self._ranks.timeout
+            prove_restored(stored, step.path, state, options, group, timeout, locates=False)
 
     def _go_on_from(self, step: WholeStep) -> None:
         """Makes a step that was restored from the nodes durable, if it is due, and gives it its copies again: the job

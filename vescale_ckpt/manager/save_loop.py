@@ -152,10 +152,9 @@ class SaveLoop:
     ) -> SaveHandle:
         """Begins a save and makes sure that `running.end` is called."""
         began, folders = time.monotonic(), self._folders
-        group, timeout = self._ranks.process_group, self._ranks.patience()
-        taken = None
+        group, taken = self._ranks.process_group, None
         if self._trail is not None:  # of the live state, before training goes on
-            taken = take_fingerprint(state, process_group=group, timeout=timeout)
+            taken = take_fingerprint(state, process_group=group, timeout=self._ranks.patience())
             extra_files = with_fingerprint(extra_files, taken)
         running = self.running = RunningSave(folders.root, step, folders.writes_notes, self.running)
         try:
@@ -168,7 +167,7 @@ class SaveLoop:
                 async_checkpoint=in_background,
                 process_group=group,
                 gate=gate if in_background else None,
-                timeout=timeout,
+                timeout=self._ranks.patience(),
                 extra_files=extra_files,
             )
         except BaseException:
