@@ -96,7 +96,8 @@ bench: build
 
 # Many random kills, and saves in a row: an hour. CI runs a few dozen of them within `make test`.
 soak: build
-	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 $(PY) -m pytest tests/collective/test_kill.py tests/api/test_async_save.py
+	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 VESCALE_CKPT_TEST_RESUMES=1000 $(PY) -m pytest \
+	  tests/collective/test_kill.py tests/api/test_async_save.py tests/fingerprint/test_right_resumes.py
 
 # The tests with real frameworks, in an environment of their own: 3 GB of packages.
 INTEGRATIONS = .venv-integrations

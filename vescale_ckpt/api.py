@@ -18,6 +18,7 @@ from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
 from ._fingerprint.collect import fingerprint as take_fingerprint
 from ._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
+from ._fingerprint.fingerprint import with_fingerprint
 from ._load.source import Source
 from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
@@ -111,7 +112,7 @@ def save(
         )
     if fingerprint:
         taken = take_fingerprint(state, process_group=process_group, timeout=timeout)
-        extra_files = {**(extra_files or {}), FINGERPRINT_FILE: taken.to_bytes()}
+        extra_files = with_fingerprint(extra_files, taken)
     directory = checkpoint_path(path)  # absolute: the working directory may change later
 
     def layout(options: SaveOptions) -> Layout:

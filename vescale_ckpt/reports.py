@@ -219,6 +219,7 @@ class CheckpointInfo:
     files: dict[str, int]  #: {data file: length, or -1 if it is missing}
     is_node_part: bool = False  #: whether it is one machine's folder; other machines may have the missing files
     saved_by: SavedBy | None = None  #: None: not recorded (older versions, other software)
+    fingerprint: str | None = None  #: of the saved state, in 32 hexadecimal digits; None: not kept, or damaged
 
     @property
     def bytes(self) -> int:

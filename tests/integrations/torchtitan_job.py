@@ -98,7 +98,10 @@ def prepare(folder, *flags, layers=1, stock=False):
         *flags,
     ]  # fmt: skip
     if not stock:
-        sys.argv += ["--override.imports", "vescale_ckpt.integrations.torchtitan.vescale"]
+        sys.argv += [
+            "--override.imports",
+            f"vescale_ckpt.integrations.torchtitan.vescale{os.environ.get('OPTIONS', '')}",
+        ]
 
 
 if __name__ == "__main__":

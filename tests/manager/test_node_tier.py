@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.files import flip
+from harness.logs import logged
 from harness.machines import why_not
 from harness.node_jobs import NodeJob, check_durable, started, values
 from harness.snapshots import held
@@ -100,6 +101,12 @@ def _latest(manager: CheckpointManager, _: Any) -> tuple[int | None, int | None]
     return manager.latest(), manager.latest(full=True)
 
 
+def _proves(manager: CheckpointManager, state: Callable[[int], dict[str, Any]]) -> list[str]:
+    with logged() as texts:
+        manager.restore(state(0), prepare=False)
+    return [text for text in texts if "not proved" in text or "what was restored" in text]
+
+
 class _Raises(Tier):
     def becomes_durable(self, step: int) -> bool:
         raise ZeroDivisionError
@@ -156,6 +163,17 @@ def steps_lie_on_the_machines_and_one_is_durable(job: Job) -> None:
             job.replace(machine)
         assert job.restores(kind) == (3, "")  # from the durable place
         shutil.rmtree(job.durable)
+
+
+@scenario
+def a_restore_from_the_machines_is_proved(job: Job) -> None:
+    job.saves("shards", 1, fingerprint=True)
+    for _ in range(2):
+        job.open("shards", prove=True)
+        (line,), *others = job.call("run", _proves)
+        job.call("close")
+        assert "what was restored is what was saved: 4 keys are equal" in line and others == [[]] * 3, line
+        job.replace(1)  # its files come from the durable place
 
 
 @scenario

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import Format
 from .._engine.engine_errors import of_system
+from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
 from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path
@@ -180,6 +181,7 @@ class _Conversion:
             self._closing.callback(source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
             self.made = make(source)
+            self._drop_fingerprint(source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
@@ -210,6 +212,17 @@ class _Conversion:
     def bytes_of_outputs(self) -> int:
         once = self.made.ties if self._format in ("safetensors", "torch") else {}
         return sum(output.bytes for output in self.made.outputs if output.name not in once)
+
+    def _drop_fingerprint(self, source: Checkpoint) -> None:
+        """Leaves out the source's fingerprint, unless it holds for what is written."""
+        if FINGERPRINT_KEY not in source.objects or (
+            source.format == self._format == "dcp" and self.made.changes_nothing
+        ):
+            return
+        kept = {name: key for name, key in self.made.objects.items() if key != FINGERPRINT_KEY}
+        self.made = replace(self.made, objects=kept)
+        if self._exchange.is_coordinator:
+            logger.info("%s: the fingerprint is left out, as it does not hold for what is written", self._dst)
 
     def _check_objects(self, on_objects: Objects) -> None:
         if self._format in _KEEPS_OBJECTS or not self.made.objects:

@@ -16,6 +16,7 @@ from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.chunk_rows import ShardChunk, packed_row
 from .._state.flatten import flatten_with_structure
+from .._state.per_rank import is_name_part
 from .._state.structure import Path, Structure
 from .._write.host_batches import write_table
 from .._write.layout import SaveOptions
@@ -102,7 +103,7 @@ def _as_saved_today(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tup
     split, known = dict[str, Any](), dict(paths)
     for name, value in values.items():
         inside, inner_paths, structure = flatten_with_structure({name: value})
-        if structure != Structure():
+        if structure != Structure() or is_name_part(name.rpartition(".")[2]):  # `PerRank` is saved as one object
             inside, inner_paths = {name: value}, {name: (name,)}
         split.update(inside)
         known.update((key, (*paths.get(name, (name,)), *path[1:])) for key, path in inner_paths.items())

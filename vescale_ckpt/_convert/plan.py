@@ -51,6 +51,15 @@ class Plan:
     ties: dict[str, str]  #: {name: name of an earlier output} of outputs with the same values, as of tied weights
     structure: str | None = None  #: structure that paths do not contain (`Structure.pack`); None: unknown
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether it writes all of the source, under its keys and as it is stored."""
+        source = self.view.source
+        tensors = {of.name: of.dtype for of in self.outputs if of.is_stored and of.keys == (of.name,)}
+        return tensors == {key: info.dtype for key, info in source.tensors.items()} and self.objects == {
+            key: key for key in source.objects
+        }
+
 
 def plan(
     source: Checkpoint,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._engine import _C
 from .._engine.rows import OBJECT
 from ..errors import CorruptCheckpointError
+from ..reports import EXTRA_FILES
 
 FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fingerprint
+KEY = EXTRA_FILES + FILE  #: its key among the checkpoint's objects
+_OF_RANK = re.compile(r"(.+)\.rank_\d+_of_(\d+)", re.DOTALL)  # a key of `PerRank`: name, and number of ranks
 _VERSION = 1  # of the text, and of how values are computed
 
 
@@ -85,6 +90,13 @@ class Fingerprint:
     def keys(self) -> set[str]:
         return {*self.tensors, *self.objects}
 
+    def under(self, names: Iterable[str]) -> Fingerprint:
+        """Returns what it holds of a state's entries of these names."""
+        begins = tuple(f"{name}." for name in names)
+        kept = {key for key in self.keys() if f"{key}.".startswith(begins)}
+        tensors = {key: of for key, of in self.tensors.items() if key in kept}
+        return Fingerprint(tensors, {key: of for key, of in self.objects.items() if key in kept})
+
     def __sub__(self, other: Fingerprint) -> dict[str, Difference]:
         found = {}
         for key in sorted(self.keys() | other.keys()):
@@ -133,6 +145,22 @@ class Fingerprint:
                 f"{path}: its fingerprint is not readable: {error}", key=None, file=path
             ) from None
         return cls(tensors, objects)
+
+
+def with_fingerprint(files: Mapping[str, bytes] | None, taken: Fingerprint) -> Mapping[str, bytes]:
+    """Returns the extra files of a save with the fingerprint among them. Reads none: if the contents of `files` raise,
+    the save raises on all ranks."""
+    given: Any = {} if files is None else files
+    return ChainMap({FILE: taken.to_bytes()}, given)
+
+
+def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:
+    """Returns the keys of each `PerRank` whose number of ranks differs: no key of one side has a counterpart."""
+    matches = [[match for match in map(_OF_RANK.fullmatch, of.keys()) if match] for of in (a, b)]
+    sizes = [{match.groups() for match in found} for found in matches]
+    in_both = {name for name, _ in sizes[0]} & {name for name, _ in sizes[1]}
+    apart = in_both - {name for name, _ in sizes[0] & sizes[1]}
+    return {match[0] for found in matches for match in found if match[1] in apart}
 
 
 def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +22,12 @@ from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Selection
 from ..errors import CheckpointError, CheckpointTimeoutError, StateDiffersError, some
 from .collect import fingerprint, flat_values
-from .fingerprint import FILE, Fingerprint
+from .fingerprint import FILE, Fingerprint, not_comparable
 from .object_digest import differing_elements
 
+logger = logging.getLogger(__name__)
+
+NOT_KEPT = "it was saved without fingerprint=True"
 _MOST_LOCATED = 8  # tensors that are compared element by element
 
 
@@ -37,6 +41,7 @@ class Proof:
     missing: tuple[str, ...]  #: keys of the checkpoint that the state does not have
     unexpected: tuple[str, ...]  #: keys of the state that the checkpoint does not have
     replicas: Mapping[str, tuple[int, int]]  #: {key: two ranks that hold different values}
+    not_compared: tuple[str, ...] = ()  #: keys of `PerRank` values, if another number of ranks has saved them
 
     def __bool__(self) -> bool:
         return not (self.different or self.missing or self.unexpected or self.replicas)
@@ -47,6 +52,7 @@ class Proof:
             "not in the state": self.missing,
             "not in the checkpoint": self.unexpected,
             "different from rank to rank": [f"{key} (ranks {a} and {b})" for key, (a, b) in self.replicas.items()],
+            "of another number of ranks, not compared": self.not_compared,
         }
         texts = [f"{len(keys)} {what}: {some(keys)}" for what, keys in named.items() if keys]
         return "; ".join([f"{self.equal} keys are equal (fingerprint {self.fingerprint})", *texts])
@@ -77,11 +83,60 @@ def prove(
     `CheckpointError` if the checkpoint has no fingerprint; what `fingerprint` and `load` raise.
     """
     with calling("prove", process_group):
-        stored = stored_fingerprint(path, process_group, timeout)
-        proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
-        if unequal := [key for key in proof.different if _same_form(stored, proof.fingerprint, key)][:_MOST_LOCATED]:
-            located = _locate(path, state, unequal, process_group, timeout)
-            proof = replace(proof, different={**proof.different, **located})
+        if (stored := stored_fingerprint(path, process_group, timeout)) is None:
+            raise CheckpointError(f"{os.fspath(path)} has no fingerprint to compare with: {NOT_KEPT}", path=path)
+        return _prove_against(stored, path, state, strict, process_group, timeout)
+
+
+def prove_restored(
+    stored: Fingerprint | None,
+    path: str,
+    state: Mapping[str, Any],
+    options: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+    *,
+    locates: bool = True,
+) -> None:
+    """Proves what a load into `state` has restored, and logs one line on the coordinator. What the checkpoint has under
+    names that no rank's state has does not count. All ranks call it together.
+
+    Args:
+        stored: the fingerprint in the checkpoint; without one, the line is a warning.
+        options: those of the load. `strict=False` only warns of differences. With `keys` and `rename`, nothing is
+            compared, which the line says.
+        locates: whether all ranks can load tensors that differ from `path`.
+
+    Raises what `prove` raises.
+    """
+    exchange, strict = Exchange.of(process_group, settings.timeout(timeout)), options.get("strict", True)
+    in_part = options.get("keys") is not None or options.get("rename") is not None
+    level, reason = logging.WARNING, "it was loaded in part, or under other names" if in_part else NOT_KEPT
+    text = f"not proved: {reason}"
+    if stored is not None and not in_part:
+        of_ranks = exchange.share(json.dumps([*map(str, state)]).encode(), "proving what was restored")
+        stored = stored.under(name for names in of_ranks for name in json.loads(names))
+        proof = _prove_against(stored, path, state, strict, process_group, timeout, locates)
+        level = logging.INFO if proof else logging.WARNING
+        text = f"what was restored {'is' if proof else 'is not'} what was saved: {proof}"
+    if exchange.is_coordinator:
+        logger.log(level, "%s: %s", path, text)
+
+
+def _prove_against(
+    stored: Fingerprint,
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    strict: bool,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+    locates: bool = True,
+) -> Proof:
+    proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
+    unequal = [key for key in proof.different if locates and _same_form(stored, proof.fingerprint, key)]
+    if unequal:
+        located = _locate(path, state, unequal[:_MOST_LOCATED], process_group, timeout)
+        proof = replace(proof, different={**proof.different, **located})
     if strict and not proof:
         found = {"different": dict(proof.different), "replicas": dict(proof.replicas)}
         text = f"{os.fspath(path)}: the state is not what was saved. {proof}"
@@ -91,15 +146,11 @@ def prove(
 
 def stored_fingerprint(
     path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, timeout: float | None = None
-) -> Fingerprint:
-    """Reads the fingerprint of a checkpoint, with all ranks. Raises `CheckpointError` if it has none."""
+) -> Fingerprint | None:
+    """Reads the fingerprint of a checkpoint, with all ranks. None if it has none."""
     files: dict[str, bytes] = {}
     _load(path, {}, None, process_group, timeout, files)
-    if FILE not in files:
-        raise CheckpointError(
-            f"{os.fspath(path)} has no fingerprint to compare with: it was saved without fingerprint=True", path=path
-        )
-    return Fingerprint.from_bytes(files[FILE], os.fspath(path))
+    return Fingerprint.from_bytes(files[FILE], os.fspath(path)) if FILE in files else None
 
 
 def _load(
@@ -116,10 +167,12 @@ def _load(
 
 
 def _compare(stored: Fingerprint, live: Fingerprint) -> Proof:
-    there, here = stored.keys(), live.keys()
+    apart = not_comparable(stored, live)
+    there, here = stored.keys() - apart, live.keys() - apart
     different = {key: str(of) for key, of in (stored - live).items() if key in there and key in here}
     equal = len(there & here) - len(different)
-    return Proof(live, equal, different, tuple(sorted(there - here)), tuple(sorted(here - there)), live.replicas)
+    missing, unexpected, others = (tuple(sorted(keys)) for keys in (there - here, here - there, apart))
+    return Proof(live, equal, different, missing, unexpected, live.replicas, others)
 
 
 def _same_form(stored: Fingerprint, live: Fingerprint, key: str) -> bool:

@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,11 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.native.index_checkpoint import IndexCheckpoint
 from .._checkpoint.recognize import recognize
 from .._engine import _C
+from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
+from .._fingerprint.fingerprint import Fingerprint
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of, storage_at
+from ..errors import CorruptCheckpointError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
 
@@ -48,7 +51,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     settings.check()
     where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
-    first, *others = _parts(where)
+    first, *others = opened_parts(where)
     with closing(first):
         info = CheckpointInfo(
             where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part,
@@ -58,6 +61,9 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     for part in others:
         with closing(part):
             _add(part, info, selection)
+    with suppress(Exception):  # `verify` tells of damage, and of stores that do not answer
+        if (kept := stored_fingerprint(first)) is not None:
+            info = replace(info, fingerprint=str(kept))
     if others and info.saved_by is not None:  # each rank has saved for itself
         info = replace(info, saved_by=replace(info.saved_by, ranks=1 + len(others)))
     selection.check([*info.tensors, *info.objects, *info.aliases])
@@ -67,7 +73,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     return info
 
 
-def _parts(path: str) -> Sequence[Checkpoint]:
+def opened_parts(path: str) -> Sequence[Checkpoint]:
     kind = recognize(path)
     if kind == "safetensors":
         return [IndexCheckpoint.of_headers(path)]
@@ -105,8 +111,29 @@ def _length(path: str) -> int:
         return -1
 
 
+def stored_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
+    """Returns the fingerprint that a checkpoint has; None if it has none. Needs no torch, and reads one record.
+
+    Raises `CorruptCheckpointError` if it is damaged, and OSError if it cannot be read. (The file beside the data is a
+    copy, which other software may have left behind.)
+    """
+    if checkpoint.format != "dcp" or FINGERPRINT_KEY not in checkpoint.objects:
+        return None
+    chunk = checkpoint.objects[FINGERPRINT_KEY]
+    _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
+    content = _value(record, chunk.crc)
+    if type(content) is not bytes:
+        file = os.path.join(checkpoint.root, chunk.file)
+        raise CorruptCheckpointError(
+            f"{FINGERPRINT_KEY}: the fingerprint is damaged", key=FINGERPRINT_KEY, file=file, offset=chunk.offset
+        )
+    return Fingerprint.from_bytes(content, checkpoint.path)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):  # so protocol 2 has bytes
+            return lambda text, encoding: text.encode("latin1")
         raise pickle.UnpicklingError(f"{module}.{name} is not plain")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -121,13 +148,21 @@ def _plain_value(checkpoint: Checkpoint, key: str) -> Any:
         return None
     try:
         _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
-        content = _C.archive_pickle(record) if chunk.crc < 0 or _C.crc32(record) == chunk.crc else None
+    except Exception:  # of a store, too
+        return None
+    value = _value(record, chunk.crc)
+    return value if _is_plain(value) else None
+
+
+def _value(record: bytes, crc: int) -> Any:
+    """Returns the value of an object's record, if it is plain or bytes, and None if it is neither, or damaged."""
+    try:
+        content = _C.archive_pickle(record) if crc < 0 or _C.crc32(record) == crc else None
         if content is None or _C.check_pickle(content)[0]:
             return None
-        value = _Unpickler(io.BytesIO(content)).load()
+        return _Unpickler(io.BytesIO(content)).load()
     except Exception:  # a damaged pickle raises nearly anything
         return None
-    return value if _is_plain(value) else None
 
 
 def _is_plain(value: Any) -> bool:

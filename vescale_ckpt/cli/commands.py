@@ -73,7 +73,7 @@ COMMANDS = (
         ),
         "Reads DCP checkpoints (of this package and of stock DCP), safetensors and files of torch.save. Runs no code "
         "of the checkpoint. Shows the values of numbers, strings and short lists (in a DCP checkpoint, of the first "
-        "200 objects), and when, by how many ranks and with which versions this package saved it.",
+        "200 objects), when, by how many ranks and with which versions this package saved it, and its fingerprint.",
         (
             "vescale-ckpt inspect checkpoints/step-1000",
             "vescale-ckpt inspect model.safetensors --keys 'model.layers.0.*' --depth 0",
@@ -83,7 +83,8 @@ COMMANDS = (
             "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
             "`objects` (by key: `file`, `offset`, `bytes`, `value`; null: not plain), `aliases` (other names of "
             "tensors), `files` (length by name; -1: missing), `is_node_part` (whether other machines may have what is "
-            "missing), `saved_by` (`time`, `ranks`, `torch`, `vescale_ckpt`; null: not recorded)"
+            "missing), `saved_by` (`time`, `ranks`, `torch`, `vescale_ckpt`; null: not recorded), `fingerprint` "
+            "(null: not kept)"
         ),
     ),
     Command(
@@ -108,6 +109,7 @@ COMMANDS = (
             value("b", "another one", metavar="B"),
             flag("--values", "read and compare values, in bounded memory: -0.0 equals 0.0, NaN equals NaN"),
             flag("--bits", "like --values, but compare bit by bit"),
+            flag("--fingerprints", "compare the fingerprints that saves have kept, of two checkpoints or of two runs"),
             _KEYS,
             _RENAME,
             _ALL,
@@ -118,16 +120,23 @@ COMMANDS = (
         "safetensors have no checksums per tensor, and checksums of shards that are not rows cannot be combined. With "
         "--values, all data is read, and numbers are compared as numbers; the parts of a complex number count "
         "separately, and objects must have the same type. With --bits, every bit must be equal. With --rename, --keys "
-        "selects keys of A, and all of B is compared with them.",
+        "selects keys of A, and all of B is compared with them.\n\nWith --fingerprints, A and B may be directories of "
+        "a CheckpointManager: their common steps are compared in ascending order, up to the first that differs. Only "
+        "fingerprints are read, which saves with fingerprint=True keep. Exit status 1 if a step differs; 3 if none "
+        "does, but a step is missing in one run, or has no fingerprint, or holds values for each rank of another "
+        "number of ranks.",
         (
             "vescale-ckpt diff step-1000 step-2000",
+            "vescale-ckpt diff --fingerprints runs/before-upgrade runs/after-upgrade",
             "vescale-ckpt diff --values step-1000 exported.safetensors --keys model --rename model=",
         ),
         json=(
             "`equal`, `only_a`, `only_b`, `kinds` (by key: the kind in A and in B), `objects`, `values` (of "
             "tensors that differ: `key`, `elements`, `different`, `max_abs`, `max_rel`, `not_finite_a`, "
             "`not_finite_b`, `unknown`), `checksums` (tensors whose bytes differ), `not_compared`, `compared`, "
-            "`compared_bytes`"
+            "`compared_bytes`; with --fingerprints, the schema `diff-fingerprints/1`: `equal`, `step` (the first that "
+            "differs; null: none, or two checkpoints), `different` (how, by key), `equal_steps`, `steps_without` (a "
+            "fingerprint), `only_a`, `only_b` (steps), `not_compared` (keys)"
         ),
     ),
     Command(

@@ -34,6 +34,7 @@ def inspect(options: Namespace) -> int:
             ("format", info.format + (f", written by {info.writer}" if info.writer else "")),
             *([("save", info.save_id)] if info.save_id else []),
             ("saved", _saved(info)),
+            *([("fingerprint", info.fingerprint)] if info.fingerprint else []),
             ("tensors", f"{len(info.tensors):,} in {chunks:,} chunks, {size(info.bytes)}"),
             ("objects", f"{len(info.objects):,}, {_size(info.objects.values())}"),
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from .._observe.amounts import size
+from ..errors import some
 from . import output
 from .output import FINE, FOUND, UNUSABLE, UNVERIFIED, clean, figure
 
@@ -67,6 +68,8 @@ def _by_reason(found: list[Damage]) -> list[str]:
 
 
 def diff(options: Namespace) -> int:
+    if options.fingerprints:
+        return _diff_fingerprints(options)
     from .._inspect.diff import diff
 
     with output.progress("comparing", options.quiet) as progress:
@@ -105,4 +108,29 @@ def diff(options: Namespace) -> int:
     if found.not_compared:
         compared += f"; {len(found.not_compared):,} values not compared (--values reads them)"
     print(f"{'different' if found.different else 'not known' if found.not_compared else 'equal'}{compared}")
+    return status
+
+
+def _diff_fingerprints(options: Namespace) -> int:
+    """Raises ValueError for options that need data."""
+    for name in ("values", "bits", "keys", "rename"):
+        if getattr(options, name):
+            raise ValueError(f"--fingerprints and --{name} exclude each other")
+    from .._inspect.diff_runs import diff_runs
+
+    found = diff_runs(options.a, options.b)
+    status = FOUND if found.different else FINE if found.equal else UNVERIFIED
+    if options.json:
+        output.print_json("diff-fingerprints/1", asdict(found) | {"equal": found.equal})
+        return status
+    named = {"only in A": found.only_a, "only in B": found.only_b, "without a fingerprint": found.steps_without}
+    for what, steps in named.items():
+        if steps:
+            print(f"{what}: steps {some([*map(str, steps)])}")
+    output.print_lines([f"differs: {clean(key)}: {clean(how)}" for key, how in found.different.items()], options)
+    output.print_lines([f"not compared: {clean(key)}" for key in found.not_compared], options)
+    verdict = "different" if found.different else "equal" if found.equal else "not known"
+    where = "" if found.step is None else f" from step {found.step} on"
+    equal = f"; {len(found.equal_steps):,} steps are equal" if found.equal_steps else ""
+    print(f"{verdict}{where}{equal}")
     return status

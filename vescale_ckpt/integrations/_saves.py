@@ -29,8 +29,9 @@ class Saves:
     While it is, removals wait for its success. If it fails, nothing is removed.
     """
 
-    def __init__(self, async_checkpoint: bool) -> None:
+    def __init__(self, async_checkpoint: bool, fingerprint: bool = False) -> None:
         self.async_checkpoint = checked_flag("async_checkpoint", async_checkpoint)
+        self._fingerprint = checked_flag("fingerprint", fingerprint)
         self._running: SaveHandle | None = None  # its error has not been raised
         self._in_use: list[str] = []  # folders to remove, which another process was reading
         self._waits_at_exit = False
@@ -58,6 +59,7 @@ class Saves:
             async_checkpoint=self.async_checkpoint,
             process_group=process_group,
             extra_files=extra_files,
+            fingerprint=self._fingerprint,
         )
         if replaced is not None:
             self.remove(replaced, os.unlink)

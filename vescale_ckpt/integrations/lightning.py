@@ -172,6 +172,7 @@ class _Strategy(_Host):
         broadcast_checkpoint: as `vescale_ckpt.load` takes it.
         weights_only: as `torch.load` takes it, where Lightning gives None. (The Trainer of Lightning 2.6 gives None to
             strategies that load after their setup, whatever its own argument is.)
+        fingerprint: as `vescale_ckpt.save` takes it.
 
     All other arguments are those of Lightning's strategy.
     """
@@ -182,12 +183,13 @@ class _Strategy(_Host):
         async_checkpoint: bool = False,
         broadcast_checkpoint: Broadcast = "auto",
         weights_only: bool | None = None,
+        fingerprint: bool = False,
         **options: Any,
     ) -> None:
         if options.get("save_distributed_checkpoint") is False or options.get("state_dict_type") == "full":
             raise ValueError(f"{type(self).__name__} saves folders: Lightning's own strategy saves one file")
         super().__init__(*args, **options)
-        self._saves = Saves(async_checkpoint)
+        self._saves = Saves(async_checkpoint, fingerprint)
         self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self._weights_only = weights_only
         self._loaded_folder = False

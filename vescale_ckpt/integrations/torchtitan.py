@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from .. import Safetensors, SaveHandle, settings
 from .._checkpoint.recognize import committed_at
+from .._fingerprint.prove import prove_restored, stored_fingerprint
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
 from .._storage.paths import is_url
 from ..api import load, save
@@ -93,9 +94,12 @@ class VescaleCheckpointManager(_Manager):
     class Config(_Manager.Config):
         broadcast_checkpoint: str | bool = "auto"
         """Whether ranks read for each other, as vescale_ckpt.load takes it."""
+        prove: bool = False
+        """Whether saves keep fingerprints and loads are compared with them, as CheckpointManager does."""
 
     def __init__(self, config: Any, **options: Any) -> None:
         self._broadcast_checkpoint = settings.broadcast(config.broadcast_checkpoint)
+        self._proves = config.prove
         self._last_save: SaveHandle | None = None
         _dcp.filesystem = _FILES
         super().__init__(config, **options)
@@ -109,7 +113,7 @@ class VescaleCheckpointManager(_Manager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"fingerprint": self._proves}
         if to_hf:
             assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
             state_dict = self.sd_adapter.to_hf(state_dict)
@@ -139,6 +143,10 @@ class VescaleCheckpointManager(_Manager):
             raise
         if "model" in self.states:  # the model's tensors are single entries of the state
             self.states["model"].load_state_dict(state_dict)
+        if self._proves:
+            model = self.states["model"].state_dict() if "model" in self.states else {}
+            live = {key: model.get(key, value) for key, value in state_dict.items()}
+            prove_restored(stored_fingerprint(checkpoint_id), checkpoint_id, live, {})
 
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
@@ -162,6 +170,6 @@ class VescaleCheckpointManager(_Manager):
 
 
 @_override(target=_Manager.Config, description="vescale_ckpt saves and loads", exact=True)
-def vescale(config: Any, broadcast_checkpoint: str | bool = "auto") -> Any:
+def vescale(config: Any, broadcast_checkpoint: str | bool = "auto", prove: bool = False) -> Any:
     """The override that torchtitan imports by its name."""
-    return _derive(config, VescaleCheckpointManager.Config, broadcast_checkpoint=broadcast_checkpoint)
+    return _derive(config, VescaleCheckpointManager.Config, broadcast_checkpoint=broadcast_checkpoint, prove=prove)

@@ -253,12 +253,16 @@ class _LaterRandomState(RandomState):
 
     _loaded: dict[str, Any] | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self._loaded is None else self._loaded
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
 
     def set_now(self) -> None:
         if self._loaded is not None:
             super().load_state_dict(self._loaded)
+            self._loaded = None
 
 
 def last_sound_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:

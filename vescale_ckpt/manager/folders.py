@@ -18,6 +18,7 @@ from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_step
 from .._checkpoint.newest import newest_sound
 from .._collective.handle import SaveHandle
 from .._engine.engine_errors import named_system_errors
+from .._fingerprint.prove import prove_restored, stored_fingerprint
 from .._storage.open_storage import is_inconclusive, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from . import step_metrics
@@ -46,6 +47,7 @@ class Folders(ABC):
         self.root = ranks.directory
         self.durable = durable
         self.uploads: Uploads | None = None
+        self.proves = False  #: whether what was loaded is compared with the checkpoint's fingerprint
         self._ranks = ranks
         self._retention = retention
 
@@ -113,7 +115,10 @@ class Folders(ABC):
             )
 
     def _load_from(self, path: str, state: dict[str, Any], options: Mapping[str, Any]) -> None:
-        api.load(path, state, process_group=self._ranks.process_group, timeout=self._ranks.timeout, **options)
+        group, timeout = self._ranks.process_group, self._ranks.timeout
+        api.load(path, state, process_group=group, timeout=timeout, **options)
+        if self.proves:
+            prove_restored(stored_fingerprint(path, group, timeout), path, state, options, group, timeout)
 
     def _pass_over(self, which: str, error: CheckpointError) -> None:
         level = logging.WARNING if self._ranks.is_coordinator() else logging.DEBUG

@@ -21,7 +21,7 @@ from .._ranks.groups import check_alone_on_purpose
 from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, storage_at
 from .._write.optimizer_gate import Gate
-from ..settings import checked_count, checked_seconds
+from ..settings import checked_count, checked_flag, checked_seconds
 from . import step_metrics
 from .background_work import CommitCalls, OnCommit
 from .folders import Folders, SharedFolder
@@ -82,6 +82,11 @@ class CheckpointManager:
             stays during the call, if it is no URL. A step that retention has removed before its turn is passed over
             with a warning. An error is logged, and `close` raises it on the coordinator, unless `on_error` is "warn".
             `close` and the end of the process wait for calls as long as for uploads.
+        fingerprint: whether each save keeps the `vescale_ckpt.fingerprint` of its state, as `vescale_ckpt.save` does.
+            The coordinator logs it, one line a save. A warning names a save whose trained tensors all equal those of
+            the save before it, bit for bit, although the step has gone on: then a stale copy is saved.
+        prove: whether `restore` compares the state with the checkpoint's fingerprint when it has loaded it. It logs one
+            line, or raises `StateDiffersError` on all ranks. Implies `fingerprint`.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
     """
 
@@ -99,6 +104,8 @@ class CheckpointManager:
         tier: Tier | None = None,
         on_error: OnError = "raise",
         on_commit: OnCommit | None = None,
+        fingerprint: bool = False,
+        prove: bool = False,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -119,6 +126,8 @@ class CheckpointManager:
         if on_commit is not None and not callable(on_commit):
             raise TypeError(f"on_commit: expected a function of a step and a path, got {type(on_commit).__name__}")
         self.on_error = on_error
+        self.prove = checked_flag("prove", prove)
+        self.fingerprint = checked_flag("fingerprint", fingerprint) or prove
         self._closed = False
         signal = self.schedule.signal
         flag = None if signal is None else SignalFlag(signal, self.schedule.deadline_seconds)
@@ -145,10 +154,12 @@ class CheckpointManager:
                 self._folders = SharedFolder(ranks, self.retention, durable, tier)
             else:
                 self._folders = NodeFolders(ranks, self.retention, durable, tier, nodes)
+            self._folders.proves = self.prove
         self._commit_calls = CommitCalls(on_commit) if on_commit is not None and ranks.is_coordinator() else None
         self._saves = SaveLoop(
             ranks, SaveClock(self.schedule, ranks), self._folders, self._commit_calls, best=self.retention.best,
             async_checkpoint=self.async_checkpoint, tolerates=self.on_error == "warn",
+            fingerprints=self.fingerprint,
         )  # fmt: skip
 
     @property
@@ -335,6 +346,10 @@ class CheckpointManager:
 
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. The other arguments are those of `vescale_ckpt.load`.
+
+        With `CheckpointManager(prove=True)`, the entries of `state` are then compared with the checkpoint's
+        fingerprint. If they differ, `StateDiffersError` is raised; with `strict=False`, a warning is logged. Nothing is
+        compared, and a warning says so, if the checkpoint has no fingerprint, or with `keys` or `rename`.
 
         Raises on all ranks, as `vescale_ckpt.load` does. `CheckpointError`: there is no checkpoint. If none is sound,
         the error of the one tried last. If the state does not fit the checkpoint: `IncompatibleStateError`,

@@ -19,6 +19,9 @@ from .._collective import start_save
 from .._collective.handle import SaveHandle
 from .._collective.node_files import leaders_of
 from .._engine import _C
+from .._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
+from .._fingerprint.fingerprint import Fingerprint
+from .._fingerprint.prove import prove_restored
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
@@ -154,7 +157,7 @@ class NodeFolders(Folders):
                 if found.files is None:
                     self._load_from(found.path, state, options)
                 else:
-                    self._nodes.load(found, state, exchange, self._ranks, **options)
+                    self._load_from_nodes(found, state, exchange, options)
             except CheckpointError as error:  # all ranks get the same class and errno
                 if cannot_be_stored(error):
                     held_back = found.number
@@ -171,6 +174,19 @@ class NodeFolders(Folders):
         raise CheckpointError(
             f"{self.root} of all nodes and {self.durable.url} hold {which} that is whole", path=self.root
         )
+
+    def _load_from_nodes(
+        self, step: WholeStep, state: dict[str, Any], exchange: Exchange, options: Mapping[str, Any]
+    ) -> None:
+        files: dict[str, bytes] | None = options["extra_files"]
+        if files is None and self.proves:
+            files = {}
+        self._nodes.load(step, state, exchange, self._ranks, **{**options, "extra_files": files})
+        content = None if files is None else files.pop(FINGERPRINT_FILE, None)
+        if self.proves:  # no rank sees the files of all nodes, to locate what differs
+            stored = None if content is None else Fingerprint.from_bytes(content, step.path)
+            group, timeout = self._ranks.process_group, self._ranks.timeout
+            prove_restored(stored, step.path, state, options, group, timeout, locates=False)
 
     def _go_on_from(self, step: WholeStep) -> None:
         """Makes a step that was restored from the nodes durable, if it is due, and gives it its copies again: the job

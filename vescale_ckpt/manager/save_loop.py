@@ -17,6 +17,9 @@ from .. import settings
 from .._checkpoint.native.step_order import path_of
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
+from .._fingerprint.collect import fingerprint as take_fingerprint
+from .._fingerprint.fingerprint import Fingerprint, with_fingerprint
+from .._fingerprint.trail import Trail
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import place_in
@@ -40,6 +43,7 @@ class SaveLoop:
     Args:
         best: a metric that each save needs.
         tolerates: whether a save that fails is only logged and counted, and the next one is made.
+        fingerprints: whether each save keeps the fingerprint of its state, which is logged and compared with the last.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class SaveLoop:
         best: str | None,
         async_checkpoint: bool,
         tolerates: bool,
+        fingerprints: bool,
     ) -> None:
         self.failed_saves = 0
         self.running: RunningSave | None = None  #: the save that began last, until `wait` has returned its outcome
@@ -62,6 +67,7 @@ class SaveLoop:
         self._best = best
         self._async_checkpoint = async_checkpoint
         self._tolerates = tolerates
+        self._trail = Trail() if fingerprints else None
         self._durations: deque[float] = deque(maxlen=3)  # seconds until the last saves were durable
 
     def is_due(self, step: int) -> bool:
@@ -146,6 +152,10 @@ class SaveLoop:
     ) -> SaveHandle:
         """Begins a save and makes sure that `running.end` is called."""
         began, folders = time.monotonic(), self._folders
+        group, taken = self._ranks.process_group, None
+        if self._trail is not None:  # of the live state, before training goes on
+            taken = take_fingerprint(state, process_group=group, timeout=self._ranks.patience())
+            extra_files = with_fingerprint(extra_files, taken)
         running = self.running = RunningSave(folders.root, step, folders.writes_notes, self.running)
         try:
             folders.reserve(running, votes)
@@ -155,7 +165,7 @@ class SaveLoop:
                 running,
                 state,
                 async_checkpoint=in_background,
-                process_group=self._ranks.process_group,
+                process_group=group,
                 gate=gate if in_background else None,
                 timeout=self._ranks.patience(),
                 extra_files=extra_files,
@@ -167,7 +177,18 @@ class SaveLoop:
             handle.notice.raised = True  # the log tells of a failure, and nobody else
         handle.add_done_callback(partial(self._ended, running))
         self._clock.save_began(began)
+        if taken is not None:
+            self._tell(step, taken)
         return handle
+
+    def _tell(self, step: int, taken: Fingerprint) -> None:
+        """Logs the fingerprint of a save, on the coordinator, and warns if training has not changed the tensors."""
+        assert self._trail is not None
+        warning = self._trail.note(step, taken)
+        if self._ranks.is_coordinator():
+            logger.info("step %d: fingerprint %s", step, taken)
+            if warning is not None:
+                logger.warning("%s", warning)
 
     def _ended(self, running: RunningSave, handle: SaveHandle) -> None:
         error = handle.wait()
