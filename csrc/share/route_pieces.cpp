@@ -29,10 +29,7 @@ bool same_record(const Need& left, const Need& right) {
 class Cutter {
  public:
   Cutter(size_t senders, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
-      : limit_(max_piece_bytes(senders, options)),
-        options_(options),
-        routes_(routes),
-        own_bytes_(own_bytes) {}
+      : limit_(max_piece_bytes(senders, options)), options_(options), routes_(routes), own_bytes_(own_bytes) {}
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
