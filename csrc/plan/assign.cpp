@@ -23,8 +23,7 @@ void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
   }
 }
 
-// Balances bytes, and separately the number of items without known bytes (an object that was never saved, an empty
-// tensor).
+// Balances bytes. An empty tensor counts as one.
 class Assigner {
  public:
   Assigner(Layout& layout, std::span<const uint32_t> nodes, const std::vector<bool>& whole, const PlanOptions& options)
@@ -57,14 +56,13 @@ class Assigner {
   const std::vector<bool>& whole_;
   const PlanOptions& options_;
   HolderSets sets_;
-  std::vector<int64_t> bytes_, numbers_;  // what each rank alone can write
-  std::vector<Shared> shared_;            // in the order of shared_chunks
+  std::vector<int64_t> bytes_;  // what each rank alone can write
+  std::vector<Shared> shared_;  // in the order of shared_chunks
   Assignment result_;
 };
 
 void Assigner::group() {
   bytes_.resize(nodes_.size());
-  numbers_.resize(nodes_.size());
   uint64_t slots = 0;
   for (size_t rank = 0; rank < nodes_.size(); ++rank) {
     result_.first_slot.push_back(slots);
@@ -112,7 +110,6 @@ void Assigner::add_group(const Layout::Class& of, uint32_t chunk, uint64_t weigh
     result_.groups.push_back({writer, 0});
     if (options_.placement == Placement::lowest_rank) return;
     bytes_[writer] += static_cast<int64_t>(weight * of.keys);
-    numbers_[writer] += weight == 0 ? of.keys : 0;
     return;
   }
   std::for_each(holders.begin(), holders.end(), take);
@@ -123,7 +120,7 @@ void Assigner::add_group(const Layout::Class& of, uint32_t chunk, uint64_t weigh
 }
 
 void Assigner::share() {
-  std::vector<SharedChunk> sized, weightless;
+  std::vector<SharedChunk> chunks;
   for (uint32_t key = 0; key < layout_.class_of.size(); ++key) {
     const uint32_t number = layout_.class_of[key];
     const uint32_t* chunk = result_.shared_chunks.data() + result_.first_shared_chunk[number];
@@ -131,27 +128,23 @@ void Assigner::share() {
       const std::span<const int64_t> size = layout_.size(layout_.classes[number], *chunk++);
       const bool marked = layout_.classes[number].flags & state::kUncut;
       const bool uncut = shared.weight == 0 || whole_[key] || marked;
-      (shared.weight == 0 ? weightless : sized)
-          .push_back({.set = shared.set,
-                      .bytes = std::max<int64_t>(1, static_cast<int64_t>(shared.weight)),
-                      .size = uncut ? std::span<const int64_t>() : size});
+      chunks.push_back({.set = shared.set,
+                        .bytes = std::max<int64_t>(1, static_cast<int64_t>(shared.weight)),
+                        .size = uncut ? std::span<const int64_t>() : size});
     }
   }
-  Balance by_bytes(sets_, std::move(bytes_), options_.least_piece_bytes);
-  Balance by_number(sets_, std::move(numbers_), 1);
-  by_bytes.place(sized);
-  by_number.place(weightless);
+  Balance balance(sets_, std::move(bytes_), options_.least_piece_bytes);
+  balance.place(chunks);
 
-  result_.pieces.reserve(sized.size() + weightless.size());
-  result_.first_piece.reserve(sized.size() + weightless.size() + 1);
+  result_.pieces.reserve(chunks.size());
+  result_.first_piece.reserve(chunks.size() + 1);
   result_.first_shared.reserve(layout_.class_of.size());
-  size_t next_sized = 0, next_weightless = 0;
+  size_t next = 0;
   for (const uint32_t number : layout_.class_of) {
     result_.first_shared.push_back(result_.first_piece.size());
-    for (const Shared& shared : shared_of(number)) {
+    for (size_t i = 0; i < shared_of(number).size(); ++i) {
       result_.first_piece.push_back(result_.pieces.size());
-      const auto [dim, shares] =
-          shared.weight == 0 ? by_number.shares(next_weightless++) : by_bytes.shares(next_sized++);
+      const auto [dim, shares] = balance.shares(next++);
       for (const Share& share : shares) {
         uint32_t split = 0;
         if (dim >= 0) {
