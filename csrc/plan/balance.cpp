@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -137,16 +136,10 @@ void Balance::place(std::span<const SharedChunk> chunks) {
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return sets_[a].size() < sets_[b].size(); });
-  const std::vector<int64_t> fixed = loads_;
   const std::vector<int64_t> parts = split_evenly(sets_, order, bytes, loads_);
-  movable_.resize(loads_.size());
-  std::transform(loads_.begin(), loads_.end(), fixed.begin(), movable_.begin(), std::minus<>());
   for (const uint32_t set : order) {
     const std::span<const uint32_t> ranks = sets_[set];
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      loads_[ranks[i]] -= parts[sets_.begin(set) + i];
-      movable_[ranks[i]] -= parts[sets_.begin(set) + i];
-    }
+    for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] -= parts[sets_.begin(set) + i];
     place_set(set, bytes[set], chunks, std::span(sorted).subspan(begins[set], begins[set + 1] - begins[set]));
   }
 }
@@ -186,7 +179,7 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedChunk
 }
 
 // Returns the dimension of the split. A later dimension is worth its many runs of memory only if it lowers the highest
-// rank by more than the slack, without the bytes that larger sets can move elsewhere.
+// rank by more than the slack.
 int32_t Balance::split(const SharedChunk& chunk, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
   int64_t least_excess = INT64_MAX;
   std::vector<Share> best;
@@ -195,7 +188,7 @@ int32_t Balance::split(const SharedChunk& chunk, std::span<const uint32_t> ranks
     std::vector<Share> shares = fill(cut, ranks, room, slack);
     int64_t excess = 0;
     for (const Share& share : shares) {
-      excess = std::max(excess, -room[member_of(ranks, share.rank)] - movable_[share.rank]);
+      excess = std::max(excess, -room[member_of(ranks, share.rank)]);
     }
     for (const Share& share : shares) room.take(member_of(ranks, share.rank), -share.length * cut.row_bytes);
     if (excess < least_excess - slack) {

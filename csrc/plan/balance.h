@@ -106,8 +106,6 @@ class Balance {
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;
-  std::vector<int64_t>
-      movable_;  // the part of the loads from sets that are not placed yet, as split_evenly() split them
   int64_t least_piece_bytes_;
   std::vector<Place> places_;
   std::vector<Share> shares_;

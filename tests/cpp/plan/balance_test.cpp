@@ -171,15 +171,6 @@ TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 100 * kMiB);
 }
 
-TEST(Balance, FewRowsOfTheFirstDimAreCutWhereALargerSetFillsTheGaps) {
-  HolderSets sets;
-  const uint32_t pair = add(sets, {0, 1}), all = add(sets, {0, 1, 2, 3});
-  const std::vector<SharedChunk> chunks = {chunk_of(pair, 60 * kMiB, {3, 1024}), chunk_of(all, 100 * kMiB, {1024})};
-  const Placed placed = place(sets, std::vector<int64_t>(4), chunks);
-  EXPECT_EQ(placed.dims, (std::vector<int32_t>{0, 0}));
-  for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 40, 0.5);
-}
-
 TEST(Balance, PiecesAreNotShredded) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
