@@ -131,14 +131,8 @@ def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> Wri
 class PackedResults(LazyList):
     """The locations of what a rank has written. Looks like `list[WriteResult]` on that rank."""
 
-    def __init__(
-        self,
-        locations: Locations,
-        items: PackedItems | None = None,
-        votes: tuple[list[int], list[int]] | None = None,
-    ) -> None:
+    def __init__(self, locations: Locations, items: PackedItems | None = None) -> None:
         self.locations = locations
-        self.votes = votes  #: `Timeline.votes` of the writing rank
         self._of = items
 
     def __len__(self) -> int:
@@ -150,7 +144,7 @@ class PackedResults(LazyList):
         return write_results(self._of, self.locations)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedResults, (self.locations, None, self.votes)
+        return PackedResults, (self.locations,)
 
 
 def write_results(items: Sequence[WriteItem], locations: Locations) -> list[WriteResult]:

@@ -27,7 +27,6 @@ from .._write.safetensors_layout import Safetensors, SaveFormat, chosen_format
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .packed_lists import PackedResults
 from .save_planner import NO_COLLECTIVES
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
@@ -160,8 +159,6 @@ class StorageWriter(DcpStorageWriter, Stager):
                 self._end()
                 raise
         if (measured := self._timeline) is not None:
-            if isinstance(results, PackedResults):
-                results.votes = measured.votes(self.last_stats.bytes)
             self.last_stats = measured.with_times(self.last_stats)
             if not self._is_coordinator:
                 measured.end(self.last_stats)
@@ -180,9 +177,7 @@ class StorageWriter(DcpStorageWriter, Stager):
         finally:
             self._end()
         if (measured := self._timeline) is not None and self.last_stats is not None:
-            votes = [votes for of_rank in results if (votes := getattr(of_rank, "votes", None)) is not None]
-            job = measured.job(_agreed(votes)) if len(votes) == measured.ranks else None
-            self.last_stats = measured.with_times(self.last_stats, job)
+            self.last_stats = measured.with_times(self.last_stats)
             measured.end(self.last_stats)
 
     @property
@@ -206,9 +201,3 @@ class StorageWriter(DcpStorageWriter, Stager):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": None, "_timeline": None}
-
-
-def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:
-    """The minima and sums of the ranks' votes, as `Exchange.agree` finds them."""
-    least, sums = zip(*votes, strict=True)
-    return [*map(min, zip(*least, strict=True)), *map(sum, zip(*sums, strict=True))]
