@@ -50,35 +50,23 @@ py::list differences(const plan::GlobalPlan& plan) {
   return found;
 }
 
-py::list catalog_rows(const metadata::Catalog& catalog) {
-  py::list rows;
+py::list shapes(const metadata::Catalog& catalog) {
+  py::list found;
   for (const metadata::Catalog::Key& key : catalog.keys) {
-    const py::str name = text(std::string(catalog.name(key)));
-    const py::tuple shape = numbers(catalog.shape(key));
-    for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
-      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
-      rows.append(py::make_tuple(name, static_cast<int>(key.kind), shape, numbers(catalog.offset(key, chunk)),
-                                 numbers(catalog.size(key, chunk)), chunk.writer, chunk.row));
-    }
+    found.append(py::make_tuple(text(std::string(catalog.name(key))), numbers(catalog.shape(key))));
   }
-  return rows;
+  return found;
 }
 
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<metadata::Catalog>(module, "Catalog")
-      .def_readonly("ranks", &metadata::Catalog::ranks)
-      .def_property_readonly("keys", [](const metadata::Catalog& catalog) { return catalog.keys.size(); })
-      .def_property_readonly("chunks", [](const metadata::Catalog& catalog) { return catalog.chunks.size(); })
-      .def("rows", &catalog_rows, "(name, kind, shape, offset, size, writer, row) of every chunk");
+  py::class_<metadata::Catalog>(module, "Catalog").def("shapes", &shapes, "(name, shape) of every key");
 
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),
            py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
            py::arg("hashes") = std::vector<py::bytes>())
-      .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
-      .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("local_plan", &local_plan)
       .def("holders", [](const plan::GlobalPlan& plan, uint32_t rank) { return bytes_of(plan.holders(rank)); })
       .def_property_readonly("differences", &differences)

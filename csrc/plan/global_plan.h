@@ -27,7 +27,6 @@ class GlobalPlan {
              std::span<const std::span<const uint64_t>> hashes = {});
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
-  uint64_t rows() const { return local_plans_.rows(); }  // sum over all local plans
 
   // Fills `words`, of local_plan_words, with the local plan of `rank`: rows of item, dim (-1: the whole chunk), start,
   // length. Each call computes it.

@@ -300,8 +300,8 @@ def _pairs(names: list[bytes]) -> dict[str, str]:
 
 def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
     """Returns the header entry that torch's HuggingFaceStorageWriter writes, for whole tensors."""
-    rows = planned.catalog.rows()
-    return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
+    shapes = planned.catalog.shapes()
+    return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, shape in shapes})
 
 
 def refuse_wrappers(description: State) -> None:
