@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state import shard_chunks
 from vescale_ckpt._state.chunk_rows import ShardChunk
@@ -149,21 +148,6 @@ def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
     dtensor = DTensor(like.to_local(), spec, requires_grad=False)  # type: ignore[call-arg]
     assert chunks_of(dtensor) == chunks_of(like)
     assert torch.equal(assembled(numbered((16, 3)), chunks_of(dtensor)), like.to_local())
-
-
-def test_a_torch_that_keeps_its_specs_elsewhere(rank_3_of_8: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtensor = distribute_tensor(
-        torch.ones(8, 8), init_device_mesh("cpu", (4, 2)), [Shard(0), Shard(1)], src_data_rank=None
-    )
-    layout, local = torch_private.dtensor_layouts([dtensor]), torch_private.local_tensors([dtensor])
-
-    def missing(value: object) -> None:
-        raise AttributeError
-
-    monkeypatch.setattr(torch_private, "_SPEC", missing)
-    monkeypatch.setattr(torch_private, "_LOCAL", missing)
-    assert torch_private.dtensor_layouts([dtensor]) == [layout[0]._replace(shard_order=None)]
-    assert torch.equal(torch_private.local_tensors([dtensor])[0], local[0])
 
 
 def test_what_the_largest_layouts_cost() -> None:

@@ -99,12 +99,9 @@ _AS_LAYOUT = partial(tuple.__new__, DTensorLayout)  # faster than the constructo
 def dtensor_layouts(dtensors: list[DTensor], last: list[DTensorLayout] | None = None) -> list[DTensorLayout]:
     """The layouts, read without torch's dispatch, which takes microseconds a tensor. It is `last`, the same object, if
     these are the layouts."""
-    try:
-        if last is not None and _C.have_attributes(dtensors, _SPEC_PATHS, last):  # type: ignore[arg-type]
-            return last
-        return list(map(_AS_LAYOUT, map(_SPEC, dtensors)))
-    except AttributeError:
-        return [DTensorLayout(dtensor.placements, dtensor.device_mesh, dtensor.shape) for dtensor in dtensors]
+    if last is not None and _C.have_attributes(dtensors, _SPEC_PATHS, last):  # type: ignore[arg-type]
+        return last
+    return list(map(_AS_LAYOUT, map(_SPEC, dtensors)))
 
 
 def chunk_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -117,10 +114,7 @@ def chunk_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, 
 
 def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
     """The local tensor of each DTensor. Running collectives are not waited for."""
-    try:
-        return list(map(_LOCAL, dtensors))
-    except AttributeError:
-        return [dtensor.to_local() for dtensor in dtensors]
+    return list(map(_LOCAL, dtensors))
 
 
 def storage_identity(holder: torch.Tensor | torch.UntypedStorage) -> int:
