@@ -17,9 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness.saves import cause, dcp_load, dcp_save, load_blank, stock_load, stock_save
 from harness.states import DTYPES, SHAPES, KiB, MiB, assert_same, bits, blank, layouts, mixed_state, random_tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _extension
+from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -28,29 +27,10 @@ import vescale_ckpt
 from vescale_ckpt import (
     CorruptCheckpointError,
     LoadPlanner,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
     UntrustedCheckpointError,
 )
 from vescale_ckpt._inspect.diff import diff
-
-# --- All combinations of their parts and ours
-
-
-@pytest.mark.parametrize("load_planner", [LoadPlanner, DefaultLoadPlanner])
-@pytest.mark.parametrize("reader", [StorageReader, FileSystemReader])
-@pytest.mark.parametrize("save_planner", [SavePlanner, DefaultSavePlanner])
-@pytest.mark.parametrize("writer", [StorageWriter, FileSystemWriter])
-def test_parts_of_both_work_together(
-    checkpoint: Path, writer: Any, save_planner: Any, reader: Any, load_planner: Any
-) -> None:
-    state = mixed_state()
-    dcp.save(state, storage_writer=writer(checkpoint), planner=save_planner())
-    target = blank(state)
-    dcp.load(target, storage_reader=reader(checkpoint), planner=load_planner())
-    assert_same(target, state)
-
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("writer", [dcp_save, stock_save])

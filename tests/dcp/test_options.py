@@ -224,15 +224,6 @@ def test_stats(checkpoint: Path) -> None:
     assert pickle.loads(pickle.dumps(reader.last_stats)) == reader.last_stats
 
 
-@pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated")
-def test_deprecated_entry_points_of_dcp(checkpoint: Path) -> None:
-    state = mixed_state()
-    dcp.save_state_dict(state, StorageWriter(checkpoint), no_dist=True, planner=SavePlanner())
-    target = blank(state)
-    dcp.load_state_dict(target, StorageReader(checkpoint), no_dist=True, planner=LoadPlanner())
-    assert_same(target, state)
-
-
 @pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
 def test_validate_checkpoint_id(kind: type, tmp_path: Path) -> None:
     assert kind.validate_checkpoint_id(tmp_path)

@@ -160,13 +160,3 @@ def test_counters_and_flags_of_inference_and_training() -> None:
         trained.add_(1).mul_(2)
     versions, requires_grad = torch_private.tensor_facts([without, trained, trained.detach()])
     assert (versions.tolist(), list(requires_grad)) == ([-1, 2, 2], [0, 1, 0])
-
-
-def test_a_torch_without_dlpack_is_read_in_python() -> None:
-    tensors = [make(kind) for kind in KINDS]
-    wanted = tensor_table(tensors)
-
-    class Old:
-        pass
-
-    assert _C.tensor_table(tensors, (Old,), DTYPE_CODES, tensor_row) == wanted

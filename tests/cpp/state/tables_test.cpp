@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <limits>
-#include <random>
 
 #include "error_of.h"
 #include "read/reader.h"
@@ -15,7 +14,7 @@ namespace {
 
 using Words = std::vector<int64_t>;
 
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 Words joined(const std::vector<Words>& rows) {
   Words words;
@@ -48,19 +47,6 @@ TEST(TensorTable, RefusesWhatIsMalformed) {
   const std::vector<Words> bad = {{7, 0, 1},           {7, 0, 1, -1},   {7, 0, 1, 1, 5}, {7, 0, 1, 65},
                                   {7, 0, 1, kMost, 5}, {7, 1000, 1, 0}, {7, -2, 1, 0},   {7, 0, 1, 0, 7, 0}};
   for (const Words& words : bad) EXPECT_EQ(row_of_error([&] { TensorTable{words}; }), Error::kNoItem);
-}
-
-TEST(SameShapes, LooksAtDtypesAndShapesAlone) {
-  const auto same = [](const Words& other) {
-    const Words words = {7, 0, 1, 2, 3, 4, 4, 1};
-    return same_shapes(TensorTable(words), TensorTable(other));
-  };
-  EXPECT_TRUE(same({8, 0, 2, 2, 3, 4, 1, 3}));
-  EXPECT_FALSE(same({7, 1, 1, 2, 3, 4, 4, 1}));
-  EXPECT_FALSE(same({7, 0, 1, 2, 4, 3, 4, 1}));
-  EXPECT_FALSE(same({7, 0, 1, 1, 3, 4}));
-  EXPECT_FALSE(same({7, 0, 1, 2, 3, 4, 4, 1, 7, 0, 1, 0}));
-  EXPECT_FALSE(same({}));
 }
 
 TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
@@ -291,34 +277,6 @@ TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
   EXPECT_EQ(with({0, 7}), Error::kNoItem);
 }
 
-// Whatever the numbers: tables come out, or Error(invalid); AddressSanitizer watches.
-TEST(MakeTables, SurviveRandomNumbers) {
-  std::mt19937_64 random(1);
-  const auto noise = [&](Words& words) {
-    constexpr int64_t kOdd[] = {-1, kLeast, kMost, int64_t{1} << 33};
-    for (int64_t& word : words) {
-      if (random() % 16 == 0) word = random() % 4 == 0 ? kOdd[random() % 4] : static_cast<int64_t>(random() % 6);
-    }
-  };
-  int made = 0;
-  for (int round = 0; round < 20000; ++round) {
-    State state;
-    Words part = {0, 0, 1, 2, 2, -1, 0, 0};
-    Words reads = {0, 7, 0, 50, 9, dtype_code("int16"), 2, 10, 20, 3, 5, 2, 1, 1, 2};
-    for (Words* words : {&state.tensors, &state.sources, &part, &reads}) noise(*words);
-    for (const auto& make :
-         std::vector<std::function<void()>>{[&] { state.write(part); }, [&] { state.read(reads); }}) {
-      try {
-        make();
-        ++made;
-      } catch (const Error& error) {
-        ASSERT_EQ(error.kind, Error::Kind::invalid) << error.what();
-      }
-    }
-  }
-  EXPECT_GT(made, 100);
-}
-
 TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   State state;
   const Memory own(100), of_peer(50);
@@ -352,48 +310,6 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   EXPECT_EQ(changed(11, 3), 0);               // leaves the item
   EXPECT_EQ(changed(4, 1), 0);                // dimensions
   EXPECT_EQ(changed(17, 1), Error::kNoItem);  // ends early
-}
-
-// Two float64 tensors of shape [2, 3], and one whose dtype cannot be stored.
-const Words kStored = {64, dtype_code("float64"), kHostDevice, 2, 2, 3, 3, 1,
-                       0,  dtype_code("float64"), -1,          2, 2, 3, 1, 2};
-const Words kOther = {0, -1, kHostDevice, 0};
-const std::vector<std::string> kNames = {"object", "first", "second"};
-const std::vector<std::byte> kFlags = {std::byte{0}, std::byte{1}};
-
-TEST(DescribeState, TakesTensorsAndObjectsInTheOrderOfTheNames) {
-  const size_t object = 0;
-  const auto described = describe_state(kNames, TensorTable(kStored), kFlags, {&object, 1}, 5);
-  ASSERT_TRUE(described);
-  EXPECT_EQ(described->sources, Words({-1, 0, 0, 2, 0, 0, 1, 2, 0, 0}));
-  const Inventory inventory(described->inventory);
-  ASSERT_EQ(inventory.size(), 3u);
-  EXPECT_EQ(inventory.node(), 5);
-  EXPECT_EQ(inventory[0].kind, ItemKind::object);
-  const Item first = inventory[1], second = inventory[2];
-  EXPECT_EQ(first.name, "first");
-  EXPECT_EQ(first.kind, ItemKind::tensor);
-  EXPECT_EQ(first.bytes, 48u);
-  EXPECT_EQ(Words(first.size.begin(), first.size.end()), Words({2, 3}));
-  EXPECT_EQ(first.flags, 0);
-  EXPECT_EQ(second.flags, kRequiresGrad);
-}
-
-TEST(DescribeState, RefusesWhatDoesNotBelongTogether) {
-  const size_t far = 7;
-  EXPECT_THROW(describe_state(kNames, TensorTable(kStored), kFlags, {}, 0), Error);
-  EXPECT_THROW(describe_state(kNames, TensorTable(kStored), kFlags, {&far, 1}, 0), Error);
-  EXPECT_FALSE(describe_state({kNames.data(), 1}, TensorTable(kOther), {kFlags.data(), 1}, {}, 0));
-}
-
-TEST(RowsOfTensors, EqualOnesAreOneRow) {
-  Words table = kStored;
-  table.insert(table.end(), kOther.begin(), kOther.end());
-  const TensorRows rows = rows_of_tensors(TensorTable(table), std::vector<std::byte>(3));
-  EXPECT_EQ(rows.distinct.size(), 1u);
-  EXPECT_EQ(rows.numbers, std::vector<uint32_t>({0, 0, TensorRows::kNoRow}));
-  EXPECT_EQ(rows.sources, Words({0, 2, 0, 0, 1, 2, 0, 0, 2, 0}));
-  EXPECT_EQ(rows_of_tensors(TensorTable(kStored), kFlags).distinct.size(), 2u);
 }
 
 }  // namespace
