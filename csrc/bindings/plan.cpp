@@ -50,18 +50,10 @@ py::list differences(const plan::GlobalPlan& plan) {
   return found;
 }
 
-py::list shapes(const metadata::Catalog& catalog) {
-  py::list found;
-  for (const metadata::Catalog::Key& key : catalog.keys) {
-    found.append(py::make_tuple(text(std::string(catalog.name(key))), numbers(catalog.shape(key))));
-  }
-  return found;
-}
-
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<metadata::Catalog>(module, "Catalog").def("shapes", &shapes, "(name, shape) of every key");
+  py::class_<metadata::Catalog>(module, "Catalog");
 
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.jobs import run
 from torch.distributed.checkpoint import default_planner, filesystem
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import vescale_ckpt
 from vescale_ckpt.integrations import dcp as ours
@@ -142,42 +141,13 @@ def test_the_process_that_torch_starts_for_a_save_uses_this_package(tmp_path: Pa
         assert vescale_ckpt.load(tmp_path / str(number))["w"].tolist() == [float(number)] * 4
 
 
-def test_huggingface_writers_make_one_model_that_torchs_tools_take(tmp_path: Path) -> None:
-    def save(**options: object) -> None:
-        writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "a"), **options)  # type: ignore[arg-type]
-        dcp.save(_state(), storage_writer=writer)
-
-    save(save_distributed=True)  # by torch
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
-    with dcp_defaults():
-        save(save_distributed=True)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["model.safetensors"]
-    assert torch.equal(vescale_ckpt.safetensors.load_file(tmp_path / "a" / "model.safetensors")["w"], _state()["w"])
-    assert vescale_ckpt.verify(tmp_path / "a").ok
-    loaded = _state(0.0)
-    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "a")))
-    assert torch.equal(loaded["b"], _state()["b"])
-    (tmp_path / "b").mkdir()
-    consolidate_safetensors_files(str(tmp_path / "a"), str(tmp_path / "b"), fqn_to_index_mapping={"w": 1, "b": 2})
-    assert len(list((tmp_path / "b").glob("*.safetensors"))) == 2
-
-
-def test_a_mapping_to_several_files_is_followed(tmp_path: Path) -> None:
-    with dcp_defaults():
-        writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), fqn_to_index_mapping={"w": 1, "b": 2})
-        dcp.save(_state(), storage_writer=writer)
-    assert isinstance(writer, vescale_ckpt.StorageWriter)
-    assert set(vescale_ckpt.safetensors.load_file(tmp_path / "model-00002-of-00002.safetensors")) == {"b"}
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
-
-
 def test_a_module_with_torchs_own_derived_readers_is_reached() -> None:
     host = types.ModuleType("host_of_safetensors")
-    host.Reader, host.Writer = dcp.HuggingFaceStorageReader, dcp.HuggingFaceStorageWriter  # type: ignore[attr-defined]
+    host.Reader, host.Writer = dcp.HuggingFaceStorageReader, dcp.FileSystemWriter  # type: ignore[attr-defined]
     sys.modules[host.__name__] = host
     try:
         with dcp_defaults() as made:
-            assert host.Writer is ours.DefaultHuggingFaceWriter
+            assert host.Writer is ours.DefaultWriter
             assert "host_of_safetensors.Writer" in made.replaced
     finally:
         del sys.modules[host.__name__]

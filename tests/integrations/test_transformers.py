@@ -86,14 +86,6 @@ def test_a_killed_job_with_transformers_own_sharding_goes_on_with_the_same_losse
     _assert_equal_files(whole / "final", killed / "final")
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tp"])
-def test_transformers_own_distributed_save_goes_through_this_package(way: str, tmp_path: Path) -> None:
-    jobs.run(HERE / "save_distributed.py", str(tmp_path), way)
-    _assert_equal_files(tmp_path / "saved", tmp_path / "consolidated")
-    assert vescale_ckpt.verify(tmp_path / "saved").ok
-    assert not vescale_ckpt.verify(tmp_path / "saved").unchecked
-
-
 def _assert_equal_files(expected: Path, found: Path) -> None:
     left, right = (
         {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()} for path in (expected, found)

@@ -280,8 +280,7 @@ def checkpoint_files(
     target: PendingFile | None = None,
 ) -> tuple[bytes, bytes]: ...
 
-class Catalog:
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]: ...
+class Catalog: ...
 
 class GlobalPlan:
     def __init__(

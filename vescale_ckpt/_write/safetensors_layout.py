@@ -5,17 +5,16 @@ After planning, the coordinator lays out the files and creates them with their f
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from .._checkpoint.safetensors.commit import holds_model
 from .._checkpoint.safetensors.export_folder import ExportFolder, file_numbers
-from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS, checked_metadata, with_ties
+from .._checkpoint.safetensors.header_texts import checked_metadata, with_ties
 from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
 from .._engine.engine_errors import named_errors
@@ -64,9 +63,6 @@ class Safetensors:
     max_shard_size: int | str = DEFAULT_SHARD_SIZE
     metadata: Mapping[str, str] | None = None
     fqn_to_index_mapping: Mapping[str, int] | None = None
-
-    #: whether headers record that each tensor starts at offset 0, which torch's consolidation tools need
-    tells_offsets: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.metadata is not None and not isinstance(self.metadata, Mapping):
@@ -172,7 +168,7 @@ class SafetensorsLayout(Layout):
         its value}. Raises `CheckpointError` for values that no safetensors file can hold."""
         wanted, ties = self._wanted, ties or {}
         try:
-            texts = [*with_ties(wanted.texts, ties), *([_offsets_in(planned)] if wanted.tells_offsets else [])]
+            texts = with_ties(wanted.texts, ties)
             numbers = list(wanted.file_numbers)
             return _C.ExportLayout(planned.catalog, wanted.most_file_bytes, texts, list(ties.items()), numbers)
         except _C.EngineError as error:
@@ -296,12 +292,6 @@ class SafetensorsLayout(Layout):
 def _pairs(names: list[bytes]) -> dict[str, str]:
     texts = [name.decode() for name in names]
     return dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-def _offsets_in(planned: GlobalPlan) -> tuple[str, str]:
-    """Returns the header entry that torch's HuggingFaceStorageWriter writes, for whole tensors."""
-    shapes = planned.catalog.shapes()
-    return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, shape in shapes})
 
 
 def refuse_wrappers(description: State) -> None:

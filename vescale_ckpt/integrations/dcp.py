@@ -15,13 +15,10 @@ from typing import Any, ClassVar, Literal
 from weakref import ref
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from .. import LoadPlanner, Safetensors, SavePlanner, Stager, StorageReader, StorageWriter
-from .._checkpoint.safetensors.model_names import is_file_of_rank
+from .. import LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
 from .._engine import torch_private
-from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import Broadcast, checked_count, checked_flag
 
@@ -74,41 +71,6 @@ class DefaultWriter(StorageWriter):
                 "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
                 "are run by torch's FileSystemWriter and FileSystemReader only"
             )
-
-
-class _WithOffsets(Safetensors):
-    tells_offsets = True
-
-
-class DefaultHuggingFaceWriter(StorageWriter):
-    """A `StorageWriter(format="safetensors")` with the arguments of torch's `HuggingFaceStorageWriter`.
-
-    All ranks write into the same files, whole tensors: what torch's writer has in `shard-…` files of each rank, and
-    consolidates if asked to, is a model that `from_pretrained` and every other reader takes as it is.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        fqn_to_index_mapping: Mapping[str, int] | None = None,
-        thread_count: int = 1,
-        save_distributed: bool = False,
-        enable_consolidation: bool = False,
-        thread_count_consolidation: int = 1,
-    ) -> None:
-        super().__init__(
-            path,
-            format=_WithOffsets(fqn_to_index_mapping=fqn_to_index_mapping),
-            thread_count=None if thread_count == 1 else thread_count,
-        )
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # Of a folder with files of ranks transformers would read these, and the new ones as more of the same.
-        folder = storage_at(self.path)
-        for name in filter(is_file_of_rank, folder.names()):
-            folder.remove(name)
-        folder.sync()
-        super().finish(metadata, results)
 
 
 class DefaultReader(StorageReader):
@@ -219,13 +181,11 @@ class ProcessExecutor(torch_private.AsyncProcessExecutor):
 
 _DCP = "torch.distributed.checkpoint"
 _STORAGE: dict[str, type] = {"FileSystemWriter": DefaultWriter, "FileSystemReader": DefaultReader}
-_HUGGING_FACE: dict[str, type] = {"HuggingFaceStorageWriter": DefaultHuggingFaceWriter}
 _PLANNERS: dict[str, type] = {"DefaultSavePlanner": DefaultPlanner, "DefaultLoadPlanner": LoadPlanner}
 #: The names that DCP and its hosts look up when they save or load, by module.
 _NAMES: dict[str, dict[str, type]] = {
     f"{_DCP}._storage_utils": _STORAGE,  # for `checkpoint_id=`
-    _DCP: {**_STORAGE, **_PLANNERS, **_HUGGING_FACE},
-    f"{_DCP}.hf_storage": _HUGGING_FACE,
+    _DCP: {**_STORAGE, **_PLANNERS},
     f"{_DCP}.default_planner": _PLANNERS,
     f"{_DCP}.state_dict_saver": {
         "DefaultSavePlanner": DefaultPlanner,
@@ -301,9 +261,8 @@ def dcp_defaults(*, broadcast_checkpoint: Broadcast = False) -> Iterator[Default
 
     For frameworks that call `dcp.save(..., checkpoint_id=...)`, or construct `FileSystemWriter` and
     `DefaultSavePlanner` themselves: `with dcp_defaults(): accelerator.save_state()`. Plans are cached from save to
-    save. `HuggingFaceStorageWriter` writes one model instead of a file per rank, unless it receives a mapping of
-    tensors to several files. Names that other modules imported earlier are replaced there, too. The process that
-    `dcp.async_save` starts with `AsyncCheckpointerType.PROCESS` uses this package as well.
+    save. Names that other modules imported earlier are replaced there, too. The process that `dcp.async_save` starts
+    with `AsyncCheckpointerType.PROCESS` uses this package as well.
 
     Paths that only torch's fsspec storage supports (`s3://`) are left to torch, and so are modules that derive classes
     from torch's, which `not_reached` of the result names.

@@ -56,11 +56,6 @@ def is_model_file(name: str) -> bool:
     return _MODEL_FILE.fullmatch(name) is not None
 
 
-def is_file_of_rank(name: str) -> bool:
-    """Whether torch's HuggingFaceStorageWriter gives this name to a file of one rank."""
-    return is_model_file(name) and name.startswith("shard-")
-
-
 def is_temporary_index(name: str) -> bool:
     return final_name(name) == INDEX_NAME
 
