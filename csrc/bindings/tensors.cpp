@@ -119,9 +119,8 @@ std::span<const uint64_t> factors_of(const py::bytes& factors) {  // aligned as 
   return {reinterpret_cast<const uint64_t*>(bytes.data()), bytes.size() / sizeof(uint64_t)};
 }
 
-py::tuple offered_hashes(const HeldState& state, const SampleArgument& sample, const py::bytes& factors,
-                         const py::bytes& offered) {
-  const auto found = state::offered_hashes(state.tables(), view(offered), sample_of(sample), factors_of(factors));
+py::tuple offered_hashes(const HeldState& state, const SampleArgument& sample, const py::bytes& factors) {
+  const auto found = state::offered_hashes(state.tables(), sample_of(sample), factors_of(factors));
   return py::make_tuple(bytes_of(found.hashes), found.rest);
 }
 
@@ -202,7 +201,7 @@ void bind_tensors(py::module_& module) {
           py::arg("placements"), py::arg("memories"), "the same of copies out of memories")
       .def("items_that_share_memory",
            [](const HeldState& state) { return state::items_that_share_memory(state.tables()); })
-      .def("offered_hashes", &offered_hashes, py::arg("sample"), py::arg("factors"), py::arg("offered"),
+      .def("offered_hashes", &offered_hashes, py::arg("sample"), py::arg("factors"),
            "a hash of each item, 0 for none; and the items that are to be hashed in Python")
       .def("replica_sum", &replica_sum, py::arg("sample"), py::arg("factors"), py::arg("holders"),
            "the sum of this rank's summands; item and factor of those that are to be added in Python")

@@ -95,15 +95,12 @@ std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const u
   return hashes;
 }
 
-OfferedHashes offered_hashes(const StateTables& state, std::span<const std::byte> offered, const Sample& sample,
-                             std::span<const uint64_t> factors) {
+OfferedHashes offered_hashes(const StateTables& state, const Sample& sample, std::span<const uint64_t> factors) {
   const Inventory& all = state.inventory;
-  if (!offered.empty() && offered.size() != all.size()) throw Error::invalid("expected a flag for each item");
   std::vector<uint32_t> items;
   for (uint32_t i = 0; i < all.size(); ++i) {
     const Item item = all[i];
-    if (item.kind == ItemKind::object || item.bytes == 0) continue;
-    if (offered.empty() || offered[i] != std::byte{0} || item.bytes >= sample.large_bytes) items.push_back(i);
+    if (item.kind != ItemKind::object && item.bytes != 0) items.push_back(i);
   }
   const std::vector<uint64_t> found = replica_hashes(state, items, sample, factors);
   OfferedHashes result{std::vector<uint64_t>(all.size()), {}};

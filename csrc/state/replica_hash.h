@@ -34,9 +34,7 @@ struct OfferedHashes {
   std::vector<uint32_t> rest;    // items that are to be compared, whose memory the engine may not use
 };
 
-// Hashes the items that other ranks may hold, too: those with a flag in `offered`, and those large enough to be cut.
-// Without flags all tensors are. Throws as above.
-OfferedHashes offered_hashes(const StateTables& state, std::span<const std::byte> offered, const Sample& sample,
-                             std::span<const uint64_t> factors);
+// Hashes all tensors. Throws as above.
+OfferedHashes offered_hashes(const StateTables& state, const Sample& sample, std::span<const uint64_t> factors);
 
 }  // namespace vescale_ckpt::state

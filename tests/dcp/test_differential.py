@@ -32,6 +32,7 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._inspect.diff import diff
 
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("writer", [dcp_save, stock_save])
 def test_every_dtype_in_every_shape(checkpoint: Path, writer: Callable[..., Any], verify: bool) -> None:

@@ -40,7 +40,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def offered_hashes(state: State, on_devices: bool) -> bytes:
     """Returns a hash of 64 bits for each item of the inventory; 0 for an item that is not compared. `on_devices`:
     whether chunks on devices are compared; this waits for copies from them."""
-    packed, rest = state.for_engine.offered_hashes(_SAMPLE, _packed_factors(), state.offered)
+    packed, rest = state.for_engine.offered_hashes(_SAMPLE, _packed_factors())
     if rest:
         hashes = array("Q", packed)
         for item, value in _hashes(_tensors(state, rest, on_devices)):

@@ -40,7 +40,7 @@ class Describer:
         last, state = self._last, self._read(list(flat), list(flat.values()), node)
         if last is not None and state.has_form_of(last):
             state.inventory, state.names, state.sources = last.inventory, last.names, last.sources
-            state.offered, state.other = last.offered, last.other
+            state.other = last.other
         else:
             add_inventory(state)
         state.objects = {key: flat[key] for key in map(state.groups.keys.__getitem__, state.groups.objects)}

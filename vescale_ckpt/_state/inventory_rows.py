@@ -37,8 +37,7 @@ class _Making:
         self.state, self.groups = state, state.groups
         self.other = list(self.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
-        self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # {traits: rows}, because layers repeat
-        self.alone = bytearray(len(self.groups.keys))  # 1 if no two ranks of the mesh hold the same chunk, by index
+        self.rows: dict[Any, list[tuple[bytes, bytes]]] = {}  # {traits: rows}, because layers repeat
         # By index in the order of the keys: rows of the inventory, each with its row of the table of sources.
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in self.groups.keys]
         self._add_plain()
@@ -54,9 +53,6 @@ class _Making:
         rows = [row for of_key in items for row, _ in of_key]
         state.inventory = _C.pack_inventory(state.names, rows, state.node)
         state.sources = b"".join([source for of_key in items for _, source in of_key])
-        if 1 in self.alone:
-            offered = zip(self.alone, items, strict=True)
-            state.offered = bytes([1 - alone for alone, of_key in offered for _ in of_key])
         state.other = dict.fromkeys(keys[position] for position in sorted(self.other))
 
     def _add_plain(self) -> None:
@@ -73,8 +69,6 @@ class _Making:
     def _add_dtensors(self) -> None:
         if not self.groups.dtensors:
             return
-        from torch.distributed.tensor import Replicate
-
         state = self.state
         first = len(self.groups.plain)
         wrapper_types = set(filter(is_wrapper_type, set(state.local_types)))
@@ -88,15 +82,11 @@ class _Making:
             placing = layout.placements, layout.shape, layout.shard_order, mesh_shape, coordinate
             uncut = state.local_types[index] in wrapper_types
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
-            found = self.rows.get(traits)
-            if found is None:
-                chunks = self._chunks(
+            chunks = self.rows.get(traits)
+            if chunks is None:
+                chunks = self.rows[traits] = self._chunks(
                     self.groups.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
                 )
-                placed = zip(layout.placements, mesh_shape, strict=True)
-                replicas = [size for of, size in placed if isinstance(of, Replicate)]
-                found = self.rows[traits] = chunks, max(replicas, default=1) == 1
-            chunks, self.alone[position] = found
             self.items[position] = [(row, _source(number, offsets)) for row, offsets in chunks]
 
     def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

@@ -79,7 +79,6 @@ class State:
     inventory: bytes = b""  #: it has an item for each chunk of a tensor and each object, in the order of the keys
     names: list[str] = field(default_factory=list)  #: the key of each item
     sources: bytes = b""  #: 64-bit integers of each item: tensor, dimensions n, n offsets in it; of an object: -1, 0
-    offered: bytes = b""  #: whether other ranks may hold the same chunk, for each item, as far as is known; empty: all
     objects: dict[str, Any] = field(default_factory=dict)  #: values of the items that are no tensors
     other: dict[str, Any] = field(default_factory=dict)  #: values without items: they describe themselves to DCP
     paths: Mapping[str, Any] | None = None  #: the path of each key: DCP's planner_data; None: it is the key
