@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-_OBJECT_BYTES = 1024  # about what torch.save needs for a number
-
 
 class Entry(NamedTuple):
     """A tensor or an object of a state."""
@@ -17,7 +15,6 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None  #: None: an object
-    bytes: int = 0  #: size of an object
     everywhere: bool = False  #: whole on every rank, whatever the parallelism
 
 
@@ -75,5 +72,5 @@ def with_adam(entries: Sequence[Entry]) -> list[Entry]:
             prefix = f"optim.state.{name}"
             state.append(Entry(f"{prefix}.step", (), torch.float32, everywhere=True))
             state += (Entry(f"{prefix}.{moment}", shape, torch.float32) for moment in ("exp_avg", "exp_avg_sq"))
-    groups = (Entry(f"optim.param_groups.0.{name}", bytes=_OBJECT_BYTES) for name in ("lr", "betas", "weight_decay"))
+    groups = (Entry(f"optim.param_groups.0.{name}") for name in ("lr", "betas", "weight_decay"))
     return [*entries, *state, *groups]

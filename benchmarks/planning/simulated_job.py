@@ -30,6 +30,7 @@ from vescale_ckpt._state.shard_chunks import chunks_at
 _Placed = tuple[tuple[int, ...], tuple[Placement, ...]]  # mesh, placements
 
 _RECORD_BYTES = 704 + 832  # of the archive around a tensor of two dimensions
+_OBJECT_BYTES = 1024  # about what torch.save needs for a number
 # The dimension that tensor parallelism cuts, by a component of the key.
 _TENSOR_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
@@ -98,7 +99,7 @@ class SimulatedState:
     def sizes(self, rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes of an element, and sizes, of each item of a rank's inventory."""
         of_entries = [
-            [(1, (entry.bytes,))]
+            [(1, (_OBJECT_BYTES,))]
             if entry.dtype is None
             else [(entry.dtype.itemsize, tuple(chunk.size)) for chunk in _chunks(entry, placed, rank)]
             for entry, placed in self._distinct
@@ -108,7 +109,7 @@ class SimulatedState:
 
 def _rows(entry: Entry, placed: _Placed | None, rank: int) -> list[bytes]:
     if entry.dtype is None:
-        return [packed_row(OBJECT, 0, False, entry.bytes, ShardChunk((), (), ()), ())]
+        return [packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ())]
     kind, code = TENSOR if placed is None else SHARD, dtype_code(entry.dtype, entry.name)
     chunks = _chunks(entry, placed, rank)
     return [packed_row(kind, code, False, entry.dtype.itemsize, chunk, entry.shape) for chunk in chunks]

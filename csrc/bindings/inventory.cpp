@@ -39,22 +39,6 @@ py::bytes kinds(const py::bytes& bytes) {
   return py::bytes(result);
 }
 
-py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
-  const state::Inventory inventory(view(bytes));
-  const Table table(sizes);
-  state::InventoryBuilder builder;
-  size_t object = 0;
-  for (size_t i = 0; i < inventory.size(); ++i) {
-    state::Item item = inventory[i];
-    if (item.kind == state::ItemKind::object) {
-      if (object == table.values().size()) throw py::value_error("more objects than sizes");
-      item.bytes = static_cast<uint64_t>(table.values()[object++]);
-    }
-    builder.add(item);
-  }
-  return bytes_of(builder.pack(inventory.node()));
-}
-
 // What ranks have in common travels once: see state::InventoryParts. The header has the node.
 py::tuple parts(const py::bytes& bytes) {
   const state::Inventory inventory(view(bytes));
@@ -97,7 +81,6 @@ void bind_inventory(py::module_& module) {
   module.def("inventory_kinds", &kinds, "one byte an item: csrc/state/inventory.h, ItemKind");
   module.def("inventory_objects", &objects, "the names of its objects");
   module.def("inventory_parts", &parts, "header, rows, numbers and names, which stand for the inventory");
-  module.def("with_object_bytes", &with_object_bytes, "the same with the sizes of its objects, in their order");
 }
 
 }  // namespace vescale_ckpt::bindings

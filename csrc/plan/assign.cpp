@@ -23,7 +23,7 @@ void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
   }
 }
 
-// Balances bytes. An empty tensor counts as one.
+// Balances bytes. An object and an empty tensor count as one.
 class Assigner {
  public:
   Assigner(Layout& layout, std::span<const uint32_t> nodes, const std::vector<bool>& whole, const PlanOptions& options)

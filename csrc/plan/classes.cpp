@@ -90,13 +90,12 @@ void describe_classes(std::span<const state::Inventory> ranks, const FirstItems&
   for (Layout::Class& of : layout.classes) {
     const FirstItem first = first_items[of.first_key];
     const state::Item item = ranks[first.rank][first.item];
-    const bool object = item.kind == state::ItemKind::object;
     of.kind = item.kind;
     of.dtype = item.dtype;
     of.flags = item.flags;
     of.ndim = static_cast<uint32_t>(item.shape.size());
     of.shape = layout.shapes.size();
-    of.bytes = object ? item.bytes : format::dtypes()[item.dtype].item_bytes;
+    of.bytes = item.kind == state::ItemKind::object ? 0 : format::dtypes()[item.dtype].item_bytes;
     layout.shapes.insert(layout.shapes.end(), item.shape.begin(), item.shape.end());
   }
 }

@@ -30,7 +30,7 @@ struct Layout {
     uint64_t first_chunk;  // index among all chunks
     uint64_t shape;        // start in `shapes`
     uint64_t dims;         // start of offset[ndim], size[ndim] of its first chunk in `dims`; the others follow
-    uint64_t bytes;        // bytes of one element, or of the whole object
+    uint64_t bytes;        // bytes of one element; 0 of an object
   };
 
   // Ranks with the same keys in the same order, and with equal rows for the same keys, as the ranks of a mesh.

@@ -38,7 +38,7 @@ struct Item {
   ItemKind kind = ItemKind::object;
   uint8_t dtype = 0;  // dtype code (format/torch_record.h)
   uint16_t flags = 0;
-  uint64_t bytes = 0;              // bytes of this chunk; of an object, its bytes in the last save
+  uint64_t bytes = 0;              // bytes of this chunk; 0 of an object
   std::span<const int64_t> shape;  // shape of the whole tensor
   std::span<const int64_t> offset, size;
 };

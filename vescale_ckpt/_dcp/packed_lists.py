@@ -184,7 +184,7 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
     for item in items:
         data = item.tensor_data
         if data is None:
-            rows.append(packed_row(OBJECT, 0, False, 1, ShardChunk((), (), ()), ()))
+            rows.append(packed_row(OBJECT, 0, False, 0, ShardChunk((), (), ()), ()))
             continue
         sizes, dtype = data.chunk.sizes, data.properties.dtype
         kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD

@@ -159,7 +159,7 @@ class Planning:
             logger.info("planning again: %s", describe_changes(last, made_for.inventory))
         contents = [objects.dump(value, key, tells=False) for key, value in self.state.objects.items()]
         return PlanRequest(
-            inventory=_C.with_object_bytes(made_for.inventory, array("q", map(len, contents))),
+            inventory=made_for.inventory,
             paths=pack_paths(made_for.paths),
             structure=made_for.structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),

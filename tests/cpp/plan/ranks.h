@@ -33,10 +33,9 @@ class Ranks {
   void replicated(std::string_view name, const Dims& shape, std::string_view dtype = "float32") {
     for (size_t rank = 0; rank < count(); ++rank) tensor(rank, name, shape, dtype);
   }
-  void object(size_t rank, std::string_view name, uint64_t bytes = 0) {
+  void object(size_t rank, std::string_view name) {
     state::Item item;
     item.name = name;
-    item.bytes = bytes;
     builders_[rank].add(item);
   }
   state::InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
