@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
@@ -95,8 +94,6 @@ class StorageReader(DcpStorageReader):
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self.process_group = process_group
         self.last_stats: LoadStats | None = None
-        #: the id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`.
-        self.load_id = uuid.uuid4().hex
         self._checkpoint: LoadableCheckpoint | None = None  # the one that is read
         self._metadata_error: CheckpointError | None = None
 
@@ -128,7 +125,6 @@ class StorageReader(DcpStorageReader):
             self._source = Source(os.fspath(checkpoint_id), self._source.options, self._source.stack)
         self._checkpoint = None
         self._metadata_error = None
-        self.load_id = uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> str:
@@ -161,12 +157,10 @@ class StorageReader(DcpStorageReader):
         if type(self) is not StorageReader:  # a subclass may change the metadata that it gets
             found = found.without_index()
         self._checkpoint = found
-        load_id = self.load_id
         if found.index is None:
-            return _with_load_id(found.metadata, load_id)
+            return found.metadata
         # The function must not refer to the reader or the checkpoint: a reference cycle would keep files open.
-        read = found.read_metadata
-        metadata = LazyMetadata(build=lambda: _with_load_id(read(), load_id))
+        metadata = LazyMetadata(build=found.read_metadata)
         metadata.index = found.index
         return metadata
 
@@ -225,10 +219,3 @@ def _loaded(load: RankLoad, plan: LoadPlan, planner: LoadPlanner, broadcast: Bro
     if isinstance(planner, OurLoadPlanner) and (reads := planner.reads_of(plan)) is not None:
         return load_packed(load, reads, planner.state_dict, planner.put_object, broadcast)
     return ItemLoad(load, item_targets(planner)).run(plan.items, broadcast)
-
-
-def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:
-    if not isinstance(metadata.storage_meta, StorageMeta):
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = load_id
-    return metadata
