@@ -19,7 +19,6 @@ from .._checkpoint.native import metadata_file
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.record_reader import ReadOptions
-from .._checkpoint.stacking import Stack, checked_rules
 from .._load.load_packed import load_packed
 from .._load.rank_load import RankLoad
 from .._load.source import Source
@@ -62,7 +61,6 @@ class StorageReader(DcpStorageReader):
         direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if that is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
-        stack: as for `vescale_ckpt.load`.
 
     Raises:
         CorruptCheckpointError: data is damaged.
@@ -80,7 +78,6 @@ class StorageReader(DcpStorageReader):
         weights_only: bool = True,
         direct_io: DirectIO = "auto",
         process_group: dist.ProcessGroup | None = None,
-        stack: Stack | None = None,
     ) -> None:
         super().__init__()
         options = ReadOptions(
@@ -89,8 +86,7 @@ class StorageReader(DcpStorageReader):
             checked_flag("weights_only", weights_only),
             direct_io,
         )
-        rules = None if stack is None else checked_rules(stack)
-        self._source = Source(os.fspath(checked_path("path", path)), options, rules)
+        self._source = Source(os.fspath(checked_path("path", path)), options)
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self.process_group = process_group
         self.last_stats: LoadStats | None = None
@@ -122,7 +118,7 @@ class StorageReader(DcpStorageReader):
         """DCP calls it first, on each rank."""
         self._source.release()
         if checkpoint_id is not None:
-            self._source = Source(os.fspath(checkpoint_id), self._source.options, self._source.stack)
+            self._source = Source(os.fspath(checkpoint_id), self._source.options)
         self._checkpoint = None
         self._metadata_error = None
 
