@@ -29,7 +29,7 @@ from .._state.application import Application, optimizer_keys, saved_form
 from .._state.containers import Containers
 from .._state.extra_files import contents_in, is_extra, key_of, names_in
 from .._state.flatten import flatten, nest, place
-from .._state.key_selection import Rename, Selection, close_names, rename_function, rename_keys, renamed_if_known
+from .._state.key_selection import Rename, Selection, rename_function, rename_keys, renamed_if_known
 from .._state.load_targets import allocate_targets, find_shared
 from .._state.missing_keys import advice_for_missing
 from .._state.old_containers import ask_for_whole, saved_as_objects, split
@@ -61,7 +61,6 @@ class _Fit:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
-    advice: str = ""  #: hint about missing keys
     form: str = ""  #: proposed `stack=` and `rename=` that make the checkpoint fit
 
     def error(self, stored: Iterable[str], renamed: bool) -> CheckpointError | None:
@@ -69,7 +68,7 @@ class _Fit:
         if self.missing or self.surplus:
             unexpected = {*self.unexpected}
             found = [key for key in stored if key not in unexpected]
-            hint = self.form or self.advice or advice_for_missing(self.missing, self.unexpected, found, renamed)
+            hint = self.form or advice_for_missing(self.missing, self.unexpected, found, renamed)
             return MissingKeysError(self.missing, self.surplus, self.mismatched, hint)
         if self.mismatched:
             first, *others = self.mismatched
@@ -95,7 +94,6 @@ class _Fit:
             [key for key in fits[0].unexpected if key in common],
             list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
             [key for key in dict.fromkeys(surplus) if key in common],
-            next((fit.advice for fit in fits if fit.advice), ""),
             next((fit.form for fit in fits if fit.form), ""),
         )
 
@@ -452,7 +450,7 @@ class _TargetState:
         closed = application.closed_prefixes(of) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         nowhere = contents.nowhere([*contents.stored, *plan.values])
-        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus, close_names(nowhere, contents.stored))
+        fit = _Fit([*missing, *nowhere], unexpected, mismatched, surplus)
         if missing and self.proposes and checkpoint.format == "safetensors":
             fit.form = propose(checkpoint, flat)
         return plan, fit
@@ -486,5 +484,4 @@ def _plan_all(contents: _Contents) -> tuple[FillPlan, _Fit]:
     if plan is None:
         plan = FillPlan(checkpoint, {key: contents.new_value(key) for key in keys if key in selected})
     missing, mismatched = plan.misfits()
-    nowhere = contents.nowhere(keys)
-    return plan, _Fit([*missing, *nowhere], [], mismatched, advice=close_names(nowhere, keys))
+    return plan, _Fit([*missing, *contents.nowhere(keys)], [], mismatched)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from difflib import get_close_matches
 from fnmatch import translate
-from itertools import islice
 
 from ..errors import MissingKeysError
 
 Rename = Mapping[str, str] | Callable[[str], str]
-_MOST_COMPARED = 10_000  # names that are compared with one that is missing: each takes some microseconds
 
 
 class Selection:
@@ -68,17 +65,7 @@ class Selection:
         """Raises `MissingKeysError` for names and patterns that none of `keys` has, except those with `!`, and if none
         is selected."""
         if missing := self.without_match(keys):
-            raise MissingKeysError(missing, hint=close_names(missing, keys))
-
-
-def close_names(names: Iterable[str], keys: Iterable[str]) -> str:
-    """Advice for names that select none of `keys`: what is spelled almost like each."""
-    found = []
-    for name in names:
-        depth = name.count(".") + 1
-        alike = dict.fromkeys(".".join(key.split(".")[:depth]) for key in keys)
-        found += [f"{close!r} for {name!r}" for close in get_close_matches(name, islice(alike, _MOST_COMPARED), 1)]
-    return f"was it {', '.join(found[:3])}?" if found else ""
+            raise MissingKeysError(missing)
 
 
 def rename_function(rename: Rename | None) -> Callable[[str], str]:
