@@ -81,12 +81,12 @@ OVERLAPPING = {
     "expanded in the middle": lambda: torch.zeros(4, 1, 3).expand(4, 2, 3)[:, :, :2],
     "windows": lambda: torch.zeros(6).unfold(0, 3, 1),
     "same diagonals": lambda: torch.zeros(20).as_strided((3, 4), (2, 1)),
+    "between each other": lambda: torch.zeros(20).as_strided((2, 3), (3, 2)),
 }
 DISJOINT = {
     "transposed": lambda: torch.zeros(3, 4).t(),
     "a part": lambda: torch.zeros(4, 5)[:, 1:4],
     "expanded to one": lambda: torch.zeros(4).expand(1, 4),
-    "between each other": lambda: torch.zeros(20).as_strided((2, 3), (3, 2)),
     "empty": lambda: torch.zeros(1, 0).expand(4, 0),
 }
 

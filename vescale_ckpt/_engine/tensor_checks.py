@@ -52,13 +52,11 @@ def reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + elements) * tensor.itemsize
 
 
-MOST_COMPARED = 1 << 24  # elements of a tensor whose strides alone do not decide
-
-
 def overlapping(tensors: Sequence[torch.Tensor], numbers: Iterable[int] | None = None) -> list[int]:
     """The numbers of the tensors that overlap themselves: several elements are the same memory, as in expanded tensors
-    and overlapping windows. A load into such a tensor would keep only the last value that is written; `copy_` of torch
-    refuses expanded tensors, too. `numbers`: those of tensors that may; all others are known to be contiguous."""
+    and overlapping windows. Counts those, too, whose dimensions lie between each other, as only `as_strided` makes
+    them. A load into such a tensor would keep only the last value that is written; `copy_` of torch refuses expanded
+    tensors, too. `numbers`: those of tensors that may; all others are known to be contiguous."""
     numbers = range(len(tensors)) if numbers is None else numbers
     return [number for number in numbers if _overlaps_itself(tensors[number])]
 
@@ -69,21 +67,12 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    last, disjoint = 0, True  # how far the dimensions before this one reach
+    last = 0  # how far the dimensions before this one reach
     for stride, size in dims:
-        if stride == 0:
+        if stride <= last:
             return True
-        disjoint = disjoint and stride > last
         last += (size - 1) * stride
-    if disjoint:
-        return False
-    if tensor.numel() > MOST_COMPARED:
-        return True  # not certain, but such strides without overlap are very rare
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
-    in_order: torch.Tensor = places.flatten().sort().values
-    return bool((in_order[1:] == in_order[:-1]).any())
+    return False
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:

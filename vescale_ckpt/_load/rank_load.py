@@ -104,7 +104,7 @@ def ranks_of_node() -> int:
 
 def overlaps_itself(key: str) -> CheckpointError:
     return CheckpointError(
-        f"{key}: several elements of the tensor to load into are the same memory (it is expanded, or overlaps itself): "
-        "load into a clone of it",
+        f"{key}: several elements of the tensor to load into are the same memory (it is expanded, or its dimensions "
+        "overlap): load into a clone of it",
         key=key,
     )

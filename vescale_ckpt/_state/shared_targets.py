@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._engine.tensor_checks import MOST_COMPARED, is_plain_tensor
+from .._engine.tensor_checks import is_plain_tensor
 from .._engine.torch_private import local_tensors
 from .._engine.torch_types import dtensor_type, is_sharded_tensor
 from ..errors import CheckpointError
@@ -21,6 +21,8 @@ from .shared_memory import sharing_memory
 from .state import State
 
 logger = logging.getLogger(__name__)
+
+_MOST_RUNS = 1 << 24  # of a tensor whose memory is compared with that of others
 
 
 def replaced_targets(state: State, stored_alike: Callable[[str, str], bool]) -> set[str]:
@@ -109,7 +111,7 @@ def _runs(tensor: torch.Tensor, key: str) -> torch.Tensor:
             length *= size
             continue
         many *= size
-        if many > MOST_COMPARED:
+        if many > _MOST_RUNS:
             raise CheckpointError(
                 f"{key}: the tensor to load into lies in the same memory as others, in too many pieces to find out "
                 "whether they overlap: load into a clone of it",
