@@ -1,12 +1,10 @@
-"""`PlanCache` keeps the plans of a `Planner` for later saves, and describes what changed if none fits."""
+"""`PlanCache` keeps the plans of a `Planner` for later saves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .._engine import _C
-from .._engine.rows import OBJECT
 from .global_plan import GlobalPlan, PlanAnswer
 
 MOST_PLANS = 4  # one planner may save so many forms of state in turn
@@ -61,28 +59,3 @@ class PlanCache:
             if made_then == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
                 return kept
         return None
-
-    @property
-    def last_inventory(self) -> bytes | None:
-        return next((made_then.inventory for made_then, _ in reversed(self.local_plans.values())), None)
-
-
-def describe_changes(old: bytes, new: bytes, most: int = 5) -> str:
-    """Returns the first `most` keys that differ between two inventories, and how. Does not compare sizes of objects."""
-    before, after = _keys(old), _keys(new)
-    if before == after:
-        return "the order of the keys" if list(before) != list(after) else "nothing that planning depends on"
-    differ = [name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name)]
-    shown = [f"{name!r}: {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}" for name in differ[:most]]
-    return "; ".join(shown) + (f"; and {len(differ) - most} more" if len(differ) > most else "")
-
-
-def _keys(inventory: bytes) -> dict[str, str]:
-    """{key: its items as text}"""
-    dtypes = [name for name, _, _ in _C.dtypes()]
-    keys: dict[str, str] = {}
-    for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
-        item = "an object" if kind == OBJECT else f"{dtypes[code]} {size} at {offset} of {shape}"
-        item += " with gradient" * requires_grad
-        keys[name] = f"{keys[name]} and {item}" if name in keys else item
-    return keys

@@ -24,7 +24,7 @@ from ..settings import Placement
 from . import replicas
 from .global_plan import NOT_KEPT, GlobalPlan, PlanAnswer, PlanRequest
 from .local_plan import LocalPlan
-from .plan_cache import MadeFor, PlanCache, describe_changes
+from .plan_cache import MadeFor, PlanCache
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +155,6 @@ class Planning:
 
     def full_request(self, on_devices: bool = True) -> PlanRequest:
         made_for = self._made_for
-        if (last := self._cache.last_inventory) is not None:
-            logger.info("planning again: %s", describe_changes(last, made_for.inventory))
         contents = [objects.dump(value, key, tells=False) for key, value in self.state.objects.items()]
         return PlanRequest(
             inventory=made_for.inventory,
