@@ -25,13 +25,13 @@ from .._load.source import Source
 from .._observe.timeline import Timeline, phase
 from .._ranks.exchange import Exchange, digest
 from .._routes.broadcast_load import BroadcastLoad
+from .._state.advice_on_keys import advice_for_missing
 from .._state.application import Application, optimizer_keys, saved_form
 from .._state.containers import Containers
 from .._state.extra_files import contents_in, is_extra, key_of, names_in
 from .._state.flatten import flatten, nest, place
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys, renamed_if_known
 from .._state.load_targets import allocate_targets, find_shared
-from .._state.missing_keys import advice_for_missing
 from .._state.old_containers import ask_for_whole, saved_as_objects, split
 from .._state.per_rank import PerRank, Restoring, set_rank
 from .._state.stored_entries import StoredEntries

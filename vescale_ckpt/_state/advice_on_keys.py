@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate, islice
 
 from .key_selection import rename_function
 
 _MOST_PREFIXES = 4  # a longer mapping is not worth reading
-_MOST_COMPARED = 10_000  # keys that are compared with one that is missing
 _NAMED_STATE = re.compile(r"\bstate\..+\.")  # of an optimizer; it is found by numbers where it is stored by numbers
 _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_\d+")  # `PerRank` names the values of ranks so
 
@@ -75,22 +74,13 @@ def _other_names(
 ) -> tuple[str, Collection[str]]:
     """Advice for keys that are stored under other names, and these keys. What it proposes was tried: it finds as many
     keys as the text says, and those in `found` keep their names."""
-    hits: Collection[str]
     prefixes, hits = suggest_rename(missing, unexpected, found)
-    how = f"rename={prefixes}"
-    alike = all(not old or not new or _in_common(old, new) for old, new in prefixes.items())  # else another model's
-    if len(hits) < len(missing) or not alike:
-        if parts := _wrapper_parts(missing, unexpected, in_state=False):
-            how = f"rename={{{_removal(parts)}: key for key in [*stored.tensors, *stored.objects]}}"
-            how, hits = f"with stored = vescale_ckpt.inspect(path), {how}", missing
-        elif (parts := _wrapper_parts(missing, unexpected, in_state=True)) and found == _all_without(parts, found):
-            how, hits = f"rename=lambda key: {_removal(parts)}", missing
     if not hits:
         return "", hits
     if renamed:
         how = f"rename= does not give that name, as {unexpected[0]!r}"
         return f"{len(hits)} of the missing keys are stored under another name, and {how}", hits
-    return f"{len(hits)} of the missing keys are stored under another name: {how} finds them", hits
+    return f"{len(hits)} of the missing keys are stored under another name: rename={prefixes} finds them", hits
 
 
 def suggest_rename(
@@ -147,36 +137,3 @@ def _hits(of: Callable[[str], str], missing: Iterable[str], stored: Container[st
     """Returns {missing key: stored key} for the keys that a load with `rename=of` finds."""
     names = {key: of(key) for key in missing}
     return {key: name for key, name in names.items() if name in stored or _NAMED_STATE.sub("state.0.", name) in stored}
-
-
-def _wrapper_parts(missing: Sequence[str], unexpected: Sequence[str], in_state: bool) -> list[str]:
-    """Returns the parts (`_orig_mod`) that are anywhere in the keys of one side only, if without them all missing keys
-    are found. Otherwise empty. `in_state`: the missing keys have them; else the unexpected ones."""
-    parts: list[str] = []
-    while len(parts) < _MOST_PREFIXES:
-        longer = missing if in_state else unexpected
-        names = dict(zip(longer, _all_without(parts, longer), strict=True))
-        of, stored = (names.__getitem__, unexpected) if in_state else (str, names.values())
-        hits = _hits(of, missing, {*stored})
-        lost = next((key for key in missing if key not in hits), None)
-        if lost is None:
-            return parts if len({*names.values()}) == len(names) else []
-        ends = "." + lost.rpartition(".")[2]
-        for key in islice((key for key in unexpected if f".{key}".endswith(ends)), _MOST_COMPARED):
-            long, short = (names[lost], key) if in_state else (names[key], lost)
-            beyond = [part for part in dict.fromkeys(long.split(".")) if part not in short.split(".")]
-            if beyond and _all_without(beyond, [long]) == [short]:
-                parts += beyond
-                break
-        else:
-            return []
-    return []
-
-
-def _all_without(parts: Iterable[str], keys: Sequence[str]) -> list[str]:
-    return [reduce(lambda text, part: text.replace(f"{part}.", ""), parts, key) for key in keys]
-
-
-def _removal(parts: Iterable[str]) -> str:
-    """The code that removes the parts from a key."""
-    return "key" + "".join(f".replace({f'{part}.'!r}, '')" for part in parts)
