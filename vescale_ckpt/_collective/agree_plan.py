@@ -106,15 +106,15 @@ class CollectivePlan:
         low, high = struct.unpack("<qq", request.plan_id if kept else bytes(16))
         placement = PLACEMENTS.index(self._planner.placement)
         number = NO_NUMBER if self._marker is None else self._marker.number
-        ours = (int(steps.error is None), int(kept), low, ~low, high, ~high, int(request.checked))
+        ours = (int(steps.error is None), int(kept), low, ~low, high, ~high)
         votes = self._exchange.agree((*ours, placement, ~placement, number), steps.phase("agree"), [request.check])
-        fine, all_kept, low, not_low, high, not_high, all_checked, least, not_most, number, differs = votes
+        fine, all_kept, low, not_low, high, not_high, least, not_most, number, differs = votes
         if not fine:
             steps.raise_together("plan")
         if least != ~not_most:
             raise CheckpointError(f"ranks ask for different placements (here: {self._planner.placement!r})")
         same_plan = all_kept and low == ~not_low and high == ~not_high
-        return bool(same_plan and not (all_checked and differs)), number
+        return bool(same_plan and not differs), number
 
     def _plan(self, planning: Planning, request: PlanRequest, same: bool) -> Planned:
         steps, planner, rank = self._steps, self._planner, self._exchange.rank

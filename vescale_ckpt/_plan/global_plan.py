@@ -33,7 +33,6 @@ class PlanRequest:
     digests: bytes = b""  #: a checksum of each object, in the order of the inventory
     replicas: bytes = b""  #: `replicas.offered_hashes`
     check: int = 0  #: `replicas.replica_sum`, if this is only an id
-    checked: bool = True  #: whether `check` covers all chunks that are compared
     of_items: bool = False  #: whether another planner's items are planned, which are written whole
 
 

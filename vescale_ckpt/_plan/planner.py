@@ -116,7 +116,7 @@ class Planner:
 
     def _kept_by_all(self, requests: Sequence[PlanRequest]) -> GlobalPlan | None:
         """The plan that all ranks have kept, each for its position. None if replicas differ now."""
-        if all(request.checked for request in requests) and sum(request.check for request in requests) % (1 << 64):
+        if sum(request.check for request in requests) % (1 << 64):
             return None
         named = {request.plan_id if request.position == rank else b"" for rank, request in enumerate(requests)}
         kept = self.cache.global_plans.get(named.pop()) if len(named) == 1 else None
@@ -150,8 +150,8 @@ class Planning:
         kept = self._cache.local_plan(self._made_for)
         if kept is None:
             return self.full_request(on_devices)
-        check, checked = replicas.replica_sum(self.state, kept.holders, on_devices)
-        return PlanRequest(kept.plan_id, kept.position, check=check, checked=checked)
+        check = replicas.replica_sum(self.state, kept.holders, on_devices)
+        return PlanRequest(kept.plan_id, kept.position, check=check)
 
     def full_request(self, on_devices: bool = True) -> PlanRequest:
         made_for = self._made_for

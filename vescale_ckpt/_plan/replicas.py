@@ -49,19 +49,16 @@ def offered_hashes(state: State, on_devices: bool) -> bytes:
     return packed
 
 
-def replica_sum(state: State, holders: bytes, on_devices: bool) -> tuple[int, bool]:
-    """Returns this rank's term of the sum over all ranks that is 0 if no chunk differs, as a signed integer of 64 bits,
-    and whether it covers all chunks that are compared. `holders`: from the plan that is reused."""
+def replica_sum(state: State, holders: bytes, on_devices: bool) -> int:
+    """Returns this rank's term of the sum over all ranks that is 0 if no chunk differs, as a signed integer of 64 bits.
+    `holders`: from the plan that is reused."""
     if not holders:
-        return 0, True
+        return 0
     total, rest = state.for_engine.replica_sum(_SAMPLE, _packed_factors(), holders)
-    if not rest:
-        return _signed(total), True
     factors = dict(rest)
-    complete = on_devices or all(_is_small_or_here(state, item) for item in factors)
     for item, value in _hashes(_tensors(state, factors, on_devices)):
         total += factors[item] * value
-    return _signed(total & _MASK), complete
+    return _signed(total & _MASK)
 
 
 def warn(keys: dict[str, tuple[int, int]]) -> None:
@@ -99,10 +96,6 @@ def warn_of_objects(requests: Iterable[PlanRequest]) -> None:
 
 def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
     return [f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]
-
-
-def _is_small_or_here(state: State, item: int) -> bool:
-    return state.items[item][4] < LARGE_BYTES or state.source(item)[0].is_cpu
 
 
 def _tensors(state: State, items: Iterable[int], on_devices: bool) -> list[tuple[int, torch.Tensor, int]]:
