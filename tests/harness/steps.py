@@ -31,7 +31,7 @@ from vescale_ckpt._ranks.rendezvous import GRACE, FirstWord, Rendezvous
 from vescale_ckpt._ranks.store_thread import StoreGoneError
 from vescale_ckpt._routes import routes
 from vescale_ckpt._routes.pipeline import Pipeline
-from vescale_ckpt._routes.rounds import RoutedRead
+from vescale_ckpt._routes.routed_read import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
 from vescale_ckpt._storage import locks, orphans

@@ -81,7 +81,7 @@ class SaveHandle:
         Raises:
             CheckpointTimeoutError: the store that the ranks share does not answer; nothing is cancelled.
         """
-        cancel = self._cancel
+        cancel = self._cancel  # of the rank's Save (save.py)
         return cancel is not None and not self.done() and cancel()
 
     def result(self, timeout: float | None = None) -> SaveStats:

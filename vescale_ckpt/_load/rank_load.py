@@ -21,7 +21,7 @@ from .._engine.tensor_checks import holds_any, overlapping
 from .._engine.torch_copies import device_notes
 from .._engine.torch_types import dtensor_type
 from .._ranks.groups import resolve_group
-from .._routes.rounds import FailedElsewhereError
+from .._routes.routed_read import FailedElsewhereError
 from .._state.state import State
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError

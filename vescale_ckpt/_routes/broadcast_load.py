@@ -13,7 +13,7 @@ from .._ranks.exchange import Exchange
 from .._ranks.node import node_of_this_process
 from .._storage.open_storage import storage_at
 from ..errors import LoadFailedError
-from .rounds import RoutedRead
+from .routed_read import RoutedRead
 from .routes import Needs, routes_of_all
 
 

@@ -1,4 +1,5 @@
-"""`Retention` decides which checkpoints a manager keeps, from their steps and metrics alone."""
+"""`Retention` decides which checkpoints a manager keeps, from their steps and metrics alone; clean_up.py removes the
+others."""
 
 from __future__ import annotations
 
