@@ -1,5 +1,5 @@
-// Writes records (framing and bytes) to a data file and checksums them in the same pass (write_ranges). Buffered writes to one file
-// serialize on its inode lock, so records may then be spread over several files.
+// Writes records (framing and bytes) to a data file and checksums them in the same pass (write_ranges). Buffered writes
+// to one file serialize on its inode lock, so records may then be spread over several files.
 //
 // The layout lets loads read large tensors directly into their memory: the file offset of a large tensor is congruent
 // to its address modulo the block size (64 for torch's CPU allocator). So offsets depend on the sizes of all tensors,
