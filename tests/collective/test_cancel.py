@@ -196,18 +196,17 @@ def test_a_save_goes_on_if_the_others_cannot_be_told(tmp_path: Path) -> None:
         assert (handle.result(BOUND).bytes > 0, float(vescale_ckpt.load(tmp_path / "c")["w"][0])) == (True, 1.0)
 
 
-@pytest.mark.parametrize("format", ["dcp", "safetensors"])
-def test_a_save_to_an_object_store_is_cancelled(url: str, format: str) -> None:
+def test_a_save_to_an_object_store_is_cancelled(url: str) -> None:
     pytest.importorskip("obstore", reason="object stores need obstore")
-    vescale_ckpt.save(f"{url}/c", _state(1, 1000), format=format)
+    vescale_ckpt.save(f"{url}/c", _state(1, 1000))
     before = stores.names(f"{url}/c")
     with steps.endless_writes():
-        handle = vescale_ckpt.save(f"{url}/c", _state(2, 16 << 20), format=format, async_checkpoint=True)
+        handle = vescale_ckpt.save(f"{url}/c", _state(2, 16 << 20), async_checkpoint=True)
         assert handle.cancel()
         with pytest.raises(SaveCancelledError, match="nothing is committed"):
             handle.result(BOUND)
     assert stores.names(f"{url}/c") == before
-    vescale_ckpt.save(f"{url}/c", _state(3, 1000), format=format)
+    vescale_ckpt.save(f"{url}/c", _state(3, 1000))
     assert float(vescale_ckpt.load(f"{url}/c")["w"][0]) == 3.0
 
 

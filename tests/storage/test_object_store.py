@@ -228,10 +228,11 @@ def test_a_missing_data_file_is_named(url: str) -> None:
         ("other bytes", "dcp", False), ("other bytes", "safetensors", True), ("missing", "safetensors", False),
     ],
 )  # fmt: skip
-def test_what_was_put_back_is_taken(url: str, damage: str, format: Any, seen_before: bool) -> None:
+def test_what_was_put_back_is_taken(url: str, tmp_path: Path, damage: str, format: Any, seen_before: bool) -> None:
     """An object of another length or ETag is asked for anew in the next call."""
     saved = {"weight": torch.arange(3 * MiB, dtype=torch.float32)}
-    vescale_ckpt.save(url, saved, format=format)
+    vescale_ckpt.save(tmp_path / "saved", saved, format=format)
+    vescale_ckpt.copy(tmp_path / "saved", url)
     (name,) = (name for name in stores.names(url) if name.endswith((".distcp", ".safetensors")))
     content = stores.read(url, name)
     if seen_before:
