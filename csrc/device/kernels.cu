@@ -22,7 +22,9 @@ extern "C" __global__ void __launch_bounds__(256)
     (&steps[0][0])[i] = (&powers->steps[0][0])[i];
   }
   __syncthreads();
-  const uint32_t piece = (blockIdx.x * blockDim.x + threadIdx.x) / kSumLanes, lane = threadIdx.x % kSumLanes;
+  // There may be more threads than 32 bits count.
+  const uint32_t piece = blockIdx.x * (blockDim.x / kSumLanes) + threadIdx.x / kSumLanes;
+  const uint32_t lane = threadIdx.x % kSumLanes;
   if (piece >= pieces) return;
   const uint32_t index = row_of_piece(rows, row_count, piece);
   const WordRow row = rows[index];

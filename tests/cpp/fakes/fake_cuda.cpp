@@ -271,7 +271,7 @@ void launch_pack(void* stream, void** arguments) {
   });
 }
 
-void launch_sum_words(void* stream, void** arguments) {
+void launch_sum_words(void* stream, void** arguments, uint64_t warps) {
   auto* const sums = array_argument<WordSum>(arguments, 0);
   const auto* const powers = array_argument<const WordPowers>(arguments, 1);
   const auto* const table = array_argument<const WordRow>(arguments, 2);
@@ -279,6 +279,7 @@ void launch_sum_words(void* stream, void** arguments) {
   const auto* const dims = array_argument<const WordDim>(arguments, 4);
   const bool wrong = answer("kernels compute wrong") != 0;
   queue(stream, nullptr, 0, [=] {
+    if (warps < pieces) return false;
     std::vector<WordRow> rows(table, table + row_count);
     for (WordRow& row : rows) {
       if (!reads_one_allocation(row, dims)) return false;
@@ -613,10 +614,11 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 int cuModuleUnload(void*) {
   return 0;
 }
-int cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
-                   void** arguments, void**) {
+int cuLaunchKernel(void* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
+                   void* stream, void** arguments, void**) {
   if (const int code = called(__func__); code != 0) return code;
-  function == kPack ? launch_pack(stream, arguments) : launch_sum_words(stream, arguments);
+  const uint64_t warps = uint64_t{grid} * block / vescale_ckpt::device::kSumLanes;
+  function == kPack ? launch_pack(stream, arguments) : launch_sum_words(stream, arguments, warps);
   return 0;
 }
 
