@@ -129,9 +129,6 @@ py::list chunks(const metadata::Index& index, const metadata::Index::Key& key) {
 py::tuple row(const metadata::Index& index, uint64_t number) {
   if (number >= index.size()) throw py::index_error("the index has no such key");
   const metadata::Index::Key key = index.key(number);
-  if (const auto found = index.find(key.name); !found || found->number != number) {
-    throw Error::corrupt("the index does not find a name that it holds", {}, 0);
-  }
   return py::make_tuple(named(key.name), named(key.dtype), numbers(key.shape), chunks(index, key));
 }
 

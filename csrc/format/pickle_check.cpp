@@ -69,15 +69,13 @@ class Checker {
     return value;
   }
 
-  std::string_view line() {
+  void skip_line() {
     const auto end = std::find(rest_.begin(), rest_.end(), std::byte{'\n'});
     if (end == rest_.end()) {
       fail("it ends inside a line");
-      return {};
+    } else {
+      rest_ = rest_.subspan(static_cast<size_t>(end - rest_.begin()) + 1);
     }
-    const std::string_view text(reinterpret_cast<const char*>(rest_.data()), static_cast<size_t>(end - rest_.begin()));
-    rest_ = rest_.subspan(text.size() + 1);
-    return text;
   }
 
   void push_scalar() { stack_.push_back(kScalar); }
@@ -178,18 +176,6 @@ class Checker {
 
   void recall(uint64_t index) { stack_.push_back(index < memo_.size() ? memo_[index] : kScalar); }
 
-  uint64_t parse(std::string_view text) {
-    uint64_t value = 0;
-    for (const char digit : text) {
-      if (digit < '0' || digit > '9' || value > limit_) {
-        fail("it has a memo that is no number");
-        return 0;
-      }
-      value = value * 10 + static_cast<uint64_t>(digit - '0');
-    }
-    return value;
-  }
-
   void step(unsigned char opcode);
 
   std::span<const std::byte> rest_;
@@ -272,13 +258,6 @@ void Checker::step(unsigned char opcode) {
     case 0x96:  // BYTEARRAY8
       push_text(number(8));
       return;
-    case 'I':
-    case 'L':
-    case 'F':
-    case 'S':
-    case 'V':
-      push_new({0, saturating_add(1, line().size()), 0, false});
-      return;
     case '}':
     case ']':
     case ')':
@@ -294,11 +273,9 @@ void Checker::step(unsigned char opcode) {
       return;
     }
     case 't':
-    case 'l':
-    case 'd':
     case 0x91: {  // FROZENSET
       Value container;
-      take_to_mark(container, opcode == 'd' ? 2 : opcode == 0x91 ? 1 : 0);
+      take_to_mark(container, opcode == 0x91 ? 1 : 0);
       push_new(container);
       return;
     }
@@ -321,8 +298,8 @@ void Checker::step(unsigned char opcode) {
       grow_to_mark(opcode == 'u' ? 2 : opcode == 0x90 ? 1 : 0);
       return;
     case 'c':  // GLOBAL
-      line();
-      line();
+      skip_line();
+      skip_line();
       push_new({0, 1, 0, true});
       return;
     case 0x93:  // STACK_GLOBAL
@@ -341,9 +318,6 @@ void Checker::step(unsigned char opcode) {
       put_into(object, state);
       return;
     }
-    case 'p':
-      memoize(parse(line()));
-      return;
     case 'q':
       memoize(number(1));
       return;
@@ -352,9 +326,6 @@ void Checker::step(unsigned char opcode) {
       return;
     case 0x94:  // MEMOIZE
       memoize(memo_.size());
-      return;
-    case 'g':
-      recall(parse(line()));
       return;
     case 'h':
       recall(number(1));
@@ -367,7 +338,7 @@ void Checker::step(unsigned char opcode) {
       pop();
       push_scalar();
       return;
-    default:  // metadata has no persistent ids as text, extension codes, INST, OBJ and out-of-band buffers
+    default:  // nothing has protocol 0's text, extension codes, INST, OBJ and out-of-band buffers
       fail("it uses an operation that data never needs");
       return;
   }

@@ -1,13 +1,12 @@
 #include "metadata/index.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "base/crc32.h"
 #include "base/error.h"
+#include "base/overlap.h"
 #include "format/torch_record.h"
-#include "metadata/box_tree.h"
 #include "metadata/metadata_pickle.h"
 
 namespace vescale_ckpt::metadata {
@@ -23,56 +22,35 @@ bool within(uint64_t first, uint64_t count, uint64_t all) {
 
 }  // namespace
 
-void Index::corrupt(const char* what, uint64_t offset) const {
-  throw Error::corrupt((path_.empty() ? "the index" : path_) + " is no sound index: " + what, path_, offset);
-}
-
-void Index::load_header() {
-  expect(content_.size() >= IndexHeader::kPieceBytes, "it is cut short");
-  std::memcpy(&header_, content_.data(), sizeof header_);
-  expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
-  expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
-         "the checksum of its header differs");
-  expect(header_.version == IndexHeader::kVersion, "it is of another version");
-}
-
-// The checksums end the file: one for each piece before them but the first.
-void Index::check_pieces() const {
-  constexpr uint64_t kPiece = IndexHeader::kPieceBytes;
-  const uint64_t table = header_.checksums, pieces = table / kPiece, bytes = content_.size() - table;
-  expect(table % kPiece == 0 && pieces != 0 && bytes == (pieces - 1) * sizeof(uint32_t), "its length differs");
-  const std::byte* const checksums = content_.data() + table;
-  if (crc32(0, checksums, bytes) != header_.checksums_crc) corrupt("the checksum of its checksums differs", table);
-  for (uint64_t piece = 1; piece < pieces; ++piece) {
-    uint32_t expected = 0;
-    std::memcpy(&expected, checksums + (piece - 1) * sizeof expected, sizeof expected);
-    if (crc32(0, content_.data() + piece * kPiece, kPiece) != expected) {
-      corrupt("the checksum of a piece differs", piece * kPiece);
-    }
-  }
+void Index::corrupt(const char* what) const {
+  throw Error::corrupt((path_.empty() ? "the index" : path_) + " is no sound index: " + what, path_, 0);
 }
 
 Index::Index(std::vector<std::byte> image, std::string path) : content_(std::move(image)), path_(std::move(path)) {
-  load_header();
-  expect(header_.piece_bytes == IndexHeader::kPieceBytes, "it is of another version");
-  expect(header_.file_bytes == content_.size() && header_.checksums <= content_.size(), "its length differs");
+  uint32_t crc = 0;  // it ends the file
+  expect(content_.size() >= sizeof header_ + sizeof crc, "it is cut short");
+  const uint64_t end = content_.size() - sizeof crc;
+  std::memcpy(&header_, content_.data(), sizeof header_);
+  std::memcpy(&crc, content_.data() + end, sizeof crc);
+  expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
+  expect(header_.version == IndexHeader::kVersion, "it is of another version");
+  expect(crc32(0, content_.data(), end) == crc, "its checksum differs");
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     const auto [at, count] = header_.tables[section];
-    expect(at % 8 == 0 && at >= IndexHeader::kPieceBytes && at <= header_.checksums, "a table lies outside of it");
-    expect(count <= (header_.checksums - at) / kIndexElement[section], "a table lies outside of it");
+    expect(at % 8 == 0 && at <= end && count <= (end - at) / kIndexElement[section], "a table lies outside of it");
   }
   expect(header_.tables[IndexHeader::kColumns].count / kIndexColumns >= size(), "it lacks columns");
   const uint64_t strings = header_.tables[IndexHeader::kEnds].count;
   expect(header_.dtypes <= kMostDtypes && strings >= 1 + header_.dtypes, "it lacks names");
   expect(strings < kNoCrc && size() < UINT32_MAX, "it names too much");
-  expect(std::has_single_bit(header_.tables[IndexHeader::kSlots].count), "its slots are no power of two");
-  check_pieces();
 
   save_id_ = string(0);
   for (uint32_t i = 0; i < header_.dtypes; ++i) {
     dtypes_.push_back(string(1 + i));
     dtype_codes_.push_back(format::dtype_named(dtypes_.back()));
   }
+  for (uint64_t number = 0; number < size(); ++number)
+    expect(names_.add(key(number).name).second, "it names a key twice");
 }
 
 template <typename Element>
@@ -108,11 +86,10 @@ Index::Key Index::key(uint64_t number) const {
   expect(row.kind <= 2 && row.ndim <= state::kMostDims && (!object || (row.ndim == 0 && row.chunks == 1)),
          "a key is of no known kind");
   expect(object || row.dtype < header_.dtypes, "a key has an unknown dtype");
-  expect(row.chunks <= (row.ndim == 0 ? 1 : header_.file_bytes), "a key has too many chunks");
   const uint64_t all_dims = header_.tables[IndexHeader::kDims].count;
-  expect(
-      within(row.dims, row.ndim, all_dims) && BoxTree(row.chunks, row.ndim).words() <= all_dims - row.dims - row.ndim,
-      "a key's chunks lie outside of it");
+  expect(within(row.dims, row.ndim, all_dims), "a key's shape lies outside of it");
+  expect(row.chunks <= (row.ndim == 0 ? 1 : (all_dims - row.dims - row.ndim) / (uint64_t{2} * row.ndim)),
+         "a key's chunks lie outside of it");
   Key key{text(row.name, row.name_bytes),
           static_cast<state::ItemKind>(row.kind),
           {},
@@ -132,16 +109,8 @@ Index::Key Index::key(uint64_t number) const {
 }
 
 std::optional<Index::Key> Index::find(std::string_view name) const {
-  const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
-  const uint32_t crc = crc32(0, name.data(), name.size());
-  for (uint64_t probe = 0; probe <= most; ++probe) {
-    const IndexSlot slot = *elements<IndexSlot>(IndexHeader::kSlots, (crc + probe) & most);
-    if (slot.key == 0) return std::nullopt;
-    if (slot.crc != crc) continue;
-    expect(slot.key <= size(), "it lists a key that is not there");
-    if (Key found = key(slot.key - 1); found.name == name) return found;
-  }
-  return std::nullopt;
+  const auto number = names_.find(name);
+  return number ? std::optional(key(*number)) : std::nullopt;
 }
 
 void Index::check_inside(const Key& key, const int64_t* box) const {
@@ -162,12 +131,19 @@ std::span<const int64_t> Index::box(const Key& key, uint64_t chunk) const {
 void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                      const std::function<void(uint64_t, const int64_t*)>& found) const {
   const size_t ndim = key.shape.size();
-  const BoxTree tree(key.chunks, ndim);
-  const std::span<const int64_t> nodes(elements<int64_t>(IndexHeader::kDims, key.dims + ndim), tree.words());
-  tree.overlaps(offset, size, nodes, [&](uint64_t chunk, const int64_t* box) {
+  const int64_t* box = elements<int64_t>(IndexHeader::kDims, key.dims + ndim);
+  for (uint64_t chunk = 0; chunk < key.chunks; ++chunk, box += 2 * ndim) {
+    bool meets = true;
+    for (size_t dim = 0; dim < ndim && meets; ++dim) {
+      meets = !overlap(offset[dim], size[dim], box[dim], box[ndim + dim]).empty();
+    }
+    if (!meets) {
+      if (ndim != 0 && box[0] >= end_of(offset[0], size[0])) return;  // as all chunks after it
+      continue;
+    }
     check_inside(key, box);
     found(chunk, box);
-  });
+  }
 }
 
 uint64_t Index::code(const IndexColumn& column, uint64_t chunk) const {

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/numbered_strings.h"
 #include "metadata/index_format.h"
 #include "metadata/record_locations.h"
 #include "state/inventory.h"
@@ -21,7 +22,7 @@ namespace vescale_ckpt::metadata {
 
 class Index {
  public:
-  // Takes the content of the file beside `.metadata` (metadata/index_image.h), and checks every checksum. `path` is for
+  // Takes the content of the file beside `.metadata` (metadata/index_image.h), and checks its checksum. `path` is for
   // messages. Throws Error (corrupt).
   explicit Index(std::vector<std::byte> image, std::string path = {});
   Index(const Index&) = delete;
@@ -63,14 +64,12 @@ class Index {
   std::string_view file(uint32_t number) const { return string(1 + header_.dtypes + uint64_t{number}); }
 
  private:
-  [[noreturn]] void corrupt(const char* what, uint64_t offset = 0) const;
+  [[noreturn]] void corrupt(const char* what) const;
   void expect(bool true_of_sound_ones, const char* what) const {
     if (!true_of_sound_ones) corrupt(what);
   }
   uint64_t column(uint64_t number, uint64_t chunk) const;
   uint64_t code(const IndexColumn& column, uint64_t chunk) const;
-  void load_header();
-  void check_pieces() const;
   void check_inside(const Key& key, const int64_t* box) const;
   // Returns the elements from `first` on of a table, which must have them.
   template <typename Element>
@@ -82,6 +81,7 @@ class Index {
   const std::string path_;
   IndexHeader header_;
   std::string_view save_id_;
+  NumberedStrings names_;  // of the keys
   std::vector<std::string_view> dtypes_;
   std::vector<std::optional<uint8_t>> dtype_codes_;
 };

@@ -8,9 +8,8 @@ namespace vescale_ckpt::metadata {
 
 struct IndexHeader {
   static constexpr std::string_view kMagic = "VSCKIDX1";
-  static constexpr uint32_t kVersion = 2;
-  static constexpr uint32_t kPieceBytes = 4096;  // a checksum is of so many bytes
-  enum Section { kEnds, kText, kSlots, kKeys, kDims, kColumns, kWords, kCrcs, kSections };
+  static constexpr uint32_t kVersion = 3;
+  enum Section { kEnds, kText, kKeys, kDims, kColumns, kWords, kCrcs, kSections };
 
   struct Table {
     uint64_t at;     // offset in the file
@@ -19,26 +18,17 @@ struct IndexHeader {
 
   char magic[8];
   uint32_t version;
-  uint32_t piece_bytes;
-  uint64_t file_bytes;
+  uint32_t dtypes;        // so many strings after the first name dtypes; the others name files
   uint64_t pickle_bytes;  // length of the pickle in the .metadata that it belongs to
   uint32_t pickle_crc;
-  uint32_t dtypes;     // so many strings after the first name dtypes; the others name files
-  uint64_t checksums;  // offset of the pieces' checksums
+  uint32_t reserved;
   Table tables[kSections];
-  uint32_t checksums_crc;
-  uint32_t header_crc;  // CRC-32 of all bytes before it
 };
-static_assert(sizeof(IndexHeader) == 184);
-
-struct IndexSlot {
-  uint32_t crc;  // CRC-32 of the name
-  uint32_t key;  // index of the key plus 1; 0: none
-};
+static_assert(sizeof(IndexHeader) == 144);
 
 struct IndexKey {
   uint64_t name;  // start in the text
-  uint64_t dims;  // start of shape[ndim] in the dims; the tree of its chunks follows
+  uint64_t dims;  // start of shape[ndim] in the dims; its chunks follow
   uint64_t first_crc;
   uint64_t chunks;
   uint32_t name_bytes;
@@ -70,6 +60,6 @@ constexpr uint64_t kIndexColumns = 3;
 constexpr uint32_t kNoCrc = uint32_t{1} << 31;
 
 constexpr uint64_t kIndexElement[IndexHeader::kSections] = {
-    8, 1, sizeof(IndexSlot), sizeof(IndexKey), 8, sizeof(IndexColumn), 8, sizeof(uint32_t)};
+    8, 1, sizeof(IndexKey), 8, sizeof(IndexColumn), 8, sizeof(uint32_t)};
 
 }  // namespace vescale_ckpt::metadata

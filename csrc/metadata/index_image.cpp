@@ -11,12 +11,10 @@
 #include "base/memory.h"
 #include "base/numbered_strings.h"
 #include "format/torch_record.h"
-#include "metadata/box_tree.h"
 
 namespace vescale_ckpt::metadata {
 namespace {
 
-constexpr uint64_t kPiece = IndexHeader::kPieceBytes;
 constexpr size_t kMostValues = size_t{1} << 12;  // a column with more distinct values has them as codes
 
 // Makes words of `width` bits of each code.
@@ -88,7 +86,6 @@ IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations,
     locations.gather(chunks, located.data());
     add_key(catalog, catalog.keys[i], located);
   }
-  add_slots(catalog);
   lay_out();
 }
 
@@ -125,18 +122,13 @@ void IndexImage::add_key(const Catalog& catalog, const Catalog::Key& key, std::s
 }
 
 uint64_t IndexImage::dims_of(const Catalog& catalog, const Catalog::Key& key) {
-  const BoxTree tree(key.chunks, key.ndim);
-  tree_.resize(key.ndim + tree.words());
-  std::ranges::copy(catalog.shape(key), tree_.begin());
-  if (key.ndim > 0) {
-    auto out = tree_.begin() + key.ndim;
-    for (uint64_t number = 0; number < key.chunks; ++number) {
-      const int64_t* box = catalog.dims.data() + catalog.chunks[key.first_chunk + number].box;
-      out = std::copy_n(box, size_t{2} * key.ndim, out);
-    }
-    tree.fill({reinterpret_cast<int64_t*>(tree_.data()) + key.ndim, tree.words()});
+  boxes_.resize(key.ndim * (1 + 2 * key.chunks));
+  auto out = std::ranges::copy(catalog.shape(key), boxes_.begin()).out;
+  for (uint64_t number = 0; number < key.chunks && key.ndim > 0; ++number) {
+    const int64_t* box = catalog.dims.data() + catalog.chunks[key.first_chunk + number].box;
+    out = std::copy_n(box, size_t{2} * key.ndim, out);
   }
-  return dims_.add(tree_);
+  return dims_.add(boxes_);
 }
 
 void IndexImage::add_column() {
@@ -165,54 +157,35 @@ void IndexImage::add_column() {
   column.codes = words_.add(packed_);
 }
 
-void IndexImage::add_slots(const Catalog& catalog) {
-  slots_.resize(std::bit_ceil(2 * std::max<uint64_t>(1, catalog.keys.size())));
-  const uint64_t most = slots_.size() - 1;
-  for (uint32_t i = 0; i < catalog.keys.size(); ++i) {
-    const std::string_view name = catalog.name(catalog.keys[i]);
-    const uint32_t crc = crc32(0, name.data(), name.size());
-    uint64_t slot = crc & most;
-    while (slots_[slot].key != 0) slot = (slot + 1) & most;
-    slots_[slot] = {crc, i + 1};
-  }
-}
-
 void IndexImage::lay_out() {
-  const uint64_t counts[IndexHeader::kSections] = {ends_.size(),        text_.size(),       slots_.size(),
-                                                   keys_.size(),        dims_.words.size(), columns_.size(),
-                                                   words_.words.size(), crcs_.size()};
-  uint64_t at = kPiece;
+  const uint64_t counts[IndexHeader::kSections] = {
+      ends_.size(), text_.size(), keys_.size(), dims_.words.size(), columns_.size(), words_.words.size(), crcs_.size()};
+  uint64_t at = sizeof header_;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     header_.tables[section] = {at, counts[section]};
     at = align_up(at + counts[section] * kIndexElement[section], 8);
   }
-  header_.checksums = align_up(at, kPiece);
-  header_.file_bytes = header_.checksums + (header_.checksums / kPiece - 1) * sizeof(uint32_t);
+  checksum_at_ = at;
   std::memcpy(header_.magic, IndexHeader::kMagic.data(), sizeof header_.magic);
   header_.version = IndexHeader::kVersion;
-  header_.piece_bytes = kPiece;
 }
 
 void IndexImage::write(std::byte* out, uint64_t pickle_bytes, uint32_t pickle_crc) const {
-  const void* tables[IndexHeader::kSections] = {ends_.data(),       text_.data(),    slots_.data(),       keys_.data(),
-                                                dims_.words.data(), columns_.data(), words_.words.data(), crcs_.data()};
-  std::memset(out, 0, kPiece);
-  for (size_t section = 0; section < IndexHeader::kSections; ++section) {
-    const IndexHeader::Table& table = header_.tables[section];
-    const uint64_t bytes = table.count * kIndexElement[section];
-    const uint64_t next = section + 1 < IndexHeader::kSections ? header_.tables[section + 1].at : header_.checksums;
-    if (bytes != 0) std::memcpy(out + table.at, tables[section], bytes);
-    std::memset(out + table.at + bytes, 0, next - table.at - bytes);
-  }
-  auto* checksums = reinterpret_cast<uint32_t*>(out + header_.checksums);
-  const uint64_t pieces = header_.checksums / kPiece - 1;
-  for (uint64_t i = 0; i < pieces; ++i) checksums[i] = crc32(0, out + (i + 1) * kPiece, kPiece);
+  const void* tables[IndexHeader::kSections] = {ends_.data(),    text_.data(),        keys_.data(), dims_.words.data(),
+                                                columns_.data(), words_.words.data(), crcs_.data()};
   IndexHeader header = header_;
   header.pickle_bytes = pickle_bytes;
   header.pickle_crc = pickle_crc;
-  header.checksums_crc = crc32(0, checksums, pieces * sizeof(uint32_t));
-  header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
   std::memcpy(out, &header, sizeof header);
+  for (size_t section = 0; section < IndexHeader::kSections; ++section) {
+    const IndexHeader::Table& table = header_.tables[section];
+    const uint64_t bytes = table.count * kIndexElement[section];
+    const uint64_t next = section + 1 < IndexHeader::kSections ? header_.tables[section + 1].at : checksum_at_;
+    if (bytes != 0) std::memcpy(out + table.at, tables[section], bytes);
+    std::memset(out + table.at + bytes, 0, next - table.at - bytes);
+  }
+  const uint32_t crc = crc32(0, out, checksum_at_);
+  std::memcpy(out + checksum_at_, &crc, sizeof crc);
 }
 
 namespace {

@@ -23,7 +23,7 @@ class IndexImage {
  public:
   IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id);
 
-  uint64_t bytes() const { return header_.file_bytes; }
+  uint64_t bytes() const { return checksum_at_ + sizeof(uint32_t); }
   // Writes the file's content to `out`. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that the index
   // belongs to.
   void write(std::byte* out, uint64_t pickle_bytes, uint32_t pickle_crc) const;
@@ -44,20 +44,19 @@ class IndexImage {
   void add_key(const Catalog& catalog, const Catalog::Key& key, std::span<const RecordLocation> locations);
   uint64_t dims_of(const Catalog& catalog, const Catalog::Key& key);
   void add_column();  // of numbers_
-  void add_slots(const Catalog& catalog);
   void lay_out();
 
   std::vector<uint32_t> dtype_index_;  // index among the names of dtypes of each dtype code
   std::vector<uint64_t> ends_;
   std::string text_;
-  std::vector<IndexSlot> slots_;
   std::vector<IndexKey> keys_;
   Words dims_;
   std::vector<IndexColumn> columns_;
   Words words_;
   LargeVector<uint32_t> crcs_;
-  std::vector<uint64_t> tree_, numbers_, codes_, values_, packed_;  // reused for each key
+  std::vector<uint64_t> boxes_, numbers_, codes_, values_, packed_;  // reused for each key
   IndexHeader header_{};
+  uint64_t checksum_at_ = 0;
 };
 
 // Makes an index of rows: chunks of tensors and objects, in any order. Each row has a location in the form of

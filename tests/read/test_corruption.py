@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from harness.files import Record, data_files, drop_from_cache, flipped, records
-from harness.saves import cause, load, load_boxes, outcome, save
-from harness.states import State, blank, same, small_state, state
+from harness.saves import cause, load_boxes, outcome, save
+from harness.states import blank, same, small_state, state
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, UntrustedCheckpointError
+from vescale_ckpt import CorruptCheckpointError, LoadPlanner, StorageReader, UntrustedCheckpointError
 
 BLOCK = 256 << 10  # what a checksum of our table covers
 TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}
@@ -159,26 +159,6 @@ def test_a_flipped_bit_is_found_by_loads_of_parts(saved: Path, boxes: list[str])
     assert found >= 24
 
 
-@pytest.mark.parametrize("key", ["model.strided", "model.bias"])
-def test_a_flipped_bit_is_found_by_loads_of_parts_of_small_and_strided_tensors(saved: Path, key: str) -> None:
-    rng = random.Random(5)
-    whole = state(1)["model"][key.removeprefix("model.")]
-    (record,) = (record for record in records(saved) if record.key == key)
-    box = tuple(slice(size // 4, size // 2) for size in whole.shape)
-    found = 0
-    for _ in range(30):
-        at = rng.choice(range(record.begin, record.end))
-        with flipped(record.path, 8 * at + rng.randrange(8)):
-            try:
-                (value,) = load_boxes(saved, key, [box])
-            except CorruptCheckpointError as error:
-                assert error.key == key
-                found += 1
-            else:
-                assert same(value, whole[box].contiguous())
-    assert found >= 5
-
-
 def test_damaged_checksums_of_blocks_never_let_damage_pass(saved: Path) -> None:
     found = regions(saved)
     if not found["table"]:
@@ -297,36 +277,11 @@ def test_truncated_metadata_is_never_loaded(checkpoint: Path) -> None:
 # --- Without verification
 
 
-def test_unverified_loads_of_noise_never_crash(copy: Path) -> None:
-    rng = random.Random(10)
-    for path in data_files(copy):
-        whole = path.read_bytes()
-        for _ in range(5):
-            damaged = bytearray(whole)
-            for _ in range(20):
-                at, length = rng.randrange(len(whole)), rng.randrange(1, 2000)
-                damaged[at : at + length] = rng.randbytes(len(damaged[at : at + length]))
-            path.write_bytes(damaged)
-            assert_values_or_named_error(copy, verify=False)
-        path.write_bytes(whole)
-
-
 def test_unverified_loads_of_truncated_files_are_errors(saved: Path, copy: Path) -> None:
     for path in data_files(copy):
         needed = max(record.end for record in records(saved) if record.path.name == path.name)
         os.truncate(path, needed - 1)
     assert isinstance(outcome(copy, state(1), verify=False), CorruptCheckpointError)
-
-
-def assert_values_or_named_error(directory: Path, **options: bool) -> None:
-    """Values of any kind: who does not verify may get wrong ones, but in tensors of the right shape."""
-    try:
-        values: State = load(directory, state(1), **options)
-    except CheckpointError:
-        return
-    except Exception as error:
-        raise AssertionError(f"an error without a name: {type(error).__name__}: {error}") from error
-    assert values["model"]["large"].shape == (1000, 600)
 
 
 # --- Checkpoints without checksums

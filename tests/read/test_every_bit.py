@@ -198,7 +198,7 @@ def failures(directory: Path, names: dict[str, int]) -> list[str]:
     for name, step in names.items():
         path = directory / name
         data = path.read_bytes()
-        used = [at for at in range(len(data)) if data[at] or at < 152 or name == ".metadata"]
+        used = [at for at in range(len(data)) if data[at] or at < 144 or name == ".metadata"]
         bits = [8 * at + bit for at in used for bit in range(8)]
         for at in range(0, len(bits), step):
             bit = bits[at + number % min(step, 8)]

@@ -276,8 +276,7 @@ def test_damage_that_loads_do_without_is_listed_as_harmless(checkpoint: Path) ->
     table = int.from_bytes(data.read_bytes()[-48:-40], "little")
     descriptor = range(record.body.stop, record.body.stop + 16)
     for path, where, key in (
-        (index, range(0, 152, 9), None),
-        (index, range(4096, index.stat().st_size, 411), None),
+        (index, range(0, index.stat().st_size, 41), None),
         (data, range(table, size, 7), None),
         (data, descriptor, "weight"),
     ):
@@ -305,46 +304,37 @@ def test_descriptors_of_others_are_checked(checkpoint: Path) -> None:
 
 
 def _far_away(data: bytearray) -> None:
-    at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the columns
+    at, count = struct.unpack_from("<2Q", data, 32 + 16 * 4)  # the columns
     base = at + 40 * (count - 2)  # of the offsets of the last key
     (offset,) = struct.unpack_from("<Q", data, base)
     struct.pack_into("<Q", data, base, offset + (1 << 40))
 
 
 def _swapped(data: bytearray) -> None:
-    keys, columns = (struct.unpack_from("<Q", data, 48 + 16 * table)[0] for table in (3, 5))
+    keys, columns = (struct.unpack_from("<Q", data, 32 + 16 * table)[0] for table in (2, 4))
     for first, second, size in ((keys + 16, keys + 64, 8), (columns + 40, columns + 160, 40)):  # checksums and offsets
         one, other = slice(first, first + size), slice(second, second + size)
         data[one], data[other] = data[other], data[one]
 
 
 def _of_many_chunks(data: bytearray) -> None:
-    (keys,) = struct.unpack_from("<Q", data, 48 + 16 * 3)
+    (keys,) = struct.unpack_from("<Q", data, 32 + 16 * 2)
     struct.pack_into("<Q", data, keys + 24, 2)  # the second one is what follows in the dims
 
 
 def _of_another_dtype(data: bytearray) -> None:
-    struct.pack_into("<I", data, struct.unpack_from("<Q", data, 48 + 16 * 3)[0] + 40, 1)
+    struct.pack_into("<I", data, struct.unpack_from("<Q", data, 32 + 16 * 2)[0] + 40, 1)
 
 
-def _not_found(data: bytearray) -> None:
-    slots, count = struct.unpack_from("<2Q", data, 48 + 16 * 2)
-    data[slots : slots + 8 * count] = bytes(8 * count)
-
-
-@pytest.mark.parametrize("change", [_far_away, _swapped, _of_many_chunks, _of_another_dtype, _not_found])
+@pytest.mark.parametrize("change", [_far_away, _swapped, _of_many_chunks, _of_another_dtype])
 def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, change: Callable[[bytearray], None]) -> None:
     tensors = {"first": torch.ones(4), "second": torch.zeros(4), "long": torch.ones(4, dtype=torch.int64)}
-    save(checkpoint, {**tensors, "number": 3})
+    save(checkpoint, {**tensors, "wide": torch.ones(5), "number": 3})
     assert verify(checkpoint).ok
     index = checkpoint / ".metadata.index"
     data = bytearray(index.read_bytes())
     change(data)
-    checksums = struct.unpack_from("<Q", data, 40)[0]
-    for piece in range(4096, checksums, 4096):
-        struct.pack_into("<I", data, checksums + piece // 1024 - 4, zlib.crc32(data[piece : piece + 4096]))
-    struct.pack_into("<I", data, 176, zlib.crc32(data[checksums:]))
-    struct.pack_into("<I", data, 180, zlib.crc32(data[:180]))
+    struct.pack_into("<I", data, len(data) - 4, zlib.crc32(data[:-4]))
     index.write_bytes(data)
     (damage,) = verify(checkpoint).damaged
     assert damage.file == str(index) and "contradicts the metadata" in damage.reason
@@ -429,16 +419,6 @@ def test_what_verify_finds_is_raised(saved: Path, tmp_path: Path) -> None:
             assert (raised.value.key, raised.value.file) == (record.key, str(away))
             assert raised.value.offset == damaged[0].offset and record.key in str(raised.value)
             assert str(away) in str(raised.value)
-
-
-def test_files_of_safetensors(tmp_path: Path) -> None:
-    vescale_ckpt.save(tmp_path / "model", state(1)["model"], format="safetensors")
-    (path,) = (tmp_path / "model").glob("*.safetensors")
-    away = taken_away(path, tmp_path)
-    check_file(opened(tmp_path / "model"), path.name, str(away))
-    with flipped(away, 8 * (away.stat().st_size - 1)), pytest.raises(CorruptCheckpointError) as raised:
-        check_file(opened(tmp_path / "model"), path.name, str(away))
-    assert raised.value.file == str(away) and raised.value.key in state(1)["model"]
 
 
 def test_what_is_no_file_of_the_checkpoint(saved: Path, tmp_path: Path) -> None:

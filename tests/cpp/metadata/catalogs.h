@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "base/crc32.h"
-#include "metadata/box_tree.h"
 #include "metadata/catalog.h"
 #include "metadata/index.h"
 #include "metadata/index_format.h"
@@ -156,23 +155,10 @@ class ItemRows {
   state::InventoryBuilder builder_;
 };
 
-// Makes the checksums of an index those of what it holds.
+// Makes the checksum of an index that of what it holds.
 inline void seal(std::vector<std::byte>& image) {
-  IndexHeader header;
-  std::memcpy(&header, image.data(), sizeof header);
-  const uint64_t checksums = header.checksums;
-  if (checksums <= image.size() && checksums % IndexHeader::kPieceBytes == 0 && checksums != 0) {
-    std::byte* sums = image.data() + checksums;
-    const uint64_t pieces =
-        std::min<uint64_t>(checksums / IndexHeader::kPieceBytes - 1, (image.size() - checksums) / sizeof(uint32_t));
-    for (uint64_t i = 0; i < pieces; ++i) {
-      const uint32_t crc = crc32(0, image.data() + (i + 1) * IndexHeader::kPieceBytes, IndexHeader::kPieceBytes);
-      std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
-    }
-    header.checksums_crc = crc32(0, sums, pieces * sizeof(uint32_t));
-  }
-  header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
-  std::memcpy(image.data(), &header, sizeof header);
+  const uint32_t crc = crc32(0, image.data(), image.size() - sizeof crc);
+  std::memcpy(image.data() + image.size() - sizeof crc, &crc, sizeof crc);
 }
 
 }  // namespace vescale_ckpt::metadata

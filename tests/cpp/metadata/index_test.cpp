@@ -166,19 +166,10 @@ TEST(Index, LayersThatRepeatTakeTheirChecksumsAndLittleMore) {
   EXPECT_LT(checkpoint.image().size(), 4 * kRanks * kLayers + 60'000);
 }
 
-TEST(Index, NamesThatShareAChecksumOrASlotAreTold) {
+TEST(Index, ANameThatIsThereTwiceIsRefused) {
   Checkpoint checkpoint;
-  const std::string a = "plumless", b = "buckeroo";  // of equal CRC-32
-  ASSERT_EQ(crc32(0, a.data(), a.size()), crc32(0, b.data(), b.size()));
-  checkpoint.object(a);
-  EXPECT_FALSE(Index(checkpoint.image()).find(b));
-  checkpoint.tensor(b, {3});
-  for (int i = 0; i < 5000; ++i) checkpoint.object("key " + std::to_string(i));
-  const Index index(checkpoint.image());
-  EXPECT_EQ(index.find(a)->kind, state::ItemKind::object);
-  EXPECT_EQ(index.find(b)->kind, state::ItemKind::tensor);
-  for (int i = 0; i < 5000; ++i) EXPECT_TRUE(index.find("key " + std::to_string(i)));
-  for (int i = 5000; i < 9000; ++i) EXPECT_FALSE(index.find("key " + std::to_string(i)));
+  checkpoint.object("a").tensor("a", {3});
+  EXPECT_THROW(Index(checkpoint.image()), Error);
 }
 
 TEST(Index, BelongsToOneMetadataOnly) {
@@ -212,26 +203,18 @@ TEST(Index, CutAnywhereItIsRefused) {
   EXPECT_THROW(Index{longer}, Error);
 }
 
-// Every bit that is used is covered by a checksum: a flip is refused, or lies in padding and changes nothing.
-TEST(Index, AFlippedByteIsRefusedOrMeansNothing) {
+TEST(Index, AFlippedByteIsRefused) {
   const std::vector<std::byte> image = example().image();
-  const std::string expected = all_of(Index(image));
-  size_t meaningless = 0;
-  // Between the header and the next piece are zeros without a meaning: a few of them are enough.
-  const auto is_filling = [&](size_t at) { return at >= sizeof(IndexHeader) && at < IndexHeader::kPieceBytes; };
   for (size_t at = 0; at < image.size(); ++at) {
-    if (is_filling(at) && at % 61 != 0) continue;
     std::vector<std::byte> flipped = image;
     flipped[at] = ~image[at];
     try {
-      EXPECT_EQ(all_of(Index(flipped)), expected) << at;
-      EXPECT_TRUE(is_filling(at)) << at;
-      ++meaningless;
+      const Index index(flipped);
+      ADD_FAILURE() << at;
     } catch (const Error& error) {
       EXPECT_EQ(error.kind, Error::Kind::corrupt);
     }
   }
-  EXPECT_GT(meaningless, 0u);
 }
 
 // Keys share what they have, so a few bytes could claim any number of chunks.
@@ -242,9 +225,7 @@ TEST(Index, MoreChunksThanTheMetadataHasRoomForAreRefused) {
   EXPECT_EQ(ends(16 * 1000).size(), 2u);
   EXPECT_THROW(ends(16 * 1000 - 1), Error);
   checkpoint.tensor("twice", {}, {BoxOf{}, BoxOf{}});
-  const Index index(checkpoint.image());
-  EXPECT_THROW(index.find("twice"), Error);
-  EXPECT_TRUE(index.find("9"));
+  EXPECT_THROW(Index(checkpoint.image()), Error);
 }
 
 // Checksums are no protection against intent: whatever is in the tables, it is refused or harmless.
@@ -275,7 +256,7 @@ TEST(Index, FuzzOfHostileBytesIsRefusedOrHarmless) {
     const uint64_t changes = round % 2 == 0 ? 1 : 1 + random() % 40;  // mostly the first one is as far as it comes
     for (uint64_t i = 0; i < changes; ++i) {
       const bool in_header = random() % 3 == 0;
-      const size_t begin = in_header ? 0 : IndexHeader::kPieceBytes,
+      const size_t begin = in_header ? 0 : sizeof(IndexHeader),
                    room = in_header ? sizeof(IndexHeader) : image.size() - begin;
       const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
       const size_t bytes = size_t{1} << random() % 4;

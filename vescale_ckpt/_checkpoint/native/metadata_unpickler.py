@@ -9,8 +9,6 @@ import collections
 import io
 import pickle
 import re
-from itertools import product
-from operator import ne
 from typing import Any
 
 import torch
@@ -103,8 +101,6 @@ class MetadataUnpickler(pickle.Unpickler):
             return self.class_of("Metadata")
         if module.startswith(_PLANS) and module != _METADATA and re.fullmatch(r"_?[A-Z]\w*", name):
             return type(name, (StandIn,), {"__module__": module})
-        if (meant := _one_byte_away(f"{module}.{name}")) is not None:
-            raise pickle.UnpicklingError(f"it names {module}.{name} in the place of {meant}")
         raise refused(module, name)
 
 
@@ -115,19 +111,6 @@ def refused(module: str, name: str) -> UntrustedCheckpointError:
         module=module,
         name=name,
     )
-
-
-def _one_byte_away(name: str) -> str | None:
-    """The name of metadata that a flipped byte turned into `name`. None if there is none."""
-    known = [
-        *(f"{_METADATA}.{each}" for each in _METADATA_CLASSES),
-        *map(".".join, product(_PROPERTIES_MODULES, ("TensorProperties", "_MEM_FORMAT_ENCODING"))),
-        *(f"torch.{each}" for each in ("Size", "serialization._get_layout", *_DTYPES)),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.distributed.checkpoint.planner.SavePlan",
-        "pathlib.PosixPath",
-    ]
-    return next((each for each in known if len(each) == len(name) and sum(map(ne, each, name)) == 1), None)
 
 
 class Places:
