@@ -386,9 +386,9 @@ def test_all_ranks_write_the_final_files(checkpoint: Path, shape: tuple[int, ...
         assert nothing_left(directory)
         assert (len(files(directory)) == 1) == (way == "one")
     total = sum(tensor.nbytes for tensor in expected.values())
-    for number in range(4):  # each byte is written once, and nobody writes much more than the others
+    for number in range(4):  # each byte is written once, and nobody writes a piece of 4 MiB more than its share
         of_ranks = [of_rank[number] for of_rank in written]
-        assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
+        assert sum(of_ranks) == total and max(of_ranks) <= total / size + (4 << 20)
 
 
 def _fail(directory: str, who: int, call: str, error: int) -> str:
