@@ -44,9 +44,6 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
                             const share::RouteOptions& options, std::vector<uint64_t>& bytes,
                             std::vector<share::Renumbered>& renumbered) {
-  if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
-    throw py::value_error("expected files, a group and a node for each of " + std::to_string(reads.size()) + " ranks");
-  }
   std::map<PyObject*, std::vector<std::string>> names;  // ranks that name the same files have the same list
   for (const py::list& of_rank : files) {
     if (!names.contains(of_rank.ptr())) names[of_rank.ptr()] = of_rank.cast<std::vector<std::string>>();
@@ -59,7 +56,6 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
 
 std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const std::vector<uint32_t>& nodes,
                                    std::vector<uint64_t> bytes, uint64_t piece_bytes, uint64_t budget_bytes) {
-  if (nodes.size() != held.size()) throw py::value_error("expected as many nodes as ranks");
   share::RouteOptions options;
   options.piece_bytes = piece_bytes;
   options.budget_bytes = budget_bytes;
@@ -67,23 +63,6 @@ std::vector<py::bytes> plan_writes(const std::vector<py::buffer>& held, const st
     return share::plan_writes(ranks, options, bytes);
   });
 }
-
-// The words of a table and of its rows' numbers, and where in memory what they name lies.
-class HeldTables {
- public:
-  HeldTables(const py::buffer& table, const py::buffer& rows) : table_(words_of(table)), rows_(words_of(rows)) {
-    held_ = std::make_unique<share::HeldRows>(table_, rows_);
-  }
-  const share::HeldRows& rows() const { return *held_; }
-
- private:
-  static std::vector<int64_t> words_of(const py::buffer& buffer) {
-    const Table table(buffer);
-    return {table.values().begin(), table.values().end()};
-  }
-  std::vector<int64_t> table_, rows_;
-  std::unique_ptr<share::HeldRows> held_;
-};
 
 void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& device_buffer,
                 const Producers& producers) {
@@ -164,16 +143,21 @@ void bind_routes(py::module_& module) {
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
   module.def("plan_writes", &plan_writes, py::arg("held"), py::arg("nodes"), py::arg("bytes"), py::arg("piece_bytes"),
              py::arg("budget_bytes"), "each rank's routes, packed");
-  py::class_<HeldTables>(module, "HeldRows")
-      .def(py::init<const py::buffer&, const py::buffer&>(), py::arg("table"), py::arg("rows"))
+  py::class_<share::HeldRows>(module, "HeldRows")
+      .def(py::init([](const py::buffer& table, const py::buffer& rows) {
+             const Table words(table), numbers(rows);
+             return std::make_unique<share::HeldRows>(std::vector(words.values().begin(), words.values().end()),
+                                                      numbers.values());
+           }),
+           py::arg("table"), py::arg("rows"))
       .def("box_table",
-           [](const HeldTables& held, const py::buffer& own) {
-             return bytes_of(share::make_box_table(Table(own).values(), held.rows()));
+           [](const share::HeldRows& held, const py::buffer& own) {
+             return bytes_of(share::make_box_table(Table(own).values(), held));
            })
       .def(
           "gather_table",
-          [](const HeldTables& held, const py::buffer& places, const py::buffer& memories) {
-            return bytes_of(share::make_gather_table(Table(places).values(), held.rows(), Table(memories).values()));
+          [](const share::HeldRows& held, const py::buffer& places, const py::buffer& memories) {
+            return bytes_of(share::make_gather_table(Table(places).values(), held, Table(memories).values()));
           },
           py::arg("places"), py::arg("memories"));
   module.def(

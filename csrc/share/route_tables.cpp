@@ -72,12 +72,12 @@ std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<c
   });
 }
 
-HeldRows::HeldRows(std::span<const int64_t> table, std::span<const int64_t> rows) {
+HeldRows::HeldRows(std::vector<int64_t> table, std::span<const int64_t> rows) : table_(std::move(table)) {
   if (std::ranges::any_of(rows, [](int64_t row) { return row < 0 || row > INT32_MAX; })) {
     throw Error::invalid("no such row of a part");
   }
   at_.assign(rows.empty() ? 0 : static_cast<size_t>(std::ranges::max(rows)) + 1, kNotHeld);
-  io::TableCursor cursor(table);
+  io::TableCursor cursor(table_);
   for (; !cursor.at_end(); cursor.next_row()) {
     const int64_t dtype = cursor.dtype(io::kUnchanging), address = cursor.take(1)[0];
     const uint64_t dims = cursor.size();

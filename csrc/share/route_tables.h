@@ -15,12 +15,13 @@ std::vector<int64_t> make_staging_table(std::span<const int64_t> staged, std::sp
 // Makes the copy table (io/box.h) of RouteRound::packs. Throws as above.
 std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<const std::byte> memory);
 
-// The tensors that a rank holds for an export, by row of its local plan. A view of the table.
+// The tensors that a rank holds for an export, by row of its local plan.
 class HeldRows {
  public:
   // `table`: a write table (write/writer.h); `rows`: the local plan's row of each of its rows. Throws Error (invalid,
   // row).
-  HeldRows(std::span<const int64_t> table, std::span<const int64_t> rows);
+  HeldRows(std::vector<int64_t> table, std::span<const int64_t> rows);
+  HeldRows(const HeldRows&) = delete;  // held_ points into table_
 
   struct Held {
     int64_t dtype, address;
@@ -31,6 +32,7 @@ class HeldRows {
   const Held* find(int64_t row) const;  // nullptr if the row is not held
 
  private:
+  const std::vector<int64_t> table_;
   std::vector<Held> held_;
   std::vector<size_t> at_;  // for each row of the local plan, its index in held_
 };

@@ -139,9 +139,6 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
                                     std::span<uint64_t> bytes, std::vector<Renumbered>& renumbered) {
-  if (bytes.size() != ranks.size())
-    throw Error::invalid("expected bytes of " + std::to_string(ranks.size()) + " ranks, got " +
-                         std::to_string(bytes.size()));
   std::vector<RankReads> in_messages(ranks.begin(), ranks.end());
   for (uint32_t rank = 0; rank < ranks.size() && !options.sees_neighbours; ++rank) in_messages[rank].node = rank;
   std::vector<RankRoutes> routes(ranks.size());
@@ -179,7 +176,6 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
 
 std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, const RouteOptions& options,
                                     std::span<uint64_t> bytes) {
-  if (bytes.size() != held.size()) throw Error::invalid("expected a number of bytes for each rank");
   RouteOptions for_writes = options;
   for_writes.writes = true;
   for_writes.verify = false;
