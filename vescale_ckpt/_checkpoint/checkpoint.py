@@ -28,7 +28,6 @@ class Chunk:
     offset: int  #: position of the record in the file; -1 if it is part of a pickle
     bytes: int  #: length of the record, framing included; -1 in the same case
     crc: int = -1  #: CRC-32 that reads compare, of the elements, the object, or the file's header; -1: none
-    is_transformed: bool = False  #: whether a stream transform of stock DCP made the record
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Checkpoint:
 
     @cached_property
     def malformed(self) -> Sequence[CheckpointError]:
-        """One error for each key with an invalid location. Such a key has no chunks."""
+        """One error for each key with an invalid location, or records that loads refuse. Such a key has no chunks."""
         return ()
 
     def check_malformed(self, key: str | None = None) -> None:
@@ -131,10 +130,6 @@ class Checkpoint:
         for error in self.malformed:
             if key is None or getattr(error, "key", None) == key:
                 raise error
-
-    def refused(self) -> Iterator[CheckpointError]:
-        """Yields the error of each record that loads refuse, whatever it holds."""
-        yield from ()
 
     def faults(self) -> Iterator[CheckpointError]:
         """Yields errors of malformed keys, and of tensors that are not stored whole unless one rank saved for

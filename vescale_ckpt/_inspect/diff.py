@@ -98,8 +98,6 @@ def diff(
     with closing(open_checkpoint(checkpoint_path(a))) as first, closing(open_checkpoint(checkpoint_path(b))) as second:
         for checkpoint in (first, second):
             checkpoint.check_malformed()
-            for error in checkpoint.refused():
-                raise error
         selection = Selection(keys)
         with_values = with_values or bits
         if rename is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -191,8 +191,6 @@ class NativeCheckpoint(LoadableCheckpoint):
         stored = {name: self.objects[name] for name in names}
         for name in stored:
             self.check_malformed(name)
-            if stored[name].is_transformed:
-                raise refused_transform(name)
         records = [reader.record(name, chunk) for name, chunk in stored.items()]
         found = {
             record.key: objects.load(data, weights_only=True, key=record.key)
@@ -200,11 +198,6 @@ class NativeCheckpoint(LoadableCheckpoint):
         }
         reader.finish()
         return {name: found[name] for name in stored}
-
-    def refused(self) -> Iterator[CheckpointError]:
-        for key, _, chunk in self.chunks():
-            if chunk.is_transformed:
-                yield refused_transform(key)
 
     def checksum(self, key: str, chunk: Chunk) -> int:
         if chunk.crc >= 0:
@@ -222,8 +215,6 @@ class NativeCheckpoint(LoadableCheckpoint):
     def read(self, reads: Sequence[Read]) -> None:
         verified, unverified = list[Part](), list[Part]()
         for part in self.parts(reads):
-            if part.chunk.is_transformed:
-                raise refused_transform(part.key)
             (unverified if self._is_part_of_sound(part) else verified).append(part)
         for parts, verify in ((verified, True), (unverified, False)):
             if parts:
@@ -317,5 +308,6 @@ class _Listing:
             )
         info = check_location(info, key)
         name = check_relative(info.relative_path, key)
-        transformed = bool(info.transform_descriptors)
-        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
+        if info.transform_descriptors:
+            raise refused_transform(key)
+        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info))
