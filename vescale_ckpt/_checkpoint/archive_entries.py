@@ -42,7 +42,6 @@ class Entry:
     offset: int  #: position of its first byte in the archive file, compressed or not
     bytes: int  #: uncompressed length
     stored: bool  #: whether it is stored without compression
-    crc: int  #: CRC-32 of its bytes; -1: none
 
 
 @contextmanager
@@ -78,12 +77,7 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
     if magic != b"PK\3\4":
         raise CorruptCheckpointError(f"{path}: no entry at offset {at}", key=None, file=path, offset=at)
     stored = info.compress_type == zipfile.ZIP_STORED
-    return Entry(info.filename, at + _LOCAL.size + name + extra, info.file_size, stored, entry_checksum(info))
-
-
-def entry_checksum(info: zipfile.ZipInfo) -> int:
-    """The CRC-32 of an entry; -1 if torch.save wrote none."""
-    return info.CRC if info.CRC or not info.file_size else -1
+    return Entry(info.filename, at + _LOCAL.size + name + extra, info.file_size, stored)
 
 
 def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str | None) -> None:

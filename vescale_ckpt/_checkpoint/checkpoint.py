@@ -8,7 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .._engine import _C
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import SavedBy
 
@@ -172,22 +171,10 @@ class Checkpoint:
             if chunk.file:
                 yield key, torch.uint8, chunk
 
-    def checksum(self, key: str, chunk: Chunk) -> int:
+    def checksum(self, chunk: Chunk) -> int:
         """Returns the CRC-32 of the elements of a tensor's chunk in C's order, without reading them; -1: not known. Two
         records of wrapper subclasses have the same CRC-32 if their archives are equal."""
         return -1
-
-    def whole_checksum(self, key: str) -> int:
-        """Returns the CRC-32 of a whole tensor, from those of its chunks; -1: not known, or the chunks are no ranges of
-        its bytes, as rows are."""
-        info, whole, rows = self.tensors[key], 0, 0
-        for chunk in sorted(info.chunks, key=lambda chunk: chunk.offsets):
-            crc = self.checksum(key, chunk)
-            if crc < 0 or chunk.offsets[:1] not in ((), (rows,)) or chunk.sizes[1:] != info.shape[1:]:
-                return -1
-            whole = _C.crc32_combine(whole, crc, prod(chunk.sizes) * info.dtype.itemsize)
-            rows += prod(chunk.sizes[:1])
-        return whole if rows == prod(info.shape[:1]) else -1
 
     def load_objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""

@@ -26,7 +26,6 @@ from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..load_index import check_location, crc_of, refused_transform
 from ..loadable import LoadableCheckpoint, Part, fill_parts
-from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
 from . import metadata_check, metadata_file
@@ -199,18 +198,8 @@ class NativeCheckpoint(LoadableCheckpoint):
         reader.finish()
         return {name: found[name] for name in stored}
 
-    def checksum(self, key: str, chunk: Chunk) -> int:
-        if chunk.crc >= 0:
-            return chunk.crc
-        path = os.path.join(self.root, chunk.file)
-        with named_system_errors(path):
-            return record_checksum(path, chunk.offset, chunk.bytes, self.tensors[key].dtype, chunk.sizes)
-
-    def whole_checksum(self, key: str) -> int:
-        for chunk in self.tensors[key].chunks[:1]:
-            if stored_class(os.path.join(self.root, chunk.file), chunk.offset, chunk.bytes):
-                return -1  # the checksums are those of archives
-        return super().whole_checksum(key)
+    def checksum(self, chunk: Chunk) -> int:
+        return chunk.crc
 
     def read(self, reads: Sequence[Read]) -> None:
         verified, unverified = list[Part](), list[Part]()
