@@ -30,8 +30,6 @@ def open_checkpoint(path: str) -> Checkpoint:
         return NativeCheckpoint.open(path)
     if kind == "safetensors":
         return SafetensorsCheckpoint.open(path)
-    if kind == "pickle":
-        raise CheckpointError(str(advice_for_file(path)), path=path)
     if kind is None and not is_folder(path):
         raise CheckpointError(f"cannot read {path}: there is no such file or folder", path=path, errno=errno.ENOENT)
     if kind is None:
@@ -65,8 +63,8 @@ def open_to_load(path: str, rank: int | None, verify: bool) -> LoadableCheckpoin
 
 def _is_safetensors(path: str) -> bool:
     kind = recognize(path)
-    if kind in ("archive", "pickle"):
-        raise CheckpointError(str(advice_for_file(path)), path=path)
+    if kind == "archive":
+        raise CheckpointError(advice_for_file(path), path=path)
     return kind == "safetensors"
 
 
