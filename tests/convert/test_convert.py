@@ -241,14 +241,12 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     torch.save({"x": Path("x")}, tmp_path / "code.pt")
     torch.save(torch.ones(1), tmp_path / "tensor.pt")
-    torch.save({"x": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     np.savez(tmp_path / "array.npz", x=np.ones(1))
     cases = (
         ("absent", CheckpointError, "cannot read"),
         ("empty", CheckpointError, "not a checkpoint"),
         ("code.pt", UntrustedCheckpointError, "needs code"),
         ("tensor.pt", CheckpointError, "no dict"),
-        ("old.pt", CheckpointError, "before torch 1.6"),
         ("array.npz", CheckpointError, "none of torch.save"),
     )
     for name, kind, message in cases:

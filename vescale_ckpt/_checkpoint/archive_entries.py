@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from .._storage.open_storage import storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -27,7 +26,7 @@ _DAMAGE = (
     ValueError,
     OverflowError,
 )
-_ZIP, _PICKLE = b"PK\3\4", b"\x80"
+_ZIP = b"PK\3\4"
 _LENGTH_BYTES = 8  # a safetensors file starts with so many bytes of any value; its header follows
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _LOCAL = struct.Struct("<4s22xHH")
@@ -42,7 +41,6 @@ class Entry:
     offset: int  #: position of its first byte in the archive file, compressed or not
     bytes: int  #: uncompressed length
     stored: bool  #: whether it is stored without compression
-    crc: int  #: CRC-32 of its bytes; -1: none
 
 
 @contextmanager
@@ -78,12 +76,7 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
     if magic != b"PK\3\4":
         raise CorruptCheckpointError(f"{path}: no entry at offset {at}", key=None, file=path, offset=at)
     stored = info.compress_type == zipfile.ZIP_STORED
-    return Entry(info.filename, at + _LOCAL.size + name + extra, info.file_size, stored, entry_checksum(info))
-
-
-def entry_checksum(info: zipfile.ZipInfo) -> int:
-    """The CRC-32 of an entry; -1 if torch.save wrote none."""
-    return info.CRC if info.CRC or not info.file_size else -1
+    return Entry(info.filename, at + _LOCAL.size + name + extra, info.file_size, stored)
 
 
 def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str | None) -> None:
@@ -93,23 +86,16 @@ def verify_entry(archive: zipfile.ZipFile, entry: Entry, path: str, key: str | N
             pass
 
 
-def advice_for_file(path: str) -> str | None:
-    """The advice for a file of torch.save. None for other files. Raises OSError."""
-    kind = kind_of_file(path)
-    if kind == "archive":
-        return f"{path} is a file of torch.save, which is no checkpoint to load: {_convert(path)}"
-    if kind == "pickle":
-        return f"{path} seems to be a file of torch.save before torch 1.6: load it with torch.load and save it again"
-    return None
+def advice_for_file(path: str) -> str:
+    """The advice for a file of torch.save."""
+    return f"{path} is a file of torch.save, which is no checkpoint to load: {_convert(path)}"
 
 
-def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
-    """The kind of a file, by its first bytes. Raises OSError."""
+def is_archive(path: str) -> bool:
+    """Whether a file is one of torch.save, by its first bytes. Raises OSError."""
     directory, name = os.path.split(path)
     _, begin = storage_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
-    if begin[_LENGTH_BYTES:] == b"{":
-        return "other"
-    return "archive" if begin.startswith(_ZIP) else "pickle" if begin.startswith(_PICKLE) else "other"
+    return begin.startswith(_ZIP) and begin[_LENGTH_BYTES:] != b"{"
 
 
 def advice_for_directory(path: str) -> str | None:

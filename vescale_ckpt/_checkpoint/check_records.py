@@ -87,8 +87,6 @@ def _check(
     tensors: list[Record] = []
     for key, dtype, chunk in chunks:
         report.bytes += chunk.bytes
-        if chunk.is_transformed:
-            continue  # it is refused
         record = Record(key, numbers[chunk.file], chunk.offset, chunk.bytes, chunk.crc, dtype, chunk.sizes)
         if key in checkpoint.tensors and dtype in DTYPE_CODES:
             tensors.append(record)

@@ -8,7 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .._engine import _C
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import SavedBy
 
@@ -28,7 +27,6 @@ class Chunk:
     offset: int  #: position of the record in the file; -1 if it is part of a pickle
     bytes: int  #: length of the record, framing included; -1 in the same case
     crc: int = -1  #: CRC-32 that reads compare, of the elements, the object, or the file's header; -1: none
-    is_transformed: bool = False  #: whether a stream transform of stock DCP made the record
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Checkpoint:
 
     @cached_property
     def malformed(self) -> Sequence[CheckpointError]:
-        """One error for each key with an invalid location. Such a key has no chunks."""
+        """One error for each key with an invalid location, or records that loads refuse. Such a key has no chunks."""
         return ()
 
     def check_malformed(self, key: str | None = None) -> None:
@@ -131,10 +129,6 @@ class Checkpoint:
         for error in self.malformed:
             if key is None or getattr(error, "key", None) == key:
                 raise error
-
-    def refused(self) -> Iterator[CheckpointError]:
-        """Yields the error of each record that loads refuse, whatever it holds."""
-        yield from ()
 
     def faults(self) -> Iterator[CheckpointError]:
         """Yields errors of malformed keys, and of tensors that are not stored whole unless one rank saved for
@@ -177,22 +171,10 @@ class Checkpoint:
             if chunk.file:
                 yield key, torch.uint8, chunk
 
-    def checksum(self, key: str, chunk: Chunk) -> int:
+    def checksum(self, chunk: Chunk) -> int:
         """Returns the CRC-32 of the elements of a tensor's chunk in C's order, without reading them; -1: not known. Two
         records of wrapper subclasses have the same CRC-32 if their archives are equal."""
         return -1
-
-    def whole_checksum(self, key: str) -> int:
-        """Returns the CRC-32 of a whole tensor, from those of its chunks; -1: not known, or the chunks are no ranges of
-        its bytes, as rows are."""
-        info, whole, rows = self.tensors[key], 0, 0
-        for chunk in sorted(info.chunks, key=lambda chunk: chunk.offsets):
-            crc = self.checksum(key, chunk)
-            if crc < 0 or chunk.offsets[:1] not in ((), (rows,)) or chunk.sizes[1:] != info.shape[1:]:
-                return -1
-            whole = _C.crc32_combine(whole, crc, prod(chunk.sizes) * info.dtype.itemsize)
-            rows += prod(chunk.sizes[:1])
-        return whole if rows == prod(info.shape[:1]) else -1
 
     def load_objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""

@@ -17,7 +17,6 @@ import torch
 from .._engine import _C
 from .._engine.wrapper_tensors import is_wrapper
 from .._storage.open_storage import storage_at
-from .archive_entries import entry_checksum
 
 _REBUILD = "torch._utils _rebuild_wrapper_subclass"  # torch.save writes this name in front of a wrapper's class
 
@@ -71,27 +70,6 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
     if found != expected and not empty:
         return f"the metadata promises {expected}, the record holds {found}"
     return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
-
-
-def record_checksum(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """Returns the CRC-32 of the elements in a record of torch.save, from the archive's directory; -1 if it has none, or
-    does not hold the elements in order. Reads no element."""
-    try:
-        with zipfile.ZipFile(_record(path, offset, length)) as archive:
-            crc = next(entry_checksum(entry) for entry in archive.infolist() if "/data/" in entry.filename)
-        tensor = torch.load(_record(path, offset, length), map_location="meta", weights_only=True)
-        bytes_stored = tensor.untyped_storage().nbytes()
-    except OSError:  # a read failed
-        raise
-    except Exception:  # the record is damaged, or its classes are not known
-        return -1
-    is_plain = (type(tensor), tensor.dtype, tensor.shape) == (torch.Tensor, dtype, torch.Size(sizes))
-    return crc if is_plain and bytes_stored == tensor.nbytes and is_in_order(tensor) else -1
-
-
-def is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory has its values in C's order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def stored_class(path: str, offset: int, length: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from contextlib import suppress
 
 from .._ranks.message import pack, unpack
 from .._storage.open_storage import is_folder, storage_at
@@ -13,15 +12,12 @@ from .checkpoint import Checkpoint
 from .loadable import LoadableCheckpoint
 from .native import metadata_file
 from .native.explain_missing import explained
-from .native.file_names import INDEX_NAME
 from .native.native_checkpoint import NativeCheckpoint
 from .recognize import recognize
 from .safetensors import safetensors_checkpoint
 from .safetensors.headers import HeaderTables
 from .safetensors.safetensors_checkpoint import SafetensorsCheckpoint
 from .torch_checkpoint import TorchCheckpoint
-
-_MOST_SENT_BYTES = 128 << 20  # of an index: each rank reads a larger one by itself
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -34,8 +30,6 @@ def open_checkpoint(path: str) -> Checkpoint:
         return NativeCheckpoint.open(path)
     if kind == "safetensors":
         return SafetensorsCheckpoint.open(path)
-    if kind == "pickle":
-        raise CheckpointError(str(advice_for_file(path)), path=path)
     if kind is None and not is_folder(path):
         raise CheckpointError(f"cannot read {path}: there is no such file or folder", path=path, errno=errno.ENOENT)
     if kind is None:
@@ -69,8 +63,8 @@ def open_to_load(path: str, rank: int | None, verify: bool) -> LoadableCheckpoin
 
 def _is_safetensors(path: str) -> bool:
     kind = recognize(path)
-    if kind in ("archive", "pickle"):
-        raise CheckpointError(str(advice_for_file(path)), path=path)
+    if kind == "archive":
+        raise CheckpointError(advice_for_file(path), path=path)
     return kind == "safetensors"
 
 
@@ -82,14 +76,9 @@ def fingerprint(path: str) -> str:
 
 
 def pack_for_ranks(path: str, verify: bool) -> bytes:
-    """Reads the index, or all metadata if there is no index, and packs it for other ranks. Empty if the index is so
-    large that each rank should read it by itself."""
+    """Reads the index, or all metadata if there is no index, and packs it for other ranks."""
     if _is_safetensors(path):
         return pack(b"", b"", HeaderTables.read(path, verify).pack())
-    with suppress(OSError):
-        storage = storage_at(path)
-        if storage.stat(INDEX_NAME).size > _MOST_SENT_BYTES:
-            return b""
     index = metadata_file.index_bytes(path)
     if index is not None:
         return pack(index, b"", b"")

@@ -7,12 +7,12 @@ from typing import Literal
 
 from .._engine.engine_errors import named_system_errors, of_system
 from .._storage.open_storage import is_file, storage_at
-from .archive_entries import kind_of_file
+from .archive_entries import is_archive
 from .native.file_names import METADATA_NAME, is_metadata_file
 from .native.metadata_file import has_metadata
 from .safetensors import model_names
 
-Kind = Literal["dcp", "safetensors", "archive", "pickle"]
+Kind = Literal["dcp", "safetensors", "archive"]
 Format = Literal["dcp", "safetensors", "torch"]  #: of a conversion
 _SUFFIXES: dict[str, Format] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"
@@ -21,7 +21,7 @@ _SUFFIXES: dict[str, Format] = {
 
 def recognize(path: str) -> Kind | None:
     """Returns the kind of checkpoint at `path`, by names in a folder and the first bytes of a file. "archive": of
-    torch.save. "pickle": of torch.save before torch 1.6. None if there is no checkpoint.
+    torch.save. None if there is no checkpoint.
 
     Raises `CheckpointError` if an object store or a file cannot be read.
     """
@@ -33,8 +33,7 @@ def recognize(path: str) -> Kind | None:
         if not is_file(path):
             return None
         with named_system_errors(path):
-            kind = kind_of_file(path)
-        return "safetensors" if kind == "other" else kind
+            return "archive" if is_archive(path) else "safetensors"
     except OSError as error:
         if storage_at(path).is_away(error):
             raise of_system(error, path) from error

@@ -18,7 +18,6 @@ from .._state.tensor_table import narrowed
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .archive_entries import Entry, damage_named, entries, open_archive, verify_entry
 from .checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
-from .non_contiguous_records import is_in_order
 from .seen_files import SeenFiles
 
 _SHARDS = b"ShardedTensor", b"DTensor"  #: classes, as pickles name them
@@ -122,10 +121,6 @@ class TorchCheckpoint(Checkpoint):
         offset = self._entry_of[key].offset + int(tensor.storage_offset()) * tensor.itemsize
         shape, file = tuple(tensor.shape), os.path.basename(self.path)
         return TensorInfo(shape, tensor.dtype, [Chunk((0,) * len(shape), shape, file, offset, tensor.nbytes)])
-
-    def checksum(self, key: str, chunk: Chunk) -> int:
-        tensor, entry = self._tensors[key], self._entry_of[key]
-        return entry.crc if entry.bytes == tensor.nbytes and is_in_order(tensor) else -1
 
     def close(self) -> None:
         self._flat, self._tensors = {}, {}

@@ -39,8 +39,8 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     Raises:
         ValueError: `path` is no path, and no URL of an object store.
-        CheckpointError: a file of torch.save cannot be verified: it is from torch before 1.6, or contains objects that
-            torch does not load with `weights_only=True`.
+        CheckpointError: a file of torch.save cannot be verified: it contains objects that torch does not load with
+            `weights_only=True`.
     """
     return verify_checkpoint(path, quick)
 

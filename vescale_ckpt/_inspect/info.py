@@ -144,7 +144,7 @@ def _plain_value(checkpoint: Checkpoint, key: str) -> Any:
     """Returns the value of an object of a native checkpoint: a number, a text, a short list of them. None if it is no
     such value, damaged, or cannot be read. Runs no code."""
     chunk = checkpoint.objects[key]
-    if not 0 < chunk.bytes <= _MOST_BYTES or chunk.is_transformed:
+    if not 0 < chunk.bytes <= _MOST_BYTES:
         return None
     try:
         _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)

@@ -117,8 +117,8 @@ COMMANDS = (
         ),
         "Compares keys, shapes, dtypes and objects, and the stored checksums of tensors, without reading their data. "
         "Exit status 1 if anything differs, even -0.0 and 0.0; 3 if nothing does, but some values were not compared: "
-        "safetensors have no checksums per tensor, and checksums of shards that are not rows cannot be combined. With "
-        "--values, all data is read, and numbers are compared as numbers; the parts of a complex number count "
+        "only checkpoints of this package have checksums per tensor, and shards that are cut otherwise have others. "
+        "With --values, all data is read, and numbers are compared as numbers; the parts of a complex number count "
         "separately, and objects must have the same type. With --bits, every bit must be equal. With --rename, --keys "
         "selects keys of A, and all of B is compared with them.\n\nWith --fingerprints, A and B may be directories of "
         "a CheckpointManager: their common steps are compared in ascending order, up to the first that differs. Only "

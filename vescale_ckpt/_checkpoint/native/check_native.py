@@ -66,7 +66,7 @@ def _check_metadata_file(directory: str, rank: int | None, report: VerifyReport,
     if not metadata_check.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: only its structure was checked")
     checkpoint = NativeCheckpoint.of(directory, rank, loads(data, path))
-    for fault in (*checkpoint.faults(), *checkpoint.refused()):
+    for fault in checkpoint.faults():
         add_error(report, fault, path)
     listed = file_ends(checkpoint)
     report.keys += len(checkpoint.tensors) + len(checkpoint.objects)
@@ -98,8 +98,8 @@ def _check_tables(
     crcs: dict[str, dict[int, int]] = {}
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:
-            is_whole = chunk.is_transformed or (chunk.file, chunk.offset) in wrappers  # it is read as a whole
-            if chunk.crc >= 0 and chunk.file not in missing and not is_whole:
+            is_wrapper = (chunk.file, chunk.offset) in wrappers  # it is read as a whole
+            if chunk.crc >= 0 and chunk.file not in missing and not is_wrapper:
                 crcs.setdefault(chunk.file, {})[chunk.offset] = chunk.crc
     for name, expected in crcs.items():
         path = os.path.join(checkpoint.root, name)

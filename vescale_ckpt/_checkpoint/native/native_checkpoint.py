@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
 from ..load_index import check_location, crc_of, refused_transform
 from ..loadable import LoadableCheckpoint, Part, fill_parts
-from ..non_contiguous_records import record_checksum, stored_class
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
 from . import metadata_check, metadata_file
@@ -191,8 +190,6 @@ class NativeCheckpoint(LoadableCheckpoint):
         stored = {name: self.objects[name] for name in names}
         for name in stored:
             self.check_malformed(name)
-            if stored[name].is_transformed:
-                raise refused_transform(name)
         records = [reader.record(name, chunk) for name, chunk in stored.items()]
         found = {
             record.key: objects.load(data, weights_only=True, key=record.key)
@@ -201,29 +198,12 @@ class NativeCheckpoint(LoadableCheckpoint):
         reader.finish()
         return {name: found[name] for name in stored}
 
-    def refused(self) -> Iterator[CheckpointError]:
-        for key, _, chunk in self.chunks():
-            if chunk.is_transformed:
-                yield refused_transform(key)
-
-    def checksum(self, key: str, chunk: Chunk) -> int:
-        if chunk.crc >= 0:
-            return chunk.crc
-        path = os.path.join(self.root, chunk.file)
-        with named_system_errors(path):
-            return record_checksum(path, chunk.offset, chunk.bytes, self.tensors[key].dtype, chunk.sizes)
-
-    def whole_checksum(self, key: str) -> int:
-        for chunk in self.tensors[key].chunks[:1]:
-            if stored_class(os.path.join(self.root, chunk.file), chunk.offset, chunk.bytes):
-                return -1  # the checksums are those of archives
-        return super().whole_checksum(key)
+    def checksum(self, chunk: Chunk) -> int:
+        return chunk.crc
 
     def read(self, reads: Sequence[Read]) -> None:
         verified, unverified = list[Part](), list[Part]()
         for part in self.parts(reads):
-            if part.chunk.is_transformed:
-                raise refused_transform(part.key)
             (unverified if self._is_part_of_sound(part) else verified).append(part)
         for parts, verify in ((verified, True), (unverified, False)):
             if parts:
@@ -317,5 +297,6 @@ class _Listing:
             )
         info = check_location(info, key)
         name = check_relative(info.relative_path, key)
-        transformed = bool(info.transform_descriptors)
-        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info), transformed)
+        if info.transform_descriptors:
+            raise refused_transform(key)
+        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info))
