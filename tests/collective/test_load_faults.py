@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow
 RANKS = 3
 FOREVER = 30.0  # seconds; the timeout of each step where nobody is late
 SHORT = 2.0  # the same where somebody is
-ROUNDS = 6  # at least, of the checkpoint that is loaded
+ROUNDS = 9  # of the checkpoint that is loaded
 
 
 def _values() -> dict[str, torch.Tensor]:
@@ -191,6 +191,7 @@ STOPS: dict[str, tuple[str, int]] = {
     "before the rounds": ("begin the rounds", 0),
     "reading a round": ("read a round", 2),
     "between reading and sending": ("send a round", 3),
+    "placing a round": ("place a round", ROUNDS // 2),
     "placing the last round": ("place a round", ROUNDS - 1),
     "after the rounds": ("read objects", 0),
 }
@@ -237,7 +238,7 @@ def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], s
 @pytest.mark.parametrize(
     "places",
     [
-        ["before the rounds", "placing the last round"],
+        ["before the rounds", "placing a round", "placing the last round"],
         pytest.param(["reading a round", "between reading and sending", "after the rounds"], marks=SLOW),
     ],
 )

@@ -85,9 +85,11 @@ class Pipeline:
                     for index in range(start, stop):
                         with phase("write" if fills_others else "read"):
                             filled.pop(index).result()
-                        peers.progress(2 * index)
-                        if index - 2 in emptied:  # the next round has the buffers of this one
-                            emptied.pop(index - 2).result()
+                        emptying_before = emptied.pop(index - 2, None)
+                        if emptying_before is not None:  # the next round has the buffers of that one
+                            emptying_before.result()
+                        peers.progress(2 * index)  # after what this rank does alone: so a slow one is behind the others
+                        if emptying_before is not None:
                             shared = rounds[min(index + 1, count - 1) if fills_others else index - 2]
                             self._memory.acknowledge(peers, index - 2, shared)
                         if index + 1 < count:
