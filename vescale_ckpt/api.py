@@ -18,7 +18,7 @@ from ._collective.start_load import start_load
 from ._collective.start_save import prepare_save, start_save
 from ._fingerprint.collect import fingerprint as take_fingerprint
 from ._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
-from ._fingerprint.fingerprint import with_fingerprint
+from ._fingerprint.fingerprint import is_fingerprint, with_fingerprint
 from ._load.source import Source
 from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
@@ -247,8 +247,8 @@ def load(
     source = Source(os.fspath(path), options, None if stack is None else checked_rules(stack))
     with start_load(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
         found = loading.all() if state is None else loading.into(state, rename)
-    if extra_files is not None:
-        extra_files.pop(FINGERPRINT_FILE, None)  # `prove` reads it
+    if extra_files is not None and is_fingerprint(extra_files.get(FINGERPRINT_FILE, b"")):
+        del extra_files[FINGERPRINT_FILE]  # `prove` reads it
     return found
 
 

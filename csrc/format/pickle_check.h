@@ -1,6 +1,6 @@
 // Checks a pickle before anything is built from it. It refuses what a restricted unpickler cannot refuse: much memory
-// for few bytes, too deep nesting, and changes of classes. Which classes may be built at all is the unpickler's question
-// (vescale_ckpt/_state/trusted_types.py).
+// for few bytes, too deep nesting, and changes of classes. Which classes may be built at all is the unpickler's
+// question (vescale_ckpt/_state/trusted_types.py).
 //
 // It follows the opcodes without building values. It is linear in the input, and allocates a few bytes an opcode.
 #pragma once

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from vescale_ckpt import CheckpointError, Retention
+from vescale_ckpt import CheckpointError, Retention, UntrustedCheckpointError
+from vescale_ckpt._checkpoint.native.file_names import INDEX_NAME
 from vescale_ckpt._checkpoint.native.step_order import FIRST, Branch, SavedOrder
 from vescale_ckpt._collective.node_files import copies_of_each
+from vescale_ckpt._engine import _C
 from vescale_ckpt.manager import run_id
 from vescale_ckpt.manager.branch_tracker import BranchTracker
 from vescale_ckpt.manager.node_table import NodeTable, Part
+from vescale_ckpt.manager.node_tier import file_ends_of
 from vescale_ckpt.manager.retention import Candidate
 from vescale_ckpt.manager.run_id import Run
 
@@ -164,3 +169,9 @@ def test_copies_are_even(nodes: int, copies: int) -> None:
     for node in range(nodes):
         have = {node, *(target for target, names in wanted.items() if f"of {node}" in names)}
         assert len(have) == copies + 1
+
+
+def test_a_file_outside_of_the_step_is_refused() -> None:
+    index = SimpleNamespace(files=["../x"], file_ends=lambda: [1])
+    with mock.patch.object(_C.Index, "from_bytes", return_value=index), pytest.raises(UntrustedCheckpointError):
+        file_ends_of("step", {INDEX_NAME: b""})

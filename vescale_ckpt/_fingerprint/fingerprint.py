@@ -149,9 +149,16 @@ class Fingerprint:
 
 def with_fingerprint(files: Mapping[str, bytes] | None, taken: Fingerprint) -> Mapping[str, bytes]:
     """Returns the extra files of a save with the fingerprint among them. Reads none: if the contents of `files` raise,
-    the save raises on all ranks."""
+    the save raises on all ranks. Raises ValueError if a file has the fingerprint's name."""
     given: Any = {} if files is None else files
+    if FILE in given:
+        raise ValueError(f"extra_files: {FILE!r} is the file of fingerprint=True")
     return ChainMap({FILE: taken.to_bytes()}, given)
+
+
+def is_fingerprint(content: bytes) -> bool:
+    """Whether a file named `FILE` is a fingerprint, and not a user's own."""
+    return content.startswith(b'{"fingerprint":')
 
 
 def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:

@@ -20,7 +20,7 @@ from .._collective.handle import SaveHandle
 from .._collective.node_files import leaders_of
 from .._engine import _C
 from .._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
-from .._fingerprint.fingerprint import Fingerprint
+from .._fingerprint.fingerprint import Fingerprint, is_fingerprint
 from .._fingerprint.prove import prove_restored
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
@@ -182,7 +182,11 @@ class NodeFolders(Folders):
         if files is None and self.proves:
             files = {}
         self._nodes.load(step, state, exchange, self._ranks, **{**options, "extra_files": files})
-        content = None if files is None else files.pop(FINGERPRINT_FILE, None)
+        content = None if files is None else files.get(FINGERPRINT_FILE)
+        if files is not None and content is not None and is_fingerprint(content):
+            del files[FINGERPRINT_FILE]
+        else:
+            content = None
         if self.proves:  # no rank sees the files of all nodes, to locate what differs
             stored = None if content is None else Fingerprint.from_bytes(content, step.path)
             group, timeout = self._ranks.process_group, self._ranks.timeout

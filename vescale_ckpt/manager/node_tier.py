@@ -32,6 +32,7 @@ from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._state.key_selection import Rename, Selection
 from .._storage.open_storage import storage_at
+from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import LoadReport
 from . import run_id
@@ -301,8 +302,9 @@ def read_small_files(path: str) -> dict[str, bytes]:
 
 
 def file_ends_of(path: str, contents: Mapping[str, bytes]) -> dict[str, int]:
-    """{file that the metadata names: the least length that it must have}."""
+    """{file that the metadata names: the least length that it must have}. Raises `UntrustedCheckpointError` for a name
+    outside of the checkpoint's directory."""
     if INDEX_NAME in contents:
         index = _C.Index.from_bytes(contents[INDEX_NAME], path)
-        return dict(zip(index.files, index.file_ends(), strict=True))
+        return {check_relative(name, path): end for name, end in zip(index.files, index.file_ends(), strict=True)}
     return file_ends(NativeCheckpoint.of(path, None, metadata_pickle.loads(contents[METADATA_NAME], path)))
