@@ -25,7 +25,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.node import Process
-from vescale_ckpt._routes import node_buffer, pipeline, rounds, routes
+from vescale_ckpt._routes import node_buffer, pipeline, routed_read, routes
 from vescale_ckpt._routes.node_buffer import NodeBuffer
 
 FOREVER = 60.0
@@ -103,7 +103,7 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
         taken.extend(sizes)
         return NodeBuffer(sizes)
 
-    with mock.patch.object(rounds, "NodeBuffer", memory):
+    with mock.patch.object(routed_read, "NodeBuffer", memory):
         read, _ = _load(directory, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
