@@ -140,6 +140,7 @@ REGISTRY: dict[str, Entry] = {
     "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: memcpy()),
     "vescale": Entry("our writer, reader and planners", lambda _: plug_points()),
     "vescale-functions": Entry("our save and load", lambda _: saves_and_loads.ours()),
+    "vescale-fingerprint": Entry("our save(fingerprint=True)", lambda _: saves_and_loads.ours(fingerprint=True)),
     "vescale-noverify": Entry("ours, loads without verifying", lambda _: plug_points(verify=False)),
     "vescale-nochecksum": Entry("ours, saves without checksums", lambda _: plug_points(checksums=False)),
     "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: saves_and_loads.stock(1)),

@@ -137,10 +137,10 @@ def raw(*, buffered_reads: bool = False) -> Candidate:
     return Candidate(save, load, keeps_state=False)
 
 
-def ours(form: Literal["dcp", "safetensors"] = "dcp") -> Candidate:
+def ours(form: Literal["dcp", "safetensors"] = "dcp", *, fingerprint: bool = False) -> Candidate:
     """`vescale_ckpt.save` and `vescale_ckpt.load`."""
     return Candidate(
-        lambda state, folder: api.save(folder, {"model": state}, format=form).stats,
+        lambda state, folder: api.save(folder, {"model": state}, format=form, fingerprint=fingerprint).stats,
         lambda into, folder: api.load(folder, {"model": into}).stats,
     )
 
