@@ -62,8 +62,8 @@ SETTINGS = {
         Setting(
             "threads",
             0,
-            "worker threads of each save or load; a load of many small pieces uses twice as many. 0: the cores of the "
-            "machine divided by its ranks, at least 4, at most 16",
+            "worker threads of each save or load; a load of many small pieces uses twice as many. 0: this rank's "
+            "share of the cores that it may run on, at least 4, at most 16",
             most=256,
         ),
         Setting("memory_bytes", 256 * MiB, "memory for reading and writing; determines three limits", least=4 * MiB),

@@ -23,7 +23,7 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.torch_copies import device_notes
 from .._engine.wrapper_tensors import any_wrapper, map_inner
-from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
+from .._state.chunks import Chunks, chunks_to_write, items_of, tells_chunks
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
 from .._state.watch import local_parts, watch_values
 from .._write import snapshot_budget
@@ -46,7 +46,7 @@ class StagedChunks(torch.Tensor):
         return staged
 
     def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
-        return write_items(key, self.told)
+        return items_of(key, self.told)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.told.at(index)

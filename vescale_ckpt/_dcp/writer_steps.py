@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..reports import SaveStats
 from .packed_lists import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
 from .save_planner import SavePlanner as OurSavePlanner
-from .write_items import write_items
+from .item_save import save_items
 
 
 class NativeSteps:
@@ -143,7 +143,7 @@ def write(steps: WriterSteps, plan: SavePlan, planner: SavePlanner) -> tuple[Seq
     if steps.layout.options.single_file and _is_plan_of(items, planner):
         stats = RankSave(steps.layout).write(items.plan)
     else:
-        items, stats = write_items(steps.layout, items, planner)
+        items, stats = save_items(steps.layout, items, planner)
     return steps.results(items), stats
 
 

@@ -1,4 +1,5 @@
-"""Buffers for the rounds of a broadcast load or an export, in shared memory that other ranks of the node map.
+"""Buffers for the rounds of a broadcast load or an export, and what sends them: shared memory that other ranks of the
+node map, and messages (gloo) to other nodes.
 
 The file is a memfd: it is not limited by the size of /dev/shm, and disappears with the last process that maps it.
 """

@@ -187,7 +187,7 @@ def _kinds() -> dict[WriteItemType, int]:
     return {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
 
 
-def write_items(key: str, chunks: Chunks) -> list[WriteItem]:
+def items_of(key: str, chunks: Chunks) -> list[WriteItem]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 

@@ -22,7 +22,7 @@ from .overrides import is_method_of
 from .save_planner import SavePlanner as OurSavePlanner
 
 
-def write_items(layout: Layout, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[WriteItem], SaveStats]:
+def save_items(layout: Layout, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[WriteItem], SaveStats]:
     """Writes a rank's items. Returns them in the order of their rows. The planner's state must not change meanwhile."""
     save, single_file, makes_tensors = RankSave(layout), layout.options.single_file, _makes_tensors(planner)
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
