@@ -25,9 +25,9 @@ from .._write.rank_save import RankSave
 from .._write.safetensors_layout import Safetensors, SafetensorsLayout, refuse_wrappers
 from ..errors import CheckpointError
 from ..reports import SaveStats
+from .item_save import save_items
 from .packed_lists import PackedItems, PackedResults, SavePlans, locations_of, pack_items, write_results
 from .save_planner import SavePlanner as OurSavePlanner
-from .item_save import save_items
 
 
 class NativeSteps:
