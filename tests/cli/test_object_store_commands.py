@@ -125,6 +125,25 @@ def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Pat
     assert_holds(tmp_path / "exported", state(2))
 
 
+def test_what_holds_a_checkpoint_is_not_replaced_by_a_model(url: str, tmp_path: Path) -> None:
+    """Readers prefer one file to an index, and metadata to both."""
+    vescale_ckpt.save(tmp_path / "one", state(1), format="safetensors")
+    vescale_ckpt.save(tmp_path / "many", state(2), format=vescale_ckpt.Safetensors(max_shard_size="1MB"))
+    vescale_ckpt.save(tmp_path / "dcp", state(3))
+    for there, values in (("one", state(1)), ("many", state(2)), ("dcp", state(3))):
+        copy(tmp_path / there, f"{url}/{there}")
+        for model in ("one", "many"):
+            with pytest.raises(CheckpointError, match="overwrite=True"):
+                copy(tmp_path / model, f"{url}/{there}")
+            with pytest.raises(CheckpointError, match="remove it first"):
+                copy(tmp_path / model, f"{url}/{there}", overwrite=True)
+        assert_holds(f"{url}/{there}", values)
+    stores.write(f"{url}/resumed", "config.json", b"{}")  # of a copy that died
+    (tmp_path / "one" / "config.json").write_bytes(b"{}")
+    assert copy(tmp_path / "one", f"{url}/resumed").resumed_files == 1
+    assert_holds(f"{url}/resumed", state(1))
+
+
 def test_a_model_appears_with_its_index(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, files = tmp_path / "model", vescale_ckpt.Safetensors(max_shard_size="1MB")
     for save in (

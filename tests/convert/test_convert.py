@@ -626,6 +626,14 @@ def test_the_command_line(
     assert loaded["large"].dtype == torch.float32 and "b.w" in loaded
 
 
+def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "in", {"step": 3})
+    for path in (tmp_path / "one.safetensors", tmp_path / "folder"):
+        convert(tmp_path / "in", path, format="safetensors", on_objects="drop")
+        assert vescale_ckpt.load(path) == {}
+    assert stock_safetensors.load_file(tmp_path / "one.safetensors") == {}
+
+
 @pytest.mark.parametrize("most", ["5GB", 4096])
 def test_tied_weights_are_stored_once(tmp_path: Path, most: int | str) -> None:
     weight, memory = torch.randn(100, 20), torch.randn(300)

@@ -449,12 +449,13 @@ def test_storage_options_are_refused() -> None:
 
 
 def test_one_file_is_left_to_lightning() -> None:
-    for kind, options in (
-        (ours.ModelParallel, {"save_distributed_checkpoint": False}),
-        (ours.FSDP, {"state_dict_type": "full"}),
+    for kind, positional, options in (
+        (ours.ModelParallel, (), {"save_distributed_checkpoint": False}),
+        (ours.ModelParallel, ("auto", "auto", False), {}),
+        (ours.FSDP, (), {"state_dict_type": "full"}),
     ):
         with pytest.raises(ValueError, match=f"{kind.__name__} saves folders"):
-            kind(**options)
+            kind(*positional, **options)
 
 
 # --- Fabric

@@ -17,7 +17,7 @@ from .native.file_names import (
 )
 from .native.step_order import ORDER_NAME
 from .open_checkpoint import open_parts
-from .safetensors.model_names import INDEX_SUFFIX, SUFFIX, is_temporary_index, token_of
+from .safetensors.model_names import INDEX_SUFFIX, SINGLE_NAME, SUFFIX, is_temporary_index, token_of
 
 
 class CopiedFiles:
@@ -63,6 +63,11 @@ class CopiedFiles:
 def completes(name: str) -> bool:
     """Whether a file of that name completes a checkpoint, so that a copy writes it last."""
     return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
+
+
+def marks_checkpoint(name: str) -> bool:
+    """Whether a folder with a file of that name holds a checkpoint, and not what a copy that died has left."""
+    return completes(name) or name == SINGLE_NAME
 
 
 def tells_its_save(name: str) -> bool:

@@ -18,10 +18,10 @@ from contextlib import closing
 
 from .. import settings
 from .._checkpoint.check_records import Progress
-from .._checkpoint.copied_files import CopiedFiles, completes, holds_data, tells_its_save
+from .._checkpoint.copied_files import CopiedFiles, holds_data, marks_checkpoint, tells_its_save
 from .._checkpoint.damage import raise_damage
 from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
-from .._checkpoint.native.file_names import is_data_file, metadata_name
+from .._checkpoint.native.file_names import is_data_file, is_metadata_file, metadata_name
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.verify import verify_checkpoint
 from .._engine import _C
@@ -217,17 +217,18 @@ class FolderCopy:
             there = set(storage_at(self._path).names())
         except FileNotFoundError:
             return None
-        if not any(map(completes, there)) and any(map(completes, files.names)):
+        marks = set(filter(marks_checkpoint, there))
+        if not marks and any(map(marks_checkpoint, files.names)):
             return None
         if not self._overwrite:
             raise _exists(self._path)
-        both = sorted(there & files.of_checkpoint)
         # While they are written, the old checkpoint would be a mixture. No two saves give a file the same random name.
-        if both and not all(map(is_data_file, both)):
+        kept = {name for name in there & files.of_checkpoint if not is_data_file(name)}
+        if not any(map(is_metadata_file, files.names)):  # a model: readers may find what is there in its place
+            kept |= marks
+        if kept:
             raise CheckpointError(
-                f"{self._path} holds {both[0]} already, which the copy would write, and is not replaced: remove it "
-                "first",
-                path=self._path,
+                f"{self._path} holds {min(kept)} already, and is not replaced: remove it first", path=self._path
             )
         return set(Replaced.read(self._path).files - files.of_checkpoint)
 

@@ -73,6 +73,8 @@ def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
         layout = _Layout(outputs, ties)
         with named_errors(str, directory, layout.length):
             writer = begin(directory, create, layout.length)
+            if not outputs:
+                writer.write_bytes(int_table(), layout.length)  # the file ends where the last call ends: with its head
             transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer), buffers)
             writer.finish_bytes(layout.head(), sync=True)
 

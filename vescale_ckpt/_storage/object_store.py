@@ -41,7 +41,7 @@ from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, CheckBeginning, Stat,
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
 # These names are random, so no save writes to one again.
-_OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
+_OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
 _MOST_KNOWN = 10_000
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions

@@ -186,9 +186,10 @@ class _Strategy(_Host):
         fingerprint: bool = False,
         **options: Any,
     ) -> None:
-        if options.get("save_distributed_checkpoint") is False or options.get("state_dict_type") == "full":
-            raise ValueError(f"{type(self).__name__} saves folders: Lightning's own strategy saves one file")
         super().__init__(*args, **options)
+        of_host = vars(self)  # where Lightning's strategies keep what asks for one file, given by name or by position
+        if not of_host.get("_save_distributed_checkpoint", True) or of_host.get("_state_dict_type") == "full":
+            raise ValueError(f"{type(self).__name__} saves folders: Lightning's own strategy saves one file")
         self._saves = Saves(async_checkpoint, fingerprint)
         self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self._weights_only = weights_only
