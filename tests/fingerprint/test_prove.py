@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import PerRank
+from vescale_ckpt import Fingerprint, PerRank
 from vescale_ckpt._fingerprint.object_digest import digest_of
 from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StateDiffersError
 
@@ -233,9 +233,13 @@ def test_a_checkpoint_without_a_fingerprint_or_with_a_damaged_one_is_refused(tmp
     vescale_ckpt.save(tmp_path / "a", state)
     with pytest.raises(CheckpointError, match="fingerprint=True"):
         vescale_ckpt.prove(tmp_path / "a", state)
-    vescale_ckpt.save(tmp_path / "b", state, extra_files={"fingerprint.json": b'{"fingerprint": 99}'})
+    vescale_ckpt.save(tmp_path / "b", state, extra_files={"fingerprint.json": b'{"fingerprint":99,"tensors":{}}'})
     with pytest.raises(CorruptCheckpointError, match="version 99"):
         vescale_ckpt.prove(tmp_path / "b", state)
+    for of_w in ('["float32",[1e999],"0"]', '["float32",[3],"-5"]', '["float32",[3],"0_0"]', '"w"', "7", "{}"):
+        content = f'{{"fingerprint":1,"tensors":{{"w":{of_w}}},"objects":{{}}}}'.encode()
+        with pytest.raises(CorruptCheckpointError, match="not readable"):
+            Fingerprint.from_bytes(content, "b")
     with pytest.raises(ValueError, match="fingerprint"):
         vescale_ckpt.save(tmp_path / "c", state, format="safetensors", fingerprint=True)
 

@@ -150,7 +150,7 @@ def stored_fingerprint(
     """Reads the fingerprint of a checkpoint, with all ranks. None if it has none."""
     files: dict[str, bytes] = {}
     _load(path, {}, None, process_group, timeout, files)
-    return Fingerprint.from_bytes(files[FILE], os.fspath(path)) if FILE in files else None
+    return Fingerprint.from_bytes(files.get(FILE, b""), os.fspath(path))
 
 
 def _load(
