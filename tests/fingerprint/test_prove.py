@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import json
+import math
 import random
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import PerRank
+from vescale_ckpt import Fingerprint, PerRank
+from vescale_ckpt._fingerprint import object_digest
 from vescale_ckpt._fingerprint.object_digest import digest_of
 from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StateDiffersError
 
@@ -142,6 +148,74 @@ def test_digests_of_objects_follow_equality() -> None:
     assert digest_of(loops[0]) == digest_of(loops[1])
 
 
+class Scale:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, value: float) -> float:
+        return self.by * value
+
+    def method(self) -> None: ...
+
+
+class Names(set[str]):
+    pass
+
+
+def test_digests_are_of_what_callables_and_subclasses_hold() -> None:
+    def distinct() -> list[Any]:
+        linear, other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        linear.weight.data.fill_(1.0)
+        other.weight.data.fill_(2.0)
+        return [
+            Scale(1.0), Scale(2.0), Scale(1.0).method, Scale(2.0).method, partial(int, base=2), partial(int, base=8),
+            itemgetter(1), itemgetter(2), math.sin, cmath.sin, np.sin, np.cos, linear, other, Names("ab"), Names("ac"),
+            re.compile("a"), re.compile("b"), torch.strided, torch.eye(2).to_sparse(),
+            torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(),
+            torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        ]  # fmt: skip
+
+    digests = [digest_of(value) for value in distinct()]
+    assert len(set(digests)) == len(digests)
+    assert digests == [digest_of(value) for value in distinct()]
+    words = [f"word {i}" for i in range(1000)]
+    assert digest_of(Names(words)) == digest_of(Names(reversed(words)))
+    with pytest.raises(TypeError, match="quantized"):
+        digest_of(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def test_parts_that_are_shared_are_walked_once_and_a_thicket_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    one: list[Any] = [1]
+    other: list[Any] = [1]
+    for _ in range(200):
+        one, other = [one, one], [other, copy.copy(other)]
+    assert digest_of(one) == digest_of(other)
+    nodes: list[list[Any]] = [[] for _ in range(30)]
+    for node in nodes:
+        node.extend(nodes)
+    monkeypatch.setattr(object_digest, "_MOST_LOOPS", 1000)
+    with pytest.raises(TypeError, match="in too many ways"):
+        digest_of(nodes)
+
+
+def test_digests_do_not_depend_on_what_was_walked_before() -> None:
+    def pair() -> tuple[list[Any], list[Any]]:
+        a: list[Any] = ["a"]
+        b: list[Any] = ["b", a, [2]]
+        a.extend([b, [2]])
+        return a, b
+
+    (a, b), (c, d) = pair(), pair()
+    assert digest_of({"a": a, "b": b}) == digest_of({"b": d, "a": c})
+
+
+def test_a_tensor_without_a_fingerprint_is_an_error_that_names_its_key() -> None:
+    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.empty(3, device="meta")):
+        with pytest.raises(CheckpointError, match=r"model\.w: a Tensor has no fingerprint"):
+            vescale_ckpt.fingerprint({"model": {"w": tensor}})
+
+
 def test_an_object_without_a_digest_is_an_error_that_names_its_key() -> None:
     with pytest.raises(CheckpointError, match=r"extra\.lock"):
         vescale_ckpt.fingerprint({"extra": {"lock": (i for i in range(2))}})
@@ -233,9 +307,13 @@ def test_a_checkpoint_without_a_fingerprint_or_with_a_damaged_one_is_refused(tmp
     vescale_ckpt.save(tmp_path / "a", state)
     with pytest.raises(CheckpointError, match="fingerprint=True"):
         vescale_ckpt.prove(tmp_path / "a", state)
-    vescale_ckpt.save(tmp_path / "b", state, extra_files={"fingerprint.json": b'{"fingerprint": 99}'})
+    vescale_ckpt.save(tmp_path / "b", state, extra_files={"fingerprint.json": b'{"fingerprint":99,"tensors":{}}'})
     with pytest.raises(CorruptCheckpointError, match="version 99"):
         vescale_ckpt.prove(tmp_path / "b", state)
+    for of_w in ('["float32",[1e999],"0"]', '["float32",[3],"-5"]', '["float32",[3],"0_0"]', '"w"', "7", "{}"):
+        content = f'{{"fingerprint":1,"tensors":{{"w":{of_w}}},"objects":{{}}}}'.encode()
+        with pytest.raises(CorruptCheckpointError, match="not readable"):
+            Fingerprint.from_bytes(content, "b")
     with pytest.raises(ValueError, match="fingerprint"):
         vescale_ckpt.save(tmp_path / "c", state, format="safetensors", fingerprint=True)
 

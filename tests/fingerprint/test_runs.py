@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_fingerprint_is_restored_with_a_warning(tmp_path:
 
 def test_a_damaged_fingerprint_is_a_damaged_checkpoint(tmp_path: Path) -> None:
     _run(tmp_path, 1)
-    vescale_ckpt.save(tmp_path / "step-2", _state(), extra_files={"fingerprint.json": b"{}"})
+    vescale_ckpt.save(tmp_path / "step-2", _state(), extra_files={"fingerprint.json": b'{"fingerprint":1,"tensors":7}'})
     with CheckpointManager(tmp_path, prove=True) as manager:
         assert manager.restore(_state()) == 1
     assert vescale_ckpt.inspect(tmp_path / "step-2").fingerprint is None
@@ -366,6 +366,26 @@ def test_a_conversion_that_changes_something_drops_the_fingerprint(tmp_path: Pat
     assert any("the fingerprint is left out" in text for text in texts)
     with pytest.raises(CheckpointError, match="no fingerprint"):
         vescale_ckpt.prove(tmp_path / "b", {})
+
+
+def test_a_file_of_that_name_that_is_the_user_s_own_is_none(tmp_path: Path, capsys: Any) -> None:
+    own = {"fingerprint.json": b'{"fingerprint": "mine"}'}
+    with CheckpointManager(tmp_path / "run", prove=True, async_checkpoint=False) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    path = tmp_path / "run" / "step-2"
+    vescale_ckpt.save(path, {"w": torch.ones(3)}, extra_files=own)
+    with logged() as texts, CheckpointManager(tmp_path / "run", prove=True) as manager:
+        assert manager.restore({"w": torch.zeros(3)}) == 2
+    assert any("not proved: it was saved without fingerprint=True" in text for text in texts)
+    with pytest.raises(CheckpointError, match="has no fingerprint to compare with"):
+        vescale_ckpt.prove(path, {"w": torch.ones(3)})
+    assert _diff(capsys, path, path)[0] == 2
+    vescale_ckpt.convert(path, tmp_path / "b", format="dcp", dtype="bfloat16")
+    files: dict[str, bytes] = {}
+    vescale_ckpt.load(tmp_path / "b", {"w": torch.ones(3).bfloat16()}, extra_files=files)
+    assert files == own
+    vescale_ckpt.save(tmp_path / "c", {"w": torch.ones(3)}, extra_files={"fingerprint.json": b"another"})
+    assert not diff(path, tmp_path / "c").equal and diff(path, path).equal
 
 
 def test_other_formats_have_no_place_for_it(tmp_path: Path) -> None:

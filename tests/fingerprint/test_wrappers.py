@@ -53,8 +53,22 @@ def test_a_resumed_wrapper_is_proved_and_a_changed_one_is_named(tmp_path: Path) 
     with pytest.raises(StateDiffersError, match=r"1 different: q \(rank 0: 3 of 54 elements\)"):
         vescale_ckpt.prove(tmp_path / "a", resumed)
     resumed["q"] = Quantized.random(6, sign=-1)
-    with pytest.raises(StateDiffersError, match=r"1 different: q \(other settings"):
+    with pytest.raises(StateDiffersError, match=r"1 different: q \(other values or settings"):
         vescale_ckpt.prove(tmp_path / "a", resumed)
+
+
+@on_ranks(2)
+def test_a_wrapper_that_one_rank_has_and_a_load_refuses_is_named_on_all(tmp_path: Path) -> None:
+    """A stage of a pipeline: the ranks that do not have it find the same as the one that does."""
+    rank = torch.distributed.get_rank()
+    state = {"w": torch.ones(3), **({"q": Quantized.random(6)} if rank == 1 else {})}
+    vescale_ckpt.save(tmp_path / "a", state, fingerprint=True)
+    state["w"][0] = 2
+    if rank == 1:
+        state["q"] = Quantized.random(6, sign=-1)
+    with pytest.raises(StateDiffersError) as caught:
+        vescale_ckpt.prove(tmp_path / "a", state, timeout=20)
+    assert [*caught.value.different] == ["q", "w"]
 
 
 @on_ranks(2)

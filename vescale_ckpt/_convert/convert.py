@@ -19,6 +19,7 @@ from .._checkpoint.open_checkpoint import open_checkpoint
 from .._checkpoint.recognize import Format
 from .._engine.engine_errors import of_system
 from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
+from .._fingerprint.fingerprint import has_fingerprint
 from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path
@@ -215,9 +216,8 @@ class _Conversion:
 
     def _drop_fingerprint(self, source: Checkpoint) -> None:
         """Leaves out the source's fingerprint, unless it holds for what is written."""
-        if FINGERPRINT_KEY not in source.objects or (
-            source.format == self._format == "dcp" and self.made.changes_nothing
-        ):
+        is_same = source.format == self._format == "dcp" and self.made.changes_nothing
+        if is_same or not has_fingerprint(source):
             return
         kept = {name: key for name, key in self.made.objects.items() if key != FINGERPRINT_KEY}
         self.made = replace(self.made, objects=kept)

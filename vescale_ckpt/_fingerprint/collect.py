@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,16 +90,23 @@ def _values(state: State) -> bytes:
     packed, rest = state.for_engine.fingerprints(threads_of(), producers(devices, torch.cuda.current_stream))
     values = bytearray(packed)
     for item in rest:
-        values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
+        key, tensor = state.items[item][0], state.source(item)[0]
+        with _naming(key, tensor):
+            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
     for item, (key, kind, *_) in enumerate(state.items):
         if kind == OBJECT:
-            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _digest(key, state.objects[key])
+            with _naming(key, state.objects[key]):
+                values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = digest_of(state.objects[key])
     return bytes(values)
 
 
-def _digest(key: str, value: Any) -> bytes:
+@contextmanager
+def _naming(key: str, value: object) -> Iterator[None]:
+    """Names the key of a value whose fingerprint cannot be taken."""
     try:
-        return digest_of(value)
+        yield
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{key}: a {type(value).__name__} has no fingerprint: {error}", key=key) from error
 
@@ -115,7 +123,7 @@ def _value_in_python(state: State, item: int) -> bytes:
                 "only its class knows which elements its inner tensors are of: take the fingerprint of the other keys",
                 key=key,
             )
-        return _digest(key, tensor)  # of its inner tensors, which are what is saved
+        return digest_of(tensor)  # of its inner tensors, which are what is saved
     chunk = narrowed(tensor, start, size).reshape(size or (1,))
     shape, offset, size = shape or (1,), offset or (0,), size or (1,)
     rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))

@@ -7,18 +7,24 @@ import json
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._engine import _C
 from .._engine.rows import OBJECT
-from ..errors import CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import EXTRA_FILES
+
+if TYPE_CHECKING:
+    from .._checkpoint.checkpoint import Checkpoint
 
 FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fingerprint
 KEY = EXTRA_FILES + FILE  #: its key among the checkpoint's objects
 _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_(\d+)", re.DOTALL)  # a key of `PerRank`: name, and number of ranks
+_BEGIN = re.compile(rb'\{"fingerprint":\d+,"tensors":')  # of the text, in every version
+_DIGITS = re.compile("[0-9a-f]{32}")
 _VERSION = 1  # of the text, and of how values are computed
 
 
@@ -132,15 +138,18 @@ class Fingerprint:
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, path: str) -> Fingerprint:
-        """Raises `CorruptCheckpointError` for anything that `to_bytes` cannot have made."""
+    def from_bytes(cls, content: bytes, path: str) -> Fingerprint | None:
+        """Returns None for a user's own file of that name. Raises `CorruptCheckpointError` for another fingerprint than
+        `to_bytes` makes."""
+        if not is_fingerprint(content):
+            return None
         try:
             found = json.loads(content)
             if found["fingerprint"] != _VERSION:
                 raise ValueError(f"version {found['fingerprint']!r}")
             tensors = {key: _tensor_value(*of) for key, of in found["tensors"].items()}
-            objects = {key: str(of) for key, of in found["objects"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            objects = {key: _of_digits(of).hex() for key, of in found["objects"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path}: its fingerprint is not readable: {error}", key=None, file=path
             ) from None
@@ -158,7 +167,17 @@ def with_fingerprint(files: Mapping[str, bytes] | None, taken: Fingerprint) -> M
 
 def is_fingerprint(content: bytes) -> bool:
     """Whether a file named `FILE` is a fingerprint, and not a user's own."""
-    return content.startswith(b'{"fingerprint":')
+    return _BEGIN.match(content) is not None
+
+
+def has_fingerprint(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has a fingerprint, which may be damaged, and not a user's own file of that name."""
+    if KEY not in checkpoint.objects:
+        return False
+    with suppress(CheckpointError, OSError):
+        content = checkpoint.load_objects([KEY])[KEY]
+        return type(content) is bytes and is_fingerprint(content)
+    return True
 
 
 def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:
@@ -171,7 +190,13 @@ def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:
 
 
 def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:
-    return TensorValue(str(dtype), tuple(map(int, shape)), int(value, 16))
+    return TensorValue(str(dtype), tuple(map(int, shape)), int.from_bytes(_of_digits(value), "big"))
+
+
+def _of_digits(digits: str) -> bytes:
+    if _DIGITS.fullmatch(digits) is None:
+        raise ValueError(f"{digits!r:.40} are not 32 hexadecimal digits")
+    return bytes.fromhex(digits)
 
 
 def _described(value: TensorValue) -> str:

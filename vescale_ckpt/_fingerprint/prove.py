@@ -150,7 +150,7 @@ def stored_fingerprint(
     """Reads the fingerprint of a checkpoint, with all ranks. None if it has none."""
     files: dict[str, bytes] = {}
     _load(path, {}, None, process_group, timeout, files)
-    return Fingerprint.from_bytes(files[FILE], os.fspath(path)) if FILE in files else None
+    return Fingerprint.from_bytes(files.get(FILE, b""), os.fspath(path))
 
 
 def _load(
@@ -196,10 +196,10 @@ def _locate(
         target = {key: _empty_like(held)} if isinstance(held, torch.Tensor) else {}
         try:
             _load(path, target, [key], process_group, timeout)
-        except CheckpointError as error:  # on all ranks
-            if not is_wrapper(held) or isinstance(error, CheckpointTimeoutError):
-                raise
-            found[key] = f"other settings, or inner tensors of other forms: {error}"  # its class takes no others
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError as error:  # on all ranks; that the key differs is known without it
+            found[key] = f"other values or settings, which no load compares: {error}"
             continue
         here = _count_different(held, target[key]) if target else (0, 0)
         of_ranks = map(json.loads, exchange.share(json.dumps(here).encode(), f"comparing {key}"))

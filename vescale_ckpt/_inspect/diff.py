@@ -20,6 +20,7 @@ from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._engine.overlap import groups_of
 from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
+from .._fingerprint.fingerprint import has_fingerprint
 from .._fingerprint.object_digest import differing_elements
 from .._state.key_selection import Rename, Selection, rename_function, rename_keys
 from .._storage.open_storage import checkpoint_path
@@ -140,7 +141,8 @@ def _diff(
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
     every = dict.fromkeys((*a.tensors, *a.objects, *b.tensors, *b.objects))
-    every.pop(FINGERPRINT_KEY, None)  # it tells of the other values, which are compared themselves
+    if has_fingerprint(a) or has_fingerprint(b):  # it tells of the other values, which are compared themselves
+        every.pop(FINGERPRINT_KEY, None)
     selection.check(every)
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     result = Diff()

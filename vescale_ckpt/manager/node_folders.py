@@ -182,13 +182,11 @@ class NodeFolders(Folders):
         if files is None and self.proves:
             files = {}
         self._nodes.load(step, state, exchange, self._ranks, **{**options, "extra_files": files})
-        content = None if files is None else files.get(FINGERPRINT_FILE)
-        if files is not None and content is not None and is_fingerprint(content):
+        content = b"" if files is None else files.get(FINGERPRINT_FILE, b"")
+        if files is not None and is_fingerprint(content):
             del files[FINGERPRINT_FILE]
-        else:
-            content = None
         if self.proves:  # no rank sees the files of all nodes, to locate what differs
-            stored = None if content is None else Fingerprint.from_bytes(content, step.path)
+            stored = Fingerprint.from_bytes(content, step.path)
             group, timeout = self._ranks.process_group, self._ranks.timeout
             prove_restored(stored, step.path, state, options, group, timeout, locates=False)
 
