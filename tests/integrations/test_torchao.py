@@ -99,6 +99,15 @@ def test_quantized_weights(tmp_path: Path, kind: str, writer: str, reader: str) 
     assert torch.equal(vescale_ckpt.load(tmp_path / "out")["w"], given.dequantize())  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_quantized_weights_are_proved(tmp_path: Path, kind: str) -> None:
+    target = WEIGHTS[kind](1)
+    vescale_ckpt.save(tmp_path / "1", {"w": WEIGHTS[kind](0)}, fingerprint=True)
+    assert vescale_ckpt.prove(tmp_path / "1", {"w": target}, strict=False).different.keys() == {"w"}
+    vescale_ckpt.load(tmp_path / "1", {"w": target})
+    assert vescale_ckpt.prove(tmp_path / "1", {"w": target})
+
+
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 128, dtype=dtype), nn.Tanh(), nn.Linear(128, 64, dtype=dtype))
@@ -159,6 +168,25 @@ def test_optimizers(
     assert "OptimState" in str(expected)[:10_000]
     assert run_ranks(ranks, _load_and_look, str(tmp_path), kind, dtype, reader, steps) == expected
     assert vescale_ckpt.verify(tmp_path).ok
+
+
+def _resume_and_prove(path: str, kind: str) -> Any:
+    def state(steps: int) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), trained(kind, torch.float32, steps), strict=True))
+
+    with vescale_ckpt.CheckpointManager(path, prove=True) as manager:
+        manager.save(3, state(3))
+    resumed = state(1)
+    with vescale_ckpt.CheckpointManager(path, prove=True) as manager:
+        assert manager.restore(resumed) == 3
+    step(resumed["model"], resumed["optimizer"], 1)
+    return list(vescale_ckpt.prove(f"{path}/step-3", resumed, strict=False).different)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_resumed_optimizer_is_proved(tmp_path: Path, kind: str) -> None:
+    different = run_ranks(1, _resume_and_prove, str(tmp_path), kind)[0]
+    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= set(different)
 
 
 def _gather_state(path: str, kind: str) -> Any:
