@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LINE = re.compile(r"step (\d+) loss (\S+)")
+_HALTING = str(Path(__file__).with_name("halting"))
 _SECONDS = 240.0  # for a job; a few seconds are usual
 
 
@@ -32,10 +33,7 @@ class Job:
         arguments: Sequence[str],
         ranks: int,
         environment: dict[str, str],
-        kill_at: int | None = None,
     ) -> None:
-        """`kill_at`: all ranks are killed when this step is printed, at once by who reads it: a busy machine may let
-        the job come to its end before another thread runs."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -57,7 +55,6 @@ class Job:
             **environment,
         }
         self.losses: dict[int, str] = {}  #: by step
-        self._kill_at = kill_at
         self.output: list[str] = []
         self._own = tempfile.TemporaryDirectory()
         self.processes = [
@@ -81,8 +78,6 @@ class Job:
         assert process.stdout is not None
         for line in process.stdout:
             found = _LINE.search(line)
-            if found and int(found[1]) == self._kill_at:
-                self.kill()
             with self._seen:
                 self.output.append(line)
                 if found:
@@ -122,11 +117,9 @@ class Job:
 
 
 @contextmanager
-def started(
-    script: Path, *arguments: str, ranks: int = 2, kill_at: int | None = None, **environment: str
-) -> Iterator[Job]:
+def started(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> Iterator[Job]:
     """A job, which is killed at the end of the context if it still runs."""
-    job = Job(script, arguments, ranks, environment, kill_at)
+    job = Job(script, arguments, ranks, environment)
     try:
         yield job
     finally:
@@ -143,8 +136,10 @@ def run(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> di
 
 
 def run_and_kill(script: Path, *arguments: str, at: int, ranks: int = 2, **environment: str) -> dict[int, str]:
-    """Runs a job until it has printed step `at`, and kills all ranks with SIGKILL. Returns the losses so far."""
-    with started(script, *arguments, ranks=ranks, kill_at=at, **environment) as job:
+    """Runs a job until it halts behind the line of step `at`, and kills all ranks by SIGKILL. Returns its losses."""
+    path = os.pathsep.join([_HALTING, os.environ.get("PYTHONPATH", "")])
+    halting = {**environment, "PYTHONPATH": path, "HALT_AT_STEP": str(at)}
+    with started(script, *arguments, ranks=ranks, **halting) as job:
         job.wait_for_step(at)
         job.kill()
         job.wait()
