@@ -29,48 +29,7 @@ from ._write.safetensors_layout import Safetensors as Safetensors
 from .api import load as load
 from .api import prepare as prepare
 from .api import save as save
-from .errors import (
-    CheckpointError as CheckpointError,
-)
-from .errors import (
-    CheckpointTimeoutError as CheckpointTimeoutError,
-)
-from .errors import (
-    CorruptCheckpointError as CorruptCheckpointError,
-)
-from .errors import (
-    IncompatibleStateError as IncompatibleStateError,
-)
-from .errors import (
-    LoadFailedError as LoadFailedError,
-)
-from .errors import (
-    Mismatch as Mismatch,
-)
-from .errors import (
-    MissingKeysError as MissingKeysError,
-)
-from .errors import (
-    RankFailedError as RankFailedError,
-)
-from .errors import (
-    SaveCancelledError as SaveCancelledError,
-)
-from .errors import (
-    SaveFailedError as SaveFailedError,
-)
-from .errors import (
-    SaveInProgressError as SaveInProgressError,
-)
-from .errors import (
-    StateDiffersError as StateDiffersError,
-)
-from .errors import (
-    StorageFullError as StorageFullError,
-)
-from .errors import (
-    UntrustedCheckpointError as UntrustedCheckpointError,
-)
+from .errors import *  # noqa: F403 (its `__all__`, as in __init__.py)
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.retention import Retention as Retention
 from .manager.schedule import Schedule as Schedule
