@@ -23,11 +23,6 @@ __all__ = [
     "UntrustedCheckpointError",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 _NOTHING = "; nothing was committed"
 
 

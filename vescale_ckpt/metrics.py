@@ -11,10 +11,6 @@ from ._observe.listeners import Finished, Listener, on_finish
 __all__ = ["Finished", "JsonLines", "Listener", "figures", "on_finish"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 def figures(finished: Finished) -> dict[str, float]:
     """Returns {name: value} for a save or load: seconds, bytes, bytes per second, seconds per phase, imbalance."""
     result: dict[str, float] = {"seconds": finished.seconds, "failed": float(finished.error is not None)}

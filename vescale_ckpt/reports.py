@@ -25,10 +25,6 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 @dataclass(frozen=True)
 class JobStats:
     """Statistics of a save or load over all ranks. Equal on all ranks."""

@@ -43,11 +43,6 @@ from .errors import CheckpointError, MissingKeysError, some
 
 __all__ = ["load_file", "safe_open", "save_file"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 Device = str | int | torch.device
 
 _DTYPE_OF = attrgetter("dtype")

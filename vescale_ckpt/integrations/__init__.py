@@ -7,7 +7,3 @@ each needs its framework: `vescale_ckpt.integrations.lightning`, say.
 from .dcp import Defaults, dcp_defaults, enable
 
 __all__ = ["Defaults", "dcp_defaults", "enable"]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["state_of"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 #: What Accelerate keeps of what it prepared, by the names under which `state_of` has it.
 _PREPARED = {
     "model": "_models",

@@ -24,11 +24,6 @@ from ..settings import Broadcast, checked_count, checked_flag
 
 __all__ = ["Defaults", "dcp_defaults", "enable"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger(__name__)
 
 

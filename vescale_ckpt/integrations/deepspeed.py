@@ -11,11 +11,6 @@ from ._versions import check_version
 
 __all__ = ["engine_state"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 check_version("deepspeed", ("0.19", "0.20"))
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

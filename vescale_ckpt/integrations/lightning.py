@@ -45,11 +45,6 @@ __all__ = [
     "newest",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger(__name__)
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code in other distributions

@@ -13,11 +13,6 @@ from ._versions import check_version, hook
 
 __all__ = ["SaveStrategy"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 check_version("megatron-core", ("0.16", "0.17"))
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.torch"

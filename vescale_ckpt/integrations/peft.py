@@ -17,11 +17,6 @@ from ._versions import check_version, hook
 
 __all__ = ["Adapter", "save_adapter"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 _FILE = "adapter_model.safetensors"
 
 

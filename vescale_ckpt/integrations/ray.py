@@ -17,11 +17,6 @@ from ._versions import check_version, hook
 
 __all__ = ["report", "restore"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 check_version("ray", ("2.60", "2.61"))
 
 _train_report: Any = hook("ray.train", "report")

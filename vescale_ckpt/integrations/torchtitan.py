@@ -31,11 +31,6 @@ from ._versions import check_version, hook
 
 __all__ = ["VescaleCheckpointManager", "vescale"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger(__name__)
 
 check_version("torchtitan", ("0.3", "0.4"))

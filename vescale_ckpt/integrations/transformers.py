@@ -26,11 +26,6 @@ from ._versions import check_version, hook
 
 __all__ = ["OneCommit", "last_sound_checkpoint", "save_pretrained"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 _LAST_WRITTEN = "trainer_state.json"  # the Trainer's rank 0 writes it last
 
 
