@@ -67,17 +67,6 @@ def test_memory_of_a_failed_save_is_free_again(checkpoint: Path) -> None:
     assert no_snapshot_is_left()
 
 
-def test_progress(checkpoint: Path, held: threading.Event) -> None:
-    values = state(1)
-    total = sum(tensor.nbytes for tensor in _tensors(values))
-    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
-    assert handle.progress() == (0, total)
-    held.set()
-    handle.result(BOUND)
-    assert handle.progress() == (total, total)
-    assert vescale_ckpt.save(checkpoint, values).progress() == (total, total)
-
-
 def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> None:
     faults.inject("sync", errno.EIO, 0, 1000)
     failing = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
@@ -88,23 +77,20 @@ def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> No
     assert failing.progress() >= before > (0, 0)
 
 
-def test_callbacks(checkpoint: Path, held: threading.Event) -> None:
+def test_what_a_handle_tells_before_its_save_is_done_and_then(checkpoint: Path, held: threading.Event) -> None:
     called: list[Any] = []
     done = threading.Event()
-    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    values = state(1)
+    total = sum(tensor.nbytes for tensor in _tensors(values))
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
     handle.add_done_callback(lambda h: (called.append((h, h.done())), done.set()))
-    assert not called
-    held.set()
-    assert done.wait(BOUND) and called == [(handle, True)]
-
-
-def test_result_in_vain(checkpoint: Path, held: threading.Event) -> None:
-    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
     with pytest.raises(TimeoutError):
         handle.result(0.01)
-    assert not handle.done()
+    assert not called and not handle.done() and handle.progress() == (0, total)
     held.set()
     handle.result(BOUND)
+    assert done.wait(BOUND) and called == [(handle, True)] and handle.progress() == (total, total)
+    assert vescale_ckpt.save(checkpoint, values).progress() == (total, total)
 
 
 # --- One after another
@@ -178,46 +164,6 @@ def test_a_failed_save_is_told_once_and_harms_nothing(checkpoint: Path, call: st
 
 
 # --- Gates
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 128)
-        self.norm = nn.BatchNorm1d(128)
-        self.outer = nn.Linear(128, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.norm(self.inner(x)))  # type: ignore[no-any-return]
-
-
-def test_steps_wait_for_their_gate(checkpoint: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    started = threading.Event()
-    waited: list[bool] = []
-    # Copies are not done before the step has begun.
-    steps.before("wait for the copy", lambda *_: waited.append(started.wait(BOUND))).start()
-    optimizer.register_step_pre_hook(lambda *_: started.set())
-    for _ in range(3):
-        model(torch.randn(4, 64)).sum().backward()
-        optimizer.step()  # there is state to save
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        expected = {key: value.clone() for key, value in model.state_dict().items()}
-        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-        started.clear()
-        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
-        assert not handle.staged.done()
-        model(torch.randn(4, 64)).sum().backward()  # changes what the normalisation keeps
-        optimizer.step()
-        assert handle.staged.done()
-        handle.result(BOUND)
-        loaded = load(checkpoint, {"model": {key: torch.empty_like(value) for key, value in expected.items()}})
-        assert same(loaded["model"], expected)
-        names = [f"optimizer.state.{i}.exp_avg" for i in range(len(moments))]
-        found = load(checkpoint, {name: torch.empty_like(value) for name, value in zip(names, moments, strict=True)})
-        assert same([found[name] for name in names], moments)
-    assert all(waited)
 
 
 def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.children import wait_for
+from harness.logs import logged
 from harness.ranks import on_ranks
 from test_manager import BOUND
 
@@ -20,32 +22,20 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, Schedule, StorageFullError, metrics
 
 
-class _Log(logging.Handler):
-    """The errors of the package, and the saves of which listeners are told that they failed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.texts: list[str] = []
-        self.failed: list[int | None] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def note(self, finished: metrics.Finished) -> None:
-        if metrics.figures(finished)[f"checkpoint/{finished.kind}/failed"]:
-            self.failed.append(finished.step)
-
-
 @contextlib.contextmanager
-def _logged() -> Any:
-    log, logger = _Log(), logging.getLogger("vescale_ckpt")
-    logger.addHandler(log)
-    remove = metrics.on_finish(log.note)
+def _failures() -> Iterator[list[int | None]]:
+    """The steps of saves of which listeners are told that they failed."""
+    failed: list[int | None] = []
+
+    def note(finished: metrics.Finished) -> None:
+        if metrics.figures(finished)[f"checkpoint/{finished.kind}/failed"]:
+            failed.append(finished.step)
+
+    remove = metrics.on_finish(note)
     try:
-        yield log
+        yield failed
     finally:
         remove()
-        logger.removeHandler(log)
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -59,7 +49,8 @@ def _state(step: int) -> dict[str, Any]:
 def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, who: int) -> None:
     rank = dist.get_rank()
     with (
-        _logged() as log,
+        logged(logging.ERROR) as texts,
+        _failures() as told,
         CheckpointManager(checkpoint, async_checkpoint=is_async, save_interval_steps=2, on_error="warn") as saver,
     ):
         saver.save(2, _state(2))
@@ -79,15 +70,15 @@ def test_a_full_disk_on_one_rank(checkpoint: Path, is_async: bool, call: str, wh
     dist.barrier()
     values = {**_state(0)}
     assert CheckpointManager(checkpoint).restore(values) == 6 and values["step"] == 6
-    assert any("No space" in text for text in log.texts)
-    answer = handle is None, failed, saver.failed_saves, saver.steps(), log.failed
+    assert any("No space" in text for text in texts)
+    answer = handle is None, failed, saver.failed_saves, saver.steps(), told
     assert answer == (not is_async, 1, 1, [2, 6], [4])
 
 
 @on_ranks(2)
 def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> None:
     """The next `save` notices the failure of the one before, and is made."""
-    with _logged() as log, CheckpointManager(checkpoint, on_error="warn") as saver:
+    with _failures() as told, CheckpointManager(checkpoint, on_error="warn") as saver:
         if dist.get_rank() == 1:
             faults.inject("sync", errno.EIO, 0, 10**6)
         first = saver.save(1, _state(1))
@@ -96,7 +87,7 @@ def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> N
         second = saver.save(2, _state(2))
         assert second is not None and second.result(BOUND).bytes > 0
         dist.barrier()
-        assert (saver.failed_saves, saver.steps(), log.failed) == (1, [2], [1])
+        assert (saver.failed_saves, saver.steps(), told) == (1, [2], [1])
 
 
 @on_ranks(2)
@@ -118,7 +109,7 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
     rank = dist.get_rank()
     gave_up = checkpoint.parent / "gave up"
     schedule = Schedule(seconds=0 if where == "saving if it is due" else None)
-    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn", schedule=schedule) as saver:
+    with _failures() as told, CheckpointManager(checkpoint, timeout=3, on_error="warn", schedule=schedule) as saver:
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()
@@ -131,14 +122,14 @@ def test_a_rank_that_comes_too_late(checkpoint: Path, where: str) -> None:
         assert second is not None
         second.result(BOUND)
         dist.barrier()
-        assert (handle, saver.failed_saves, log.failed, saver.steps()) == (None, 1, [2], [1, 3])
+        assert (handle, saver.failed_saves, told, saver.steps()) == (None, 1, [2], [1, 3])
 
 
 @on_ranks(2)
 def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(checkpoint: Path) -> None:
     """The save before does not end in time on rank 1, and has ended on rank 0."""
     rank, go_on = dist.get_rank(), checkpoint.parent / "go on"
-    with _logged() as log, CheckpointManager(checkpoint, timeout=3, on_error="warn") as saver:
+    with _failures() as told, CheckpointManager(checkpoint, timeout=3, on_error="warn") as saver:
         hold = steps.behind("write and commit", lambda *_: wait_for(go_on))
         late = hold if rank == 1 else contextlib.nullcontext()
         with late:
@@ -151,7 +142,7 @@ def test_all_ranks_go_on_without_a_save_if_the_one_before_is_not_done_on_one(che
         assert third is not None
         third.result(BOUND)
         dist.barrier()
-        assert (second, saver.failed_saves, log.failed, saver.steps()) == (None, 1, [2], [1, 3])
+        assert (second, saver.failed_saves, told, saver.steps()) == (None, 1, [2], [1, 3])
 
 
 @on_ranks(2)

@@ -224,10 +224,8 @@ def _save_where_a_lock_hangs(directory: Path, rank_that_hangs: int) -> str:
 
 
 def test_a_lock_that_blocks_is_bounded_on_the_other_ranks(checkpoint: Path) -> None:
-    real = fcntl.flock
     answers = run_ranks(2, _save_where_a_lock_hangs, checkpoint, 1, check=False)
-    assert answers[0] == "[1]" or answers[0] == "(1,)", answers
-    assert fcntl.flock is real
+    assert answers[0] == "[1]", answers
     assert not (checkpoint / ".metadata").exists()
     vescale_ckpt.save(checkpoint, state(2))
     assert saves.loads(checkpoint, state(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import uuid
@@ -17,10 +16,11 @@ from harness import stores
 from harness.fault_proxy import Rule
 from harness.object_server import unfinished_uploads
 from harness.python_forks import run_python
-from harness.ranks import on_ranks, run_ranks
+from harness.ranks import on_ranks
 from harness.saves import loaded
-from harness.states import assert_same, blank
+from harness.states import assert_same, blank, sharded
 from harness.stores import data_files
+from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
@@ -112,20 +112,13 @@ def test_dcp_saves_and_loads(url: str) -> None:
 # --- Several ranks
 
 
-def _of_rank(environment: dict[str, str], folder: str | None, url: str) -> bool:
-    os.environ.update(environment)
-    if folder is not None:
-        vescale_ckpt.register_store("s3://folder", LocalStore(folder, mkdir=True))
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
+@on_ranks(2)
+def test_two_ranks_in_a_folder(tmp_path: Path) -> None:
+    url = f"s3://{tmp_path.name}/run"
+    vescale_ckpt.register_store(url.removesuffix("/run"), LocalStore(str(tmp_path / "store"), mkdir=True))
     torch.manual_seed(0)
     whole = {"a": torch.randn(2 * MiB, 2), "b": torch.randn(64)}
-    saved = {
-        "a": distribute_tensor(whole["a"], mesh, [Shard(0)]),
-        "b": distribute_tensor(whole["b"], mesh, [Replicate()]),
-    }
+    saved = {"a": sharded(whole["a"], Shard(0)), "b": sharded(whole["b"], Replicate())}
     vescale_ckpt.save(url, saved)
     vescale_ckpt.save(url, saved, async_checkpoint=True).result()
     for broadcast in (False, "auto", True):
@@ -134,11 +127,7 @@ def _of_rank(environment: dict[str, str], folder: str | None, url: str) -> bool:
         assert all(torch.equal(target[name], whole[name]) for name in whole)
         # An object store is shared and slow: "auto" reads each byte once also on one node.
         assert bool(report.stats.shared_bytes) == (broadcast is not False)
-    return bool(vescale_ckpt.verify(url).ok)
-
-
-def test_two_ranks_in_a_folder(tmp_path: Path) -> None:
-    assert run_ranks(2, _of_rank, {}, str(tmp_path / "store"), "s3://folder/run") == [True, True]
+    assert vescale_ckpt.verify(url).ok
 
 
 @on_ranks(2)

@@ -71,8 +71,7 @@ def test_memory_that_is_freed_and_given_out_again_after_a_save_returned(tmp_path
                 value.copy_(wanted[key])
             handle = vescale_ckpt.save(tmp_path / str(number), state, async_checkpoint=asynchronous)
             _queue_changes(fake, state)  # the blocks of the freed tensors go to the next ones, which are filled
-            if asynchronous:
-                handle.result(BOUND)
+            handle.result(BOUND)
             for stream in fake.streams:
                 fake.drain(stream)
             assert state["large"].view(torch.uint8).eq(255).all()
@@ -102,9 +101,7 @@ def test_saves_come_behind_what_the_trainers_streams_have_queued(tmp_path: Path)
         for asynchronous in (False, True):
             state = _state()
             _queue_changes(fake, state, 20)
-            handle = vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous)
-            if asynchronous:
-                handle.result(BOUND)
+            vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous).result(BOUND)
             for stream in fake.streams:
                 fake.drain(stream)
             _expect_saved(tmp_path, state)
@@ -134,9 +131,7 @@ def test_a_refused_page_lock_makes_saves_slower_not_wrong(tmp_path: Path) -> Non
     with fake_cuda() as fake:
         fake.fail("cudaHostRegister")
         for asynchronous in (True, False):
-            handle = vescale_ckpt.save(tmp_path, _state(), async_checkpoint=asynchronous)
-            if asynchronous:
-                handle.result(BOUND)
+            vescale_ckpt.save(tmp_path, _state(), async_checkpoint=asynchronous).result(BOUND)
             _expect_saved(tmp_path, _state())
         assert fake.count("copies of memory that is not locked") > 0
         assert fake.count("cudaMemcpyBatchAsync") == 0
@@ -155,9 +150,7 @@ def test_errors_of_a_device_are_named_and_leave_the_old_checkpoint(tmp_path: Pat
             state = {key: value for key, value in _state(1).items() if device_of(value) == 0}
             for asynchronous in (False, True):
                 with pytest.raises(CheckpointError) as caught:
-                    handle = vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous)
-                    if asynchronous:
-                        handle.result(BOUND)
+                    vescale_ckpt.save(tmp_path, state, async_checkpoint=asynchronous).result(BOUND)
                 texts[f"{case}, {asynchronous}"] = str(caught.value)
 
         fake.fail("captured")

@@ -69,9 +69,7 @@ def _blank() -> dict[str, Any]:
 
 
 def _save(folder: Path, state: dict[str, Any], is_async: bool) -> None:
-    handle = vescale_ckpt.save(folder, state, async_checkpoint=is_async)
-    if is_async:
-        handle.result(BOUND)
+    vescale_ckpt.save(folder, state, async_checkpoint=is_async).result(BOUND)
 
 
 # --- Saves and loads
