@@ -227,8 +227,8 @@ class FileSystem(Storage):
 
     def _asked(self, look: Callable[[], Found]) -> Found:
         """Returns the result of `look`, which may raise OSError. The client of a network file system may report a file
-        as missing that another machine has made, or as stale that another machine has replaced. Then the client is made
-        to ask its server, and `look` is called again."""
+        as missing that another machine has made, or as stale that another machine has replaced. Then the directory is
+        opened, which makes the client ask its server again, and `look` is called again."""
         attempts = {errno.ENOENT: 1, errno.ESTALE: _STALE_ATTEMPTS}
         while True:
             try:
@@ -238,7 +238,8 @@ class FileSystem(Storage):
                 if not left:
                     raise
                 attempts[error.errno or 0] = left - 1
-                _ask_server(self.path)
+                with contextlib.suppress(OSError):
+                    os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 @contextlib.contextmanager
@@ -250,12 +251,6 @@ def as_existing(path: str) -> Iterator[None]:
         if error.errno != errno.EEXIST:
             raise
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-
-
-def _ask_server(directory: str) -> None:
-    """Opens the directory: then the client of a network file system asks its server about it again."""
-    with contextlib.suppress(OSError):
-        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def _checked(status: os.stat_result, path: str) -> Stat:

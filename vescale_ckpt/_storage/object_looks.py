@@ -11,7 +11,6 @@ import contextlib
 import errno
 import threading
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from .object_clients import ObjectMissingError
@@ -134,11 +133,6 @@ def changing(client: _Client) -> Iterator[None]:
         for one in _here.looks:
             one.forget(client)
         raise
-
-
-def note_put(client: _Client, size: int, e_tag: str | None) -> None:
-    now = datetime.now(timezone.utc)
-    note(client, {"path": client.key, "size": size, "e_tag": e_tag, "last_modified": now})
 
 
 def note(client: _Client, found: Properties | None) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
@@ -143,10 +144,13 @@ class Client:
         with object_looks.changing(self), self._named():
             mode = "create" if create else "overwrite"
             made = obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
-        object_looks.note_put(self, len(content), made["e_tag"])
+        now = datetime.now(timezone.utc)
+        object_looks.note(self, {"path": self.key, "size": len(content), "e_tag": made["e_tag"], "last_modified": now})
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
-        """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error."""
+        """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error. So few
+        are sent at a time that those of a rank take no more memory than small ones."""
+        at_once = min(_requests_in_flight(self.root), _bytes_in_flight() // part_bytes)
         with self._named():
             obstore().put(
                 self.store,
@@ -154,7 +158,7 @@ class Client:
                 parts,
                 use_multipart=True,
                 chunk_size=part_bytes,
-                max_concurrency=_parts_in_flight(self.root, part_bytes),
+                max_concurrency=max(2, at_once),
             )
 
     def delete(self) -> None:
@@ -556,11 +560,6 @@ def _requests_in_flight(root: str) -> int:
     at 80 MB/s for each request, begin no more than the 3,500 PUT requests a second that S3 takes below one prefix; two
     at least."""
     return max(2, min(settings.number("object_store_requests"), math.isqrt(_STARTED_A_SECOND // _writers.get(root, 1))))
-
-
-def _parts_in_flight(root: str, part_bytes: int) -> int:
-    """Does the same for parts of that size, so that a rank's parts take no more memory than small ones."""
-    return max(2, min(_requests_in_flight(root), _bytes_in_flight() // part_bytes))
 
 
 def _most_part_bytes(url: str) -> int:

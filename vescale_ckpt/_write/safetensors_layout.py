@@ -162,8 +162,11 @@ class SafetensorsLayout(Layout):
     def _make_all(self, planned: GlobalPlan, of_all: list[list[bytes]]) -> list[bytes]:
         """Creates the files on the coordinator. Returns the answers to all ranks. `of_all`: per rank, its
         `memory_domain` and pairs of names of tied tensors."""
-        domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
-        made = self.lay_out(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
+        ties, domains = dict[str, str](), [message[0] for message in of_all]
+        for _, *texts in of_all:
+            names = [text.decode() for text in texts]
+            ties |= zip(names[::2], names[1::2], strict=True)
+        made = self.lay_out(planned, ties)
         routes = self._plan_routes(made, planned.catalog, [domains.index(domain) for domain in domains])
         begin = str(len(made.file_bytes)).encode(), self.make_files(made).encode()
         return [pack(*begin, made.record_locations(rank), of_rank) for rank, of_rank in enumerate(routes)]
@@ -269,9 +272,6 @@ class SafetensorsLayout(Layout):
     def discard(self, error: BaseException | None = None) -> None:
         """Closes the files. The coordinator removes them when the save ends."""
         self._writer = None
-        self._give_up(error)
-
-    def _give_up(self, error: BaseException | None) -> None:
         rounds, self._rounds = self._rounds, None
         if rounds is not None and isinstance(error, Exception):
             rounds.give_up(error)
@@ -292,11 +292,6 @@ class SafetensorsLayout(Layout):
         if self._folder is not None:
             self._folder.discard()
         self._folder = self._layout = None
-
-
-def _pairs(names: list[bytes]) -> dict[str, str]:
-    texts = [name.decode() for name in names]
-    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def refuse_wrappers(description: State) -> None:

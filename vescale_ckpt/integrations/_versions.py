@@ -1,4 +1,7 @@
-"""`check_version` and `hook` tell users of an integration which versions of its framework it was tested with."""
+"""`check_version` and `hook` tell users of an integration which versions of its framework it was tested with.
+
+`unwrapped` finds a framework's model inside of other modules.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import warnings
 from importlib import metadata
 from typing import Any
 
+from torch import nn
 from torch.torch_version import TorchVersion
 
 from ..errors import CheckpointError
@@ -47,6 +51,17 @@ def hook(module: str, name: str) -> Any:
             f"which vescale_ckpt.integrations needs: {error}"
         ) from error
     return found
+
+
+def unwrapped(model: Any, module: str, name: str) -> Any:
+    """The model of a framework's class that is inside DDP or torch.compile. Raises TypeError if there is none."""
+    kind = hook(module, name)
+    while not isinstance(model, kind):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, nn.Module):
+            raise TypeError(f"model: expected a {module}.{name}, got {type(model).__name__}")
+        model = inner
+    return model
 
 
 def _installed(package: str) -> TorchVersion | None:

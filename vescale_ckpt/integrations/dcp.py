@@ -289,13 +289,9 @@ def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:
             continue
         values = dict(vars(module))
         found = {at: value for at, value in values.items() if isinstance(value, type) and value in by_class}
-        if any(isinstance(value, type) and _derives(value, kept) for value in values.values()):
+        classes = [value for value in values.values() if isinstance(value, type)]
+        if any(not kind.__module__.startswith("torch.") and issubclass(kind, kept) for kind in classes):
             made.not_reached += [f"{name}.{at}" for at in found]
             continue
         for at, value in found.items():
             made._replace(module, at, by_class[value])
-
-
-def _derives(kind: type, kept: tuple[Any, ...]) -> bool:
-    """Whether a class outside of torch is derived from one of these."""
-    return not kind.__module__.startswith("torch.") and issubclass(kind, kept)

@@ -153,6 +153,14 @@ def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None)
     return content
 
 
+def _loaded(path: str, state: Any, weights_only: bool | None, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Loads a folder. Returns what `vescale_ckpt.load` returns, and what is in `meta.pt`."""
+    files: dict[str, bytes] = {}
+    only_weights = weights_only is not False  # None is torch's default: True
+    found: Any = load(path, state, weights_only=only_weights, extra_files=files, **options)
+    return found, _unpickled(path, files, weights_only)
+
+
 def _given(weights_only: bool | None) -> dict[str, bool]:
     """For a call of Lightning's own, which before 2.6 does not take it."""
     return {} if weights_only is None else {"weights_only": weights_only}
@@ -214,16 +222,10 @@ class _Strategy(_Host):
         self, path: str, state: dict[str, Any], strict: bool, weights_only: bool | None
     ) -> tuple[dict[str, Any], list[str]]:
         """Loads a folder into `state`. Returns what is in its `meta.pt`, and the keys that it lacks."""
-        files: dict[str, bytes] = {}
-        report = load(
-            path,
-            state,
-            strict=strict,
-            weights_only=weights_only is not False,  # None is torch's default: True
-            broadcast_checkpoint=self._broadcast_checkpoint,
-            extra_files=files,
+        report, rest = _loaded(
+            path, state, weights_only, strict=strict, broadcast_checkpoint=self._broadcast_checkpoint
         )
-        return _unpickled(path, files, weights_only), report.missing
+        return rest, report.missing
 
 
 class _OfFSDP(_Host):
@@ -360,7 +362,7 @@ class _FabricStrategy(_Strategy):
         if not is_folder or isinstance(state, (nn.Module, Optimizer)):
             return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
         if not state:
-            return _whole(path, None, weights_only, self._broadcast_checkpoint)
+            return _whole(path, weights_only, broadcast_checkpoint=self._broadcast_checkpoint)
         parts = {key: value for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))}
         rest, _ = self._load(path, parts, strict, weights_only)
         wanted = state.keys() - parts.keys()
@@ -423,7 +425,7 @@ class CheckpointIO(_Plugin):
         path, is_folder = _found(os.fspath(path))
         if not is_folder:
             return self._files.load_checkpoint(path, **_given(weights_only))  # type: ignore[no-any-return]
-        checkpoint = _whole(path, self._group(), weights_only, False)
+        checkpoint = _whole(path, weights_only, broadcast_checkpoint=False, process_group=self._group())
         if "lr_schedulers" in checkpoint:  # of the Trainer, with optimizers
             states = checkpoint["optimizer_states"] = []
             while (name := f"optimizer_{len(states)}") in checkpoint:
@@ -453,16 +455,7 @@ def _is_state(value: object) -> bool:
     return {"state", "param_groups"} <= value.keys() or any(isinstance(v, torch.Tensor) for v in value.values())
 
 
-def _whole(
-    path: str, process_group: dist.ProcessGroup | None, weights_only: bool | None, broadcast: Broadcast
-) -> dict[str, Any]:
+def _whole(path: str, weights_only: bool | None, **options: Any) -> dict[str, Any]:
     """All of a folder: its tensors, on the CPU, and what is in `meta.pt`."""
-    files: dict[str, bytes] = {}
-    state = load(
-        path,
-        weights_only=weights_only is not False,  # None is torch's default: True
-        broadcast_checkpoint=broadcast,
-        process_group=process_group,
-        extra_files=files,
-    )
-    return {**state, **_unpickled(path, files, weights_only)}
+    state, rest = _loaded(path, None, weights_only, **options)
+    return {**state, **rest}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import safetensors
 from .._ranks.exchange import Exchange
-from ._versions import check_version, hook
+from ._versions import check_version, hook, unwrapped
 
 __all__ = ["Adapter", "save_adapter"]
 
@@ -43,7 +43,7 @@ class Adapter:
         save_embedding_layers: bool | Literal["auto"] = "auto",
     ) -> None:
         check_version("peft", ("0.20", "0.22"))
-        self.model = _peft_model(model)
+        self.model = unwrapped(model, "peft", "PeftModel")
         if adapter_name not in self.model.peft_config:
             there = ", ".join(map(repr, self.model.peft_config))
             raise ValueError(f"adapter_name={adapter_name!r}: the model has {there}")
@@ -89,15 +89,6 @@ def save_adapter(
             safetensors.save_file(tensors, os.path.join(directory, _FILE), {"format": "pt"})
 
     exchange.together(write, f"writing an adapter to {os.fspath(directory)}")
-
-
-def _peft_model(model: Any) -> Any:
-    kind = hook("peft", "PeftModel")
-    while not isinstance(model, kind) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # DDP wraps it
-    if not isinstance(model, kind):
-        raise TypeError(f"model: expected a peft.PeftModel, got {type(model).__name__}")
-    return model
 
 
 def _config_of(adapter: Adapter) -> tuple[Any, dict[str, str] | None]:

@@ -22,7 +22,7 @@ from torch import nn
 from .. import CheckpointManager, PerRank, RandomState, Safetensors, SaveHandle, api, verify
 from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
-from ._versions import check_version, hook
+from ._versions import check_version, hook, unwrapped
 
 __all__ = ["OneCommit", "last_sound_checkpoint", "save_pretrained"]
 
@@ -72,11 +72,6 @@ class OneCommit:
         self._random = _LaterRandomState()
         self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and the metrics of its evaluation
         self._best = _BestStep([])
-
-    @property
-    def _metric_name(self: Any) -> str:
-        name: str = self.args.metric_for_best_model or "loss"
-        return name if name.startswith("eval_") else f"eval_{name}"
 
     def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **options: Any) -> Any:
         if trial is not None:
@@ -171,8 +166,9 @@ class OneCommit:
         self.state.best_model_checkpoint = None if step is None else f"{place}/step-{step}"
 
     def _determine_best_metric(self: Any, metrics: Any, trial: Any) -> bool:
-        found = {name: value for name, value in metrics.items() if name == self._metric_name}
-        self._measured = self.state.global_step, found
+        name = self.args.metric_for_best_model or "loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        self._measured = self.state.global_step, {name: metrics[name]} if name in metrics else {}
         return bool(super()._determine_best_metric(metrics=metrics, trial=trial))
 
     def _load_best_model(self: Any) -> None:
@@ -306,23 +302,18 @@ def save_pretrained(
     gathering them: the model may be sharded (FSDP2, tensor parallel), replicated (DDP) or on one rank. Weights keep
     the names that they have in memory, as with `save_pretrained(save_original_format=False)`.
     """
-    kind = hook("transformers", "PreTrainedModel")
-    while not isinstance(model, kind):  # what is inside DDP or torch.compile
-        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if not isinstance(inner, nn.Module):
-            raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
-        model = inner
+    inner = unwrapped(model, "transformers", "PreTrainedModel")
     exchange = Exchange.of(None, None, purpose="pretrained")
 
     def write_config() -> None:
         if exchange.is_coordinator:
             os.makedirs(directory, exist_ok=True)
-            config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__.removeprefix("FSDP")]
-            config.dtype = str(model.dtype).removeprefix("torch.")
+            config = copy.deepcopy(inner.config)
+            config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+            config.dtype = str(inner.dtype).removeprefix("torch.")
             config.save_pretrained(directory)
-            if getattr(model, "generation_config", None) is not None and model.can_generate():
-                model.generation_config.save_pretrained(directory)
+            if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+                inner.generation_config.save_pretrained(directory)
 
     exchange.together(write_config, f"writing config.json to {os.fspath(directory)}")
-    return api.save(directory, {"": model}, format=Safetensors(max_shard_size=max_shard_size))
+    return api.save(directory, {"": inner}, format=Safetensors(max_shard_size=max_shard_size))
