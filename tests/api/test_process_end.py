@@ -13,9 +13,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,31 +106,24 @@ def test_a_child_whose_save_failed_unseen(checkpoint: Path, function: Callable[[
 
 def test_saves_begin_while_others_end() -> None:
     """Each of several threads saves to a directory of its own."""
-    failures: list[BaseException] = []
     before = set(steps.background._notices)
 
-    def begin_and_end() -> None:
-        try:
-            for _ in range(300):
-                notices = [steps.Notice() for _ in range(20)]
-                for notice in notices:
-                    steps.background._add_save(notice)
-                for notice in notices:
-                    steps.background._notices.discard(notice)
-        except BaseException as error:
-            failures.append(error)
+    def begin_and_end(_: int) -> None:
+        for _ in range(300):
+            notices = [steps.Notice() for _ in range(20)]
+            for notice in notices:
+                steps.background._add_save(notice)
+            for notice in notices:
+                steps.background._notices.discard(notice)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=begin_and_end) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            assert [*pool.map(begin_and_end, range(3))] == [None] * 3
     finally:
         sys.setswitchinterval(interval)
-    assert failures == [] and steps.background._notices == before
+    assert steps.background._notices == before
 
 
 # --- The exit status

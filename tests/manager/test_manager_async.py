@@ -350,21 +350,17 @@ def test_the_last_save_is_made_though_the_one_before_failed(
 # --- Saves that are cancelled
 
 
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((1000,), float(step)), "step": step}
-
-
 @pytest.mark.parametrize("who", [0, 1])
 @on_ranks(2)
 def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
     rank = dist.get_rank()
     with CheckpointManager(checkpoint) as saver:
         assert not saver.cancel()
-        saver.save(1, state_of(1), metrics={"loss": 1})
+        saver.save(1, small_state(1), metrics={"loss": 1})
         saver.wait()
         assert not saver.cancel()
         with held() as event:
-            handle = saver.save(2, state_of(2), metrics={"loss": 2})
+            handle = saver.save(2, small_state(2), metrics={"loss": 2})
             assert handle is not None
             dist.barrier()
             said = saver.cancel() if rank == who else None
@@ -381,8 +377,8 @@ def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
         dist.barrier()
         left = sorted(path.name for path in checkpoint.iterdir())
         dist.barrier()
-        saver.save(3, state_of(3))
-        saver.save(4, state_of(4))
+        saver.save(3, small_state(3))
+        saver.save(4, small_state(4))
     dist.barrier()
     assert said is (True if rank == who else None)
     assert told == ("" if rank == who else "SaveCancelledError")
@@ -392,7 +388,7 @@ def test_one_rank_cancels_the_save_of_all(checkpoint: Path, who: int) -> None:
 def test_a_step_that_is_saved_again_stays_when_that_is_cancelled(checkpoint: Path) -> None:
     save_steps(checkpoint, 1)
     with CheckpointManager(checkpoint) as saver, held() as event:
-        saver.save(1, state_of(5))
+        saver.save(1, small_state(5))
         assert saver.cancel()
         event.set()
     assert restored(checkpoint) == (1, True) and steps_in(checkpoint) == [1]
@@ -401,13 +397,13 @@ def test_a_step_that_is_saved_again_stays_when_that_is_cancelled(checkpoint: Pat
 def test_a_manager_of_an_object_store_cancels(url: str) -> None:
     pytest.importorskip("obstore", reason="object stores need obstore")
     with CheckpointManager(url) as saver:
-        saver.save(1, state_of(1))
+        saver.save(1, small_state(1))
         saver.wait()
         with held() as event:
-            saver.save(2, state_of(2), metrics={"loss": 2})
+            saver.save(2, small_state(2), metrics={"loss": 2})
             assert saver.cancel()
             event.set()
             saver.wait()
         assert saver.steps() == [1] and saver.latest() == 1
-        saver.save(3, state_of(3))
+        saver.save(3, small_state(3))
     assert saver.steps() == [1, 3]

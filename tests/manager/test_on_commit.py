@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 from harness.python_forks import run_python
 from harness.ranks import on_ranks
+from harness.states import small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
 
 PATIENCE = 120.0  # seconds
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"model": {"a": torch.full((1000,), float(step)), "fixed": torch.ones(5000)}, "step": step}
 
 
 class Held:
@@ -39,10 +36,10 @@ class Held:
 def test_it_is_called_beside_the_training_for_each_checkpoint_in_order(tmp_path: Path) -> None:
     held = Held()
     with CheckpointManager(tmp_path, on_commit=held) as manager:
-        manager.save(1, state(1))
+        manager.save(1, small_state(1))
         assert held.entered.wait(PATIENCE)
         for step in (2, 3):
-            manager.save(step, state(step))
+            manager.save(step, small_state(step))
         manager.wait()
         assert manager.steps() == [1, 2, 3] and len(held.calls) == 1  # saves do not wait for it
         held.released.set()
@@ -57,19 +54,19 @@ def test_a_checkpoint_stays_during_its_call_and_one_that_is_gone_is_passed_over(
 ) -> None:
     held = Held()
     with CheckpointManager(tmp_path, max_to_keep=1, on_commit=held) as manager:
-        manager.save(1, state(1))
+        manager.save(1, small_state(1))
         assert held.entered.wait(PATIENCE)
         for step in (2, 3):
-            manager.save(step, state(step))
+            manager.save(step, small_state(step))
         manager.wait()
         assert manager.steps() == [1, 3]
         loaded = vescale_ckpt.load(tmp_path / "step-1")
-        assert torch.equal(loaded["model"]["a"], state(1)["model"]["a"])
+        assert torch.equal(loaded["model"]["weight"], small_state(1)["model"]["weight"])
         held.released.set()
     assert [step for step, *_ in held.calls] == [1, 3]
     assert "on_commit is not called for step 2, which retention has removed" in caplog.text
     with CheckpointManager(tmp_path, max_to_keep=1) as manager:
-        manager.save(4, state(4))
+        manager.save(4, small_state(4))
         manager.wait()
         assert manager.steps() == [4]
 
@@ -78,7 +75,7 @@ def test_a_checkpoint_stays_during_its_call_and_one_that_is_gone_is_passed_over(
 def test_the_coordinator_alone_calls_it(tmp_path: Path) -> None:
     calls: list[int] = []
     with CheckpointManager(tmp_path, on_commit=lambda step, _: calls.append(step)) as manager:
-        manager.save(1, state(1))
+        manager.save(1, small_state(1))
     assert calls == ([1], [])[dist.get_rank()]
 
 
@@ -86,10 +83,10 @@ def test_a_save_that_fails_calls_nothing(tmp_path: Path) -> None:
     calls: list[int] = []
     with CheckpointManager(tmp_path, on_error="warn", on_commit=lambda step, _: calls.append(step)) as manager:
         (tmp_path / "step-1").write_bytes(b"")  # a file in the folder's place
-        manager.save(1, state(1))
+        manager.save(1, small_state(1))
         manager.wait()
         assert manager.failed_saves == 1
-        manager.save(2, state(2))
+        manager.save(2, small_state(2))
     assert calls == [2]
 
 
@@ -103,7 +100,7 @@ def test_errors_are_logged_and_raised_at_the_end(
 
     manager = CheckpointManager(tmp_path, on_error=on_error, on_commit=fails_once)
     for step in (1, 2):
-        manager.save(step, state(step))
+        manager.save(step, small_state(step))
     if on_error == "raise":
         with pytest.raises(CheckpointError, match=r"on_commit failed for steps 1, .* whole in .*registry is away"):
             manager.close()
@@ -119,7 +116,7 @@ def test_a_call_that_does_not_end_holds_up_neither_close_nor_the_next_manager(
     held = Held()
     with CheckpointManager(tmp_path, on_commit=held) as manager:
         for step in (1, 2):
-            manager.save(step, state(step))
+            manager.save(step, small_state(step))
             assert held.entered.wait(PATIENCE)
     assert "on_commit has not returned after 1 s: 1 calls are not made" in caplog.text
     held.released.set()

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from harness.fault_proxy import Action, FaultProxy, Kind, Rule
 from harness.object_server import ObjectServer, unfinished_uploads
 from harness.ranks import run_ranks
+from harness.saves import error_of
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
@@ -69,13 +71,9 @@ def content(path: str) -> int:
 def outcome(call: Callable[[], object]) -> CheckpointError | None:
     """The error of a save or load, which must be one of ours and in bounded time."""
     begun = time.monotonic()
-    try:
-        call()
-    except CheckpointError as error:
-        return error
-    finally:
-        assert time.monotonic() - begun < BOUND
-    return None
+    error = error_of(call)
+    assert time.monotonic() - begun < BOUND
+    return error
 
 
 def check_afterwards(
@@ -300,26 +298,19 @@ def test_one_of_racing_jobs_commits_whatever_is_lost(
         url = f"{bucket_url}/{number}"
         for action in actions:
             fault_proxy.add(Rule(action, kind="put", probability=0.25, times=FOR_GOOD, seed=rng.randrange(1000)))
-        outcomes: dict[int, BaseException | None] = {}
         ready = threading.Barrier(4)
 
-        def job(k: int, url: str = url, ready: Any = ready, outcomes: Any = outcomes) -> None:
+        def job(k: int, url: str = url, ready: threading.Barrier = ready) -> None:
             ready.wait()
-            try:
-                writer = vescale_ckpt.StorageWriter(url, overwrite=False)
-                dcp.save(state(k), storage_writer=writer, planner=vescale_ckpt.SavePlanner(), no_dist=True)
-                outcomes[k] = None
-            except BaseException as failure:
-                outcomes[k] = failure
+            writer = vescale_ckpt.StorageWriter(url, overwrite=False)
+            dcp.save(state(k), storage_writer=writer, planner=vescale_ckpt.SavePlanner(), no_dist=True)
 
-        threads = [threading.Thread(target=job, args=(k,)) for k in range(1, 5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BOUND)
+        with ThreadPoolExecutor(4) as pool:
+            jobs = {k: pool.submit(job, k) for k in range(1, 5)}
+            outcomes = {k: running.exception(BOUND) for k, running in jobs.items()}
         fault_proxy.clear()
         won = [k for k, error in outcomes.items() if error is None]
-        assert len(outcomes) == 4 and len(won) <= 1, outcomes
+        assert len(won) <= 1, outcomes
         assert actions or (won and all("overwrite=False" in str(error) for error in outcomes.values() if error))
         there = storage_at(url).has(".metadata")
         if won:

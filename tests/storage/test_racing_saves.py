@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness import children, faults
 from harness.files import only_named_files
 from harness.ranks import on_ranks
+from harness.saves import loads
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
@@ -61,12 +62,6 @@ def race(saves: Sequence[Callable[[], Any]], seam: tuple[Any, str], outcomes: Pa
     return won
 
 
-def holds(path: Path, k: int) -> bool:
-    state = model(-1)
-    vescale_ckpt.load(path, state)
-    return all(bool((value == k).all()) for value in state.values())
-
-
 def saving(path: Path, k: int, **options: Any) -> Callable[[], Any]:
     return partial(vescale_ckpt.save, path, model(k), overwrite=False, **options)
 
@@ -75,7 +70,7 @@ def test_of_native_saves_one_commits(tmp_path: Path) -> None:
     path = tmp_path / "made"
     saves = [saving(path, k, extra_files={"note": b"%d" % k}) for k in range(SAVERS)]
     k = race(saves, (FileSystem, "commit"), tmp_path / "outcomes")
-    assert holds(path, k) and (path / "note").read_bytes() == b"%d" % k
+    assert loads(path, model(k)) and (path / "note").read_bytes() == b"%d" % k
     report = vescale_ckpt.verify(path)
     assert report.ok and report.indexed
     (path / "note").unlink()
@@ -97,7 +92,7 @@ def test_of_exports_one_commits(
     seam = _C, "write_head" if has_locks else "rename_if_free"
     saves = [saving(path, k, format=format) for k, format in enumerate(formats)]
     k = race(saves, seam, tmp_path / "outcomes")
-    assert holds(path, k)
+    assert loads(path, model(k))
     assert len(os.listdir(path)) == (1 if sizes[k] == "5GB" else 3)
 
 
@@ -114,7 +109,7 @@ def test_without_hard_links_a_commit_looks_first(checkpoint: Path, monkeypatch: 
     monkeypatch.setattr(FileSystem, "commit", late)
     with pytest.raises(CheckpointError, match="overwrite=False"):
         saving(checkpoint, 2)()
-    assert holds(checkpoint, 1) and only_named_files(checkpoint)
+    assert loads(checkpoint, model(1)) and only_named_files(checkpoint)
 
 
 @on_ranks(2)

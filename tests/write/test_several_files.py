@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from harness import faults, steps
 from harness.children import ChildError, in_child
 from harness.faults import fault
 from harness.files import data_file_names, records
-from harness.saves import dcp_load, dcp_save
-from harness.states import KiB, MiB, assert_same, blank, mixed_state
+from harness.saves import dcp_save, load_blank, loads, stock_load
+from harness.states import KiB, MiB, assert_same, mixed_state
 
 import vescale_ckpt
 from vescale_ckpt import StorageFullError, verify
@@ -49,15 +48,9 @@ def assert_spread(folder: Path) -> None:
     assert max(sizes) - min(sizes) <= 9 * MiB, "the largest tensor has 8 MiB"
 
 
-def assert_loads(folder: Path, wanted: dict[str, Any]) -> None:
-    found = blank(wanted)
-    vescale_ckpt.load(folder, found)
-    assert_same(found, wanted)
-
-
 def assert_the_next_save_replaces(folder: Path, wanted: dict[str, Any]) -> None:
     """The folder holds `wanted`, and the next save leaves nothing but its own files."""
-    assert_loads(folder, wanted)
+    assert loads(folder, wanted)
     vescale_ckpt.save(folder, state(3))
     assert_spread(folder)
 
@@ -68,26 +61,22 @@ def test_tensors_are_spread_and_load_by_any_way(checkpoint: Path, is_async: bool
     vescale_ckpt.save(checkpoint, saved, async_checkpoint=is_async).result()
     assert_spread(checkpoint)
     assert verify(checkpoint).ok
-    assert_loads(checkpoint, saved)
-    stock = blank(saved)
-    dcp.load(stock, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    assert_same(stock, saved)
+    assert loads(checkpoint, saved)
+    assert_same(stock_load(checkpoint, saved, no_dist=True), saved)
 
 
 def test_under_dcp_save(checkpoint: Path) -> None:
     saved = state()
     dcp_save(checkpoint, saved)
     assert_spread(checkpoint)
-    found = blank(saved)
-    dcp_load(checkpoint, found)
-    assert_same(found, saved)
+    assert_same(load_blank(checkpoint, saved), saved)
 
 
 def test_one_large_tensor_leaves_no_empty_files(checkpoint: Path) -> None:
     saved = {"all": torch.arange(3 * MiB, dtype=torch.float32)}
     vescale_ckpt.save(checkpoint, saved)
     assert len(data_file_names(checkpoint)) == 1
-    assert_loads(checkpoint, saved)
+    assert loads(checkpoint, saved)
     assert verify(checkpoint).ok
 
 
@@ -126,7 +115,7 @@ def test_a_file_that_cannot_be_opened_leaves_what_was_there(checkpoint: Path) ->
             failed += 1
             assert data_file_names(checkpoint) == before
     assert failed >= THREADS
-    assert_loads(checkpoint, state(newest))
+    assert loads(checkpoint, state(newest))
 
 
 @pytest.mark.parametrize("skip", [0, 3, 7])
@@ -156,7 +145,7 @@ def test_files_of_a_running_save_are_no_orphans(checkpoint: Path) -> None:
     with steps.before("finish files", clean_up_beside):
         vescale_ckpt.save(checkpoint, state(2))
     assert len(beside[0]) == 1 + THREADS
-    assert_loads(checkpoint, state(2))
+    assert loads(checkpoint, state(2))
 
 
 def test_a_conversion(tmp_path: Path) -> None:
@@ -164,4 +153,4 @@ def test_a_conversion(tmp_path: Path) -> None:
     vescale_ckpt.safetensors.save_file(saved, tmp_path / "model.safetensors")
     vescale_ckpt.convert(tmp_path / "model.safetensors", tmp_path / "converted", format="dcp")
     assert_spread(tmp_path / "converted")
-    assert_loads(tmp_path / "converted", saved)
+    assert loads(tmp_path / "converted", saved)
