@@ -55,7 +55,7 @@ def test_a_gate_of_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "no tensor of the state belongs to the optimizers" in caplog.text
 
 
-def test_a_rank_outside_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_outside_of_the_group(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this rank is not in it"):
         vescale_ckpt.save(tmp_path, _trained(), process_group=dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
 

@@ -53,7 +53,7 @@ def test_all_read_what_each_writes(checkpoint: Path, writer: str, reader: str) -
     assert found["step"] == 7
 
 
-def test_the_values_are_not_copied(checkpoint: Path) -> None:
+def test_the_values_are_not_copied() -> None:
     """The stand-in does what the test is about: a copy of its values changes the codes."""
     given, target = Quantized.random(ROWS), Quantized.zeros(ROWS)
     target.copy_(given.values())

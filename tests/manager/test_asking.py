@@ -37,7 +37,7 @@ def test_metrics_are_only_reduced_for_steps_that_are_saved(tmp_path: Path) -> No
         manager.should_save(12)
 
 
-def test_what_was_said_of_a_step_holds_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_said_of_a_step_holds_for_it_alone(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, schedule=Schedule(seconds=1000)) as manager:
         assert not manager.should_save(1)
         manager._saves._clock.save_began(-1e9)

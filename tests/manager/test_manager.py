@@ -218,9 +218,7 @@ def test_what_is_damaged_does_not_count_as_kept(
     assert steps_in(checkpoint) == [2, 4, 5]  # every fourth is for good, whatever has become of it
 
 
-def test_what_does_not_answer_is_neither_counted_nor_removed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_answer_is_neither_counted_nor_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(checkpoint, 1, 2, 3)
     stat = os.stat
 
@@ -487,9 +485,8 @@ def test_a_removal_that_fails_is_made_up_for(
 
 def test_a_directory_that_cannot_be_synced_is_not_half_removed(checkpoint: Path) -> None:
     save_steps(checkpoint, 1, 2)
-    faults.inject("sync_directory", errno.EIO, 0, 1)
-    assert step_directories.remove(str(checkpoint), [1]) == [1]
-    faults.clear()
+    with faults.fault("sync_directory", errno.EIO):
+        assert step_directories.remove(str(checkpoint), [1]) == [1]
     assert verify(checkpoint / "step-1.deleting").ok  # a crash may bring its name back
     save_steps(checkpoint, 3)
     assert not (checkpoint / "step-1.deleting").exists()

@@ -197,12 +197,11 @@ def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
         assert one.steps() == [1] and handle is not None
     other.wait()
     one = CheckpointManager(checkpoint / "one")
-    faults.inject("sync", errno.EIO, 0, 10**6)
-    one.save(2, small_state(2))
-    failed = one._saves.running
-    assert failed is not None
-    failed.wait_until_ended()
-    faults.clear()
+    with faults.fault("sync", errno.EIO, times=10**6):
+        one.save(2, small_state(2))
+        failed = one._saves.running
+        assert failed is not None
+        failed.wait_until_ended()
     with pytest.raises(SaveFailedError, match="one/step-2 before"):
         other.save(2, small_state(2))
     other.save(3, small_state(3))
@@ -336,10 +335,9 @@ def test_the_last_save_is_made_though_the_one_before_failed(
 ) -> None:
     with CheckpointManager(checkpoint, schedule=Schedule(signal=signal.SIGTERM)) as saver:
         failing = saver if whose == "its own" else CheckpointManager(checkpoint)
-        faults.inject("sync", errno.EIO, 0, 10**6)
-        handle = failing.save(1, small_state(1))
-        assert handle is not None and handle.exception(BOUND) is not None
-        faults.clear()
+        with faults.fault("sync", errno.EIO, times=10**6):
+            handle = failing.save(1, small_state(1))
+            assert handle is not None and handle.exception(BOUND) is not None
         os.kill(os.getpid(), signal.SIGTERM)
         handle = saver.save(2, small_state(2))
         assert saver.preempted and handle is not None and handle.done()

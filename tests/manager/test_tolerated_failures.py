@@ -93,9 +93,8 @@ def test_the_save_after_a_failure_that_nobody_saw_is_made(checkpoint: Path) -> N
 @on_ranks(2)
 def test_the_failure_of_another_save_of_the_group_is_only_logged(checkpoint: Path) -> None:
     with CheckpointManager(checkpoint, on_error="warn") as saver:
-        faults.inject("sync", errno.EIO, 0, 10**6)
-        vescale_ckpt.save(checkpoint / "alone", _state(1), async_checkpoint=True).wait(BOUND)
-        faults.clear()
+        with faults.fault("sync", errno.EIO, times=10**6):
+            vescale_ckpt.save(checkpoint / "alone", _state(1), async_checkpoint=True).wait(BOUND)
         saver.save(1, _state(1))
         saver.wait()
         dist.barrier()

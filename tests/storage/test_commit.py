@@ -150,10 +150,8 @@ def test_before_a_damaged_metadata_is_replaced_nothing_is_removed(checkpoint: Pa
     (name,) = (path.name for path in data_files(checkpoint))
     whole = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(damage)
-    with pytest.raises(CheckpointException):  # not committed: the old data is still there for who can repair it
-        faults.inject("rename", errno.EIO)
-        save(checkpoint, small_state(2))
-    faults.clear()
+    with faults.fault("rename", errno.EIO), pytest.raises(CheckpointException):
+        save(checkpoint, small_state(2))  # not committed: the old data is still there for who can repair it
     assert (checkpoint / name).exists()
     (checkpoint / ".metadata").write_bytes(whole)
     assert outcome(checkpoint, small_state(1)) is None
@@ -185,10 +183,8 @@ def test_data_in_folders_is_kept(checkpoint: Path) -> None:
         info.relative_path = f"./{path.name}"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     assert outcome(checkpoint, small_state(1)) is None
-    with pytest.raises(CheckpointException):
-        faults.inject("rename", errno.EIO)
+    with faults.fault("rename", errno.EIO), pytest.raises(CheckpointException):
         save(checkpoint, small_state(2))
-    faults.clear()
     assert outcome(checkpoint, small_state(1)) is None
 
 
@@ -206,10 +202,8 @@ def test_overwriting_can_be_forbidden(checkpoint: Path, existing: str) -> None:
 
 
 def test_what_a_dead_save_left_does_not_count_as_a_checkpoint(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointException):
-        faults.inject("rename", errno.EIO)
+    with faults.fault("rename", errno.EIO), pytest.raises(CheckpointException):
         save(checkpoint, small_state(1))
-    faults.clear()
     gc.collect()  # the dead save's writer holds its lock
     save(checkpoint, small_state(2), overwrite=False)
     assert only_named_files(checkpoint)

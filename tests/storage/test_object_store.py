@@ -336,7 +336,7 @@ def test_only_roots_are_registered(root: Any) -> None:
         vescale_ckpt.register_store(root, MemoryStore())
 
 
-def test_without_obstore_the_extra_is_named(tmp_path: Path) -> None:
+def test_without_obstore_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['obstore'] = None\n"
         "import vescale_ckpt\n"

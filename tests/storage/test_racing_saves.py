@@ -79,9 +79,7 @@ def test_of_native_saves_one_commits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize("sizes", [["5GB"] * 2, [8000] * 2, ["5GB", 8000]], ids=["single", "several", "one of each"])
-def test_of_exports_one_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[Any], has_locks: bool
-) -> None:
+def test_of_exports_one_commits(tmp_path: Path, sizes: list[Any], has_locks: bool) -> None:
     if not has_locks:
         if len(set(sizes)) > 1:
             pytest.skip("one of each commits under another name: only locks keep them apart")

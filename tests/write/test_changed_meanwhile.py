@@ -283,7 +283,7 @@ def _add(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("way", SAVES)
-def test_a_state_that_changes_while_it_is_saved(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_state_that_changes_while_it_is_saved(checkpoint: Path, way: str) -> None:
     vescale_ckpt.save(checkpoint, {"weight": torch.ones(1000), "n": 1})
     weight = torch.full((1000,), 2.0)
     with (
@@ -296,7 +296,7 @@ def test_a_state_that_changes_while_it_is_saved(checkpoint: Path, monkeypatch: p
     assert load(checkpoint, {"weight": torch.zeros(1000)})["weight"].eq(3).all()
 
 
-def test_memory_that_goes_while_it_is_saved(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_goes_while_it_is_saved(checkpoint: Path) -> None:
     state = {"fine": torch.ones(10), "weight": torch.ones(1000), "lazy": torch.ones(10, dtype=torch.cfloat).conj()}
     freed = state["weight"][5:]
     with changed_in_the_middle(lambda: _free(freed)), pytest.raises(CheckpointError, match="weight was changed"):
@@ -344,7 +344,7 @@ def test_what_changes_unnoticed_is_stored_with_its_checksums(
     assert vescale_ckpt.verify(path).ok
 
 
-def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_of_what_changes(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     vescale_ckpt.save(tmp_path, {"weight": weight}, format="safetensors")
     steps.behind("write tensors of an export", lambda *_: weight.add_(1)).start()
@@ -353,7 +353,7 @@ def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert vescale_ckpt.load(tmp_path)["weight"].eq(1).all()
 
 
-def test_a_file_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_what_changes(tmp_path: Path) -> None:
     weight, path = torch.ones(1000), tmp_path / "x.safetensors"
     vescale_ckpt.safetensors.save_file({"weight": weight}, path)
     steps.behind("write a safetensors file", lambda *_, **__: weight.add_(1)).start()
@@ -362,7 +362,7 @@ def test_a_file_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert vescale_ckpt.safetensors.load_file(path)["weight"].eq(1).all()
 
 
-def test_a_copy_of_what_changes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_what_changes(checkpoint: Path) -> None:
     weight = torch.ones(1000)
     steps.behind("copy", lambda _: weight.add_(1)).start()
     with pytest.raises(CheckpointError, match="weight was changed"):
@@ -404,7 +404,7 @@ def test_all_ranks_refuse(checkpoint: Path) -> None:
     assert load(checkpoint, {"weight": torch.zeros(8, 4)})["weight"].eq(1).all()
 
 
-def test_what_a_rank_does_not_write_may_change(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_does_not_write_may_change(checkpoint: Path) -> None:
     state = {"weight": torch.ones(10), "note": "text"}
     other = torch.ones(10)
     with changed_in_the_middle(_add(other)):

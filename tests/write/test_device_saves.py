@@ -194,7 +194,7 @@ def test_the_first_save_after_prepare_makes_nothing_on_the_devices(tmp_path: Pat
 
 
 @forked
-def test_prepare_names_the_errors_of_devices(tmp_path: Path) -> None:
+def test_prepare_names_the_errors_of_devices() -> None:
     with fake_cuda() as fake:
         fake.stick(ASSERT)
         with pytest.raises(CheckpointError) as caught:
