@@ -157,7 +157,7 @@ def test_a_name_that_is_no_setting_is_warned_of_once(
     assert any("VESCALE_CKPT_THREAD " in text and "Did you mean VESCALE_CKPT_THREADS?" in text for text in said)
 
 
-# Any text is a directory for traces, or a domain.
+# Any text is a directory for traces.
 @pytest.mark.parametrize("name", [*(name for name in settings.SETTINGS if name != "trace"), "node"])
 def test_every_setting_is_checked_when_something_begins(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

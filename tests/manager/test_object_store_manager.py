@@ -82,7 +82,7 @@ def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, buc
     manager = CheckpointManager(bucket_url, **options)
     manager.save(1, state(1), metrics={"loss": 0.1})
     manager.save(2, state(2), metrics={"loss": 0.5})
-    fault_proxy.add(Rule("denied", kind="get", path=r"step-1/\.manager|step-1/.*metrics", times=100_000))
+    fault_proxy.add(Rule("denied", kind="get", path=r"step-1/.*metrics", times=100_000))
     manager.save(3, state(3), metrics={"loss": 0.4})
     assert manager.steps() == [1, 2, 3]
     with pytest.raises(CheckpointError, match="access was denied"):
@@ -167,7 +167,7 @@ def test_steps_are_uploaded_and_restored_from_where_they_are(url: str, local: Pa
     shutil.rmtree(local)
     with CheckpointManager(url, tier=Tier(local), max_to_keep=2) as manager:
         target = state(0)
-        assert manager.steps() == manager.steps() and manager.metrics(3) == {"loss": 3.0}
+        assert manager.steps() == [2, 3] and manager.metrics(3) == {"loss": 3.0}
         assert manager.restore(target) == 3 and torch.equal(target["w"], state(3)["w"])
         manager.save(4, state(4))
         manager.wait()
