@@ -73,14 +73,14 @@ def test_nothing_goes_if_a_rule_raises(caplog: pytest.LogCaptureFixture) -> None
     made = table(s1=ONE, s2=ONE)
     made.rows[1].is_uneven = True
     gone = made.removal(3, FIRST, None, Raises(), 0, None)
-    assert (gone.steps, gone.oldest_first, gone.uneven) == ([], [1, 2], [1])
+    assert (gone.steps, gone.uneven) == ([], [1])
     assert "that step 3 supersedes stay" in caplog.text
 
 
 def test_a_step_with_copies_on_an_abandoned_line_protects_nothing() -> None:
     made = table(s1=TWO, s2=TWO)
     gone = made.removal(2, SECOND, None, Retention(1), 1, None)  # it is saved again
-    assert gone.steps == [] and gone.oldest_first == []
+    assert gone.steps == []
 
 
 def test_metadata_of_one_node_is_lost_with_it() -> None:

@@ -176,7 +176,7 @@ def test_when_steps_are_due() -> None:
                 (CheckpointManager, ("max_to_keep", "save_interval_steps")),
                 (Retention, ("newest", "period")),
                 (Schedule, ("steps",)),
-                (Tier, ("durable_interval_steps", "local_max_bytes")),
+                (Tier, ("durable_interval_steps",)),
             )
             for name in names
             for value in (0, -1, 1.5, True, float("nan"), "3")

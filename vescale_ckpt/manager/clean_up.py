@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from .._checkpoint.native.file_names import is_data_file
 from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
 from .._checkpoint.verify import verify
-from .._storage.open_storage import size_in, storage_at
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
@@ -49,25 +48,11 @@ def clean_up(
     return sound
 
 
-def clean_up_part(
-    root: str,
-    surplus: set[int],
-    most_bytes: int | None = None,
-    spared: AbstractSet[int] = frozenset(),
-    oldest_first: Sequence[int] = (),
-    saved: int = -1,
-) -> None:
+def clean_up_part(root: str, surplus: set[int], spared: Collection[int]) -> None:
     """Removes steps from the folder of one node, and orphans but for `spared`: only all nodes together see which steps
-    are whole, so the coordinator decides. Steps of `oldest_first` go, too, until the others and the next one have at
-    most about `most_bytes`. What is gone leaves `surplus`; a step that does so meanwhile is saved again, and stays."""
+    are whole, so the coordinator decides. What is gone leaves `surplus`; a step that does so meanwhile is saved again,
+    and stays."""
     there = {*all_steps(root)}
-    if most_bytes is not None and oldest_first:
-        sizes = {step: data_bytes(path_of(root, step)) for step in there - surplus}
-        left = sum(sizes.values()) + sizes.get(saved, 0)
-        for step in oldest_first:
-            if left > most_bytes and step in sizes:
-                surplus.add(step)
-                left -= sizes[step]
     removed = step_directories.remove(root, (step for step in sorted(there & surplus) if step in surplus))
     surplus -= {*removed} | (surplus - there)
     step_directories.remove_orphans(root, besides=spared)
@@ -156,11 +141,6 @@ def _candidates(root: str, retention: Retention) -> list[Candidate]:
         return []
     oldest_first = SavedOrder(root).newest_first()[::-1]
     return [Candidate(step, _metric(root, step, retention.best)) for step in oldest_first]
-
-
-def data_bytes(path: str) -> int:
-    storage = storage_at(path)
-    return sum(size_in(path, name) or 0 for name in storage.names() if is_data_file(name))
 
 
 def _metric(root: str, step: int, name: str | None) -> float | None:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from .._checkpoint.native.file_names import is_data_file
 from .._checkpoint.native.metadata_file import read_index
 from .._checkpoint.native.save_facts import unstamped
 from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._checkpoint.newest import newest_sound
 from .._checkpoint.recognize import committed_at
 from .._checkpoint.verify import verify
-from .._storage.open_storage import storage_at
+from .._storage.open_storage import size_in, storage_at
 from ..reports import SavedBy
 from . import step_metrics
-from .clean_up import data_bytes
 from .retention import Candidate, Retention
 
 
@@ -49,7 +49,7 @@ def _listed(root: str, step: int, is_last: bool) -> ListedStep:
     state = next((name for name, found in states if found), "complete")
     saved_by = None if index is None else unstamped(index.save_id)[1]
     return ListedStep(
-        step, saved, saved_by, data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
+        step, saved, saved_by, _data_bytes(path), step_metrics.read(path), state, report.reason, is_last, root
     )  # fmt: skip
 
 
@@ -64,3 +64,8 @@ def newest_or_best(
 
     arrange = None if rule.best is None else best_first
     return newest_sound([root], quick=quick, on_damage=on_damage, arrange=arrange)
+
+
+def _data_bytes(path: str) -> int:
+    storage = storage_at(path)
+    return sum(size_in(path, name) or 0 for name in storage.names() if is_data_file(name))

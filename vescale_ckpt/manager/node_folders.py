@@ -7,7 +7,7 @@ time. Before each save all ranks vote which of both take the step, and the coord
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -108,7 +108,7 @@ class NodeFolders(Folders):
             logger.warning(
                 "copies=%d: %d nodes are left, so each file gets %d", tier.copies, self._copies + 1, self._copies
             )
-        nodes.begin(exchange, retention, not retention.keeps_all or tier.local_max_bytes is not None)
+        nodes.begin(exchange, retention, not retention.keeps_all)
         self.copies: NodeCopies | None = None
         # On the coordinator: the last save, its branch and metric, and what it supersedes.
         self._saving: tuple[RunningSave, Branch, float | None, Removal] | None = None
@@ -239,7 +239,7 @@ class NodeFolders(Folders):
         if running.is_coordinator:
             going = running.superseded
             self._left |= {*going.steps}
-            self._clean_up({*going.uneven}, going.oldest_first, running.step)
+            self._clean_up({*going.uneven})
 
     def close(self, seconds: float) -> None:
         """Takes care that the last step is durable and has its copies."""
@@ -271,8 +271,7 @@ class NodeFolders(Folders):
         if step in table.rows:
             table.rows[step].survives = min(table.rows[step].survives, 0)  # its files are superseded
         self._saving = running, branch, metric, removal
-        left = removal.oldest_first if self._tier.local_max_bytes is not None else []
-        return branch, abandoned, {**asdict(removal), "oldest_first": left}
+        return branch, abandoned, asdict(removal)
 
     def _prepare_here(
         self, running: RunningSave, metrics: dict[str, float] | None, branch: Branch, removal: Removal
@@ -287,5 +286,5 @@ class NodeFolders(Folders):
         self.durable.write_run(shares_local=False)
         running.prepare(metrics, branch)
 
-    def _clean_up(self, *args: Any) -> None:
-        clean_up_part(self.root, self._left, self._tier.local_max_bytes, *args)
+    def _clean_up(self, spared: Collection[int] = ()) -> None:
+        clean_up_part(self.root, self._left, spared)

@@ -76,7 +76,6 @@ class Removal:
     """What nodes remove from their folders when a save has committed."""
 
     steps: list[int] = field(default_factory=list)
-    oldest_first: list[int] = field(default_factory=list)  #: others that go, too, where a folder has too many bytes
     uneven: list[int] = field(default_factory=list)  #: their data are no orphans, even without metadata
 
 
@@ -172,5 +171,4 @@ class NodeTable:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", step)
             surplus.clear()
         gone = {of for of in rows if of in (among_whole if rows[of].survives >= 0 else surplus)} - kept
-        left = [of for of in reversed(newest_first) if of not in gone | kept]
-        return Removal(sorted(gone), left, [of for of in rows if rows[of].is_uneven and of not in gone])
+        return Removal(sorted(gone), [of for of in rows if rows[of].is_uneven and of not in gone])

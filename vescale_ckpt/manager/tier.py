@@ -63,9 +63,6 @@ class Tier:
             of each node the last one when the manager is closed. None: all steps. While nodes copy a step, those that
             are saved stay on the nodes.
         upload_bytes_per_second: the limit for copies to the durable place, of each node that copies; 0: no limit.
-        local_max_bytes: with a folder of each node, about how many bytes the checkpoints there may have. Those saved
-            first are removed, whatever retention says, so that the next one has room; the one saved last stays. None:
-            no limit.
     """
 
     local: str | os.PathLike[str]
@@ -73,12 +70,11 @@ class Tier:
     copy_bytes_per_second: int = 0
     durable_interval_steps: int | None = None
     upload_bytes_per_second: int = 0
-    local_max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         checked_path("local", self.local)
-        for name in ("local_max_bytes", "durable_interval_steps"):
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))  # an int: NumPy's may overflow
+        every = checked_count("durable_interval_steps", self.durable_interval_steps)
+        object.__setattr__(self, "durable_interval_steps", every)  # an int: NumPy's may overflow
         for name in ("copies", "copy_bytes_per_second", "upload_bytes_per_second"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name) or None) or 0)
 
