@@ -370,7 +370,7 @@ def test_a_tensor_that_is_placed_without_an_offset_is_damage_as_for_loads(
     assert isinstance(error, CorruptCheckpointError) and error.key == "w"
     for quick in (True, False):
         assert damaged_keys(verify(checkpoint, quick=quick)) == {"w"}
-    with pytest.raises(CorruptCheckpointError, match="w: the metadata does not say where it is stored"):
+    with pytest.raises(CorruptCheckpointError, match=r"w: the metadata in .* does not say where it is stored"):
         vescale_ckpt.convert(checkpoint, tmp_path / "made.pt", format="torch")
 
 
