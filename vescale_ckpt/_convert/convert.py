@@ -28,8 +28,8 @@ from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
 from . import dcp_files, formats
 from .batches import Buffers
+from .output_files import Files, write_file
 from .plan import DTypes, Plan, Stack, plan
-from .streamed_file import Files, write_file
 
 logger = logging.getLogger(__name__)
 
