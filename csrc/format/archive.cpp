@@ -283,15 +283,6 @@ bool has_checksums(std::span<const std::byte> archive) {
                               [](const ArchiveEntry& entry) { return entry.size != 0 && entry.crc == 0; });
 }
 
-std::optional<std::span<const std::byte>> find_body(std::span<const std::byte> archive, std::string_view suffix) {
-  const auto open = open_archive(archive);
-  if (!open) return std::nullopt;
-  for (const ArchiveEntry& entry : open->entries) {
-    if (std::string_view(entry.name).ends_with(suffix)) return body_of(archive, *open, entry);
-  }
-  return std::nullopt;
-}
-
 std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte> archive) {
   const auto open = open_archive(archive);
   if (!open || open->entries.empty()) return std::nullopt;
@@ -303,7 +294,7 @@ std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte>
     const std::string_view name = entry.name;
     if (!name.starts_with(folder) || name.starts_with(std::string(folder) + "data")) return std::nullopt;
   }
-  return find_body(archive, first);
+  return body_of(archive, *open, open->entries.front());
 }
 
 }  // namespace vescale_ckpt::format

@@ -72,8 +72,6 @@ uint64_t body_offset(std::span<const std::byte> header, const ArchiveEntry& entr
 std::string check_archive(std::span<const std::byte> archive, bool checksums = true);
 // Whether all entries have checksums: torch has an option to leave them out.
 bool has_checksums(std::span<const std::byte> archive);
-// Returns the body of the first entry whose name ends in `suffix`; nullopt if there is none or the archive is damaged.
-std::optional<std::span<const std::byte>> find_body(std::span<const std::byte> archive, std::string_view suffix);
 // Returns the body of `data.pkl` of an archive with one pickle and no storages; nullopt for any other or a damaged one.
 std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte> archive);
 

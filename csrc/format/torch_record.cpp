@@ -121,10 +121,6 @@ std::string tensor_pickle(const DType& dtype, std::span<const int64_t> sizes, ui
   return pickle.raw("t").memo().raw("R").memo().raw(".").take();
 }
 
-void put(std::byte* out, size_t at, const void* data, size_t size) {
-  std::memcpy(out + at, data, size);
-}
-
 void add_leading_entries(ArchiveWriter& archive, std::string_view pickle) {
   archive.add("data.pkl", pickle);
   archive.add(".format_version", "1");
@@ -199,15 +195,15 @@ TensorRecord::TensorRecord(const DType& dtype, std::span<const int64_t> sizes)
 }
 
 void TensorRecord::write_epilogue(uint32_t crc, std::string_view id, std::byte* out) const {
-  put(out, 0, epilogue_.data(), epilogue_.size());
+  std::memcpy(out, epilogue_.data(), epilogue_.size());
   if (body_bytes_ != 0) {
-    put(out, crc_field_, &crc, sizeof crc);
-    put(out, crc_field_central_, &crc, sizeof crc);
+    std::memcpy(out + crc_field_, &crc, sizeof crc);
+    std::memcpy(out + crc_field_central_, &crc, sizeof crc);
   }
   const uint32_t id_crc = crc32(0, id.data(), id.size());
-  put(out, id_field_, id.data(), id.size());
-  put(out, id_crc_field_, &id_crc, sizeof id_crc);
-  put(out, id_crc_field_central_, &id_crc, sizeof id_crc);
+  std::memcpy(out + id_field_, id.data(), id.size());
+  std::memcpy(out + id_crc_field_, &id_crc, sizeof id_crc);
+  std::memcpy(out + id_crc_field_central_, &id_crc, sizeof id_crc);
 }
 
 void TensorRecord::write_epilogue(uint32_t crc, std::byte* out) const {

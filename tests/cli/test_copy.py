@@ -7,7 +7,7 @@ import filecmp
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
-from harness.children import fork
+from harness.children import fork, killed_before
+from harness.files import flip
 
 import vescale_ckpt
 from vescale_ckpt import cli
@@ -109,16 +110,8 @@ def test_repair_removes_what_a_killed_copy_left(sources: Path, tmp_path: Path, c
 
 
 def _copy_killed_at(take: int, source: Path, dst: Path) -> None:
-    left, buffers = [take], batches.Buffers
-
-    def taken(self: batches.Buffers, original: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self)
-
-    buffers.take = taken  # type: ignore[method-assign]
-    cli.main(["copy", str(source), str(dst)])
+    with killed_before(take - 1, [(batches.Buffers, "take")]):
+        cli.main(["copy", str(source), str(dst)])
 
 
 def test_ctrl_c_leaves_what_is_complete(sources: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -149,9 +142,7 @@ def test_what_was_damaged_since_the_kill_is_copied_again(sources: Path, tmp_path
     os.waitpid(fork(lambda: _copy_killed_at(8, sources / "hf", dst)), 0)
     (left,) = tmp_path.iterdir()
     (shard,) = left.glob("model-00001*")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 8 * (shard.stat().st_size - 1))
     status, found, _ = run(capsys, sources / "hf", dst)
     assert status == 0 and found["resumed_files"] == 2 and equal(sources / "hf", dst)
 
@@ -161,9 +152,7 @@ def test_a_flipped_bit_is_named_and_nothing_is_left(sources: Path, tmp_path: Pat
     source = tmp_path / name
     assert run(capsys, sources / name, source)[0] == 0
     file = max(source.iterdir(), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) * 3 // 8] ^= 16  # in the second of four tensors: padding is between them, and not copied
-    file.write_bytes(data)
+    flip(file, file.stat().st_size * 3 // 8 * 8)  # in the second of four tensors: padding is between them, not copied
     status, _, err = run(capsys, source, tmp_path / "copy")
     assert status == 1 and str(file) in err and len(err.splitlines()) == 1
     assert "model." in err

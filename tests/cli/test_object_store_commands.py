@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import steps, stores
-from harness.saves import stock_save
+from harness.saves import loads, stock_save
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, StorageWriter
@@ -35,12 +35,6 @@ def url(request: pytest.FixtureRequest) -> str:
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return {"large": torch.randn(5 * MiB), "small": torch.randn(10)}
-
-
-def assert_holds(path: Any, saved: dict[str, torch.Tensor]) -> None:
-    target = {name: torch.zeros_like(value) for name, value in saved.items()}
-    vescale_ckpt.load(path, target)
-    assert all(torch.equal(target[name], saved[name]) for name in saved)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -77,29 +71,29 @@ def test_repair_removes_what_is_old_and_unnamed(url: str, capsys: pytest.Capture
     status, shown = run(capsys, "repair", "--json", url)
     assert json.loads(shown)["removed"] == [f"{url}/__3_01234567.distcp"] and status == 0
     assert stores.names(url) == named - {"__3_01234567.distcp"}
-    assert_holds(url, state())
+    assert loads(url, state())
 
 
 def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vescale_ckpt.save(tmp_path / "one", state(), extra_files={"config.json": b"{}"})
     assert run(capsys, "copy", tmp_path / "one", f"{url}/one")[0] == 0
-    assert_holds(f"{url}/one", state())
+    assert loads(f"{url}/one", state())
     assert stores.read(f"{url}/one", "config.json") == b"{}"
     assert run(capsys, "copy", f"{url}/one", tmp_path / "back")[0] == 0
-    assert_holds(tmp_path / "back", state())
+    assert loads(tmp_path / "back", state())
     assert run(capsys, "copy", f"{url}/one", f"{url}/two")[0] == 0
-    assert_holds(f"{url}/two", state())
+    assert loads(f"{url}/two", state())
     with pytest.raises(CheckpointError, match="overwrite=True"):
         copy(tmp_path / "one", f"{url}/one")
     assert copy(tmp_path / "one", f"{url}/one", overwrite=True).resumed_files == 3, "all but the metadata"
-    assert_holds(f"{url}/one", state())
+    assert loads(f"{url}/one", state())
     stock_save(tmp_path / "stock", state())  # all its saves give files the same names
     copy(tmp_path / "stock", f"{url}/stock")
     with pytest.raises(CheckpointError, match="remove it first"):
         copy(tmp_path / "stock", f"{url}/stock", overwrite=True)
     vescale_ckpt.save(tmp_path / "other", state(1))
     copy(tmp_path / "other", f"{url}/one", overwrite=True)
-    assert_holds(f"{url}/one", state(1))
+    assert loads(f"{url}/one", state(1))
     assert len(stores.data_files(f"{url}/one")) == 1
 
 
@@ -111,18 +105,18 @@ def test_a_copy_sends_only_files_that_differ(url: str, tmp_path: Path) -> None:
     report = copy(tmp_path / "one", url)
     assert report.resumed_files == 2 and report.resumed_bytes == data.stat().st_size + 1
     assert stores.read(url, "b") == b"2"
-    assert_holds(url, state())
+    assert loads(url, state())
 
 
 def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "model", state(), format=vescale_ckpt.Safetensors(max_shard_size="1MB"))
     copy(tmp_path / "model", url)
-    assert_holds(url, state())
+    assert loads(url, state())
     vescale_ckpt.convert(url, tmp_path / "converted", format="dcp")
-    assert_holds(tmp_path / "converted", state())
+    assert loads(tmp_path / "converted", state())
     vescale_ckpt.save(f"{url}/dcp", state(2))
     vescale_ckpt.convert(f"{url}/dcp", tmp_path / "exported", format="safetensors")
-    assert_holds(tmp_path / "exported", state(2))
+    assert loads(tmp_path / "exported", state(2))
 
 
 def test_what_holds_a_checkpoint_is_not_replaced_by_a_model(url: str, tmp_path: Path) -> None:
@@ -137,11 +131,11 @@ def test_what_holds_a_checkpoint_is_not_replaced_by_a_model(url: str, tmp_path: 
                 copy(tmp_path / model, f"{url}/{there}")
             with pytest.raises(CheckpointError, match="remove it first"):
                 copy(tmp_path / model, f"{url}/{there}", overwrite=True)
-        assert_holds(f"{url}/{there}", values)
+        assert loads(f"{url}/{there}", values)
     stores.write(f"{url}/resumed", "config.json", b"{}")  # of a copy that died
     (tmp_path / "one" / "config.json").write_bytes(b"{}")
     assert copy(tmp_path / "one", f"{url}/resumed").resumed_files == 1
-    assert_holds(f"{url}/resumed", state(1))
+    assert loads(f"{url}/resumed", state(1))
 
 
 def test_a_model_appears_with_its_index(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +158,4 @@ def test_a_model_appears_with_its_index(url: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match="did not finish"):
         vescale_ckpt.load(url)
     copy(model, url)
-    assert_holds(url, state())
+    assert loads(url, state())

@@ -6,9 +6,9 @@ import errno
 import json
 import logging
 import os
+import resource
 import signal
 import zipfile
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import safetensors.torch as stock_safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import faults, steps
-from harness.children import fork
+from harness.children import fork, killed_before
+from harness.files import flip
 from harness.ranks import RanksFailedError, run_ranks
-from harness.states import random_tensor, same
+from harness.states import assert_same, random_tensor, same
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -41,6 +42,7 @@ from vescale_ckpt._checkpoint.open_checkpoint import open_checkpoint
 from vescale_ckpt._convert import batches
 from vescale_ckpt._convert import convert as convert_module
 from vescale_ckpt._convert.formats import Format
+from vescale_ckpt._convert.plan import plan
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.flatten import flatten
 from vescale_ckpt.cli import main
@@ -79,11 +81,6 @@ def read_by_us(path: Path) -> Tensors:
         found = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in source.tensors.items()}
         source.read([Read(key, (0,) * target.ndim, target) for key, target in found.items()])
         return found
-
-
-def assert_same(found: Tensors, wanted: Tensors) -> None:
-    assert found.keys() == wanted.keys()
-    assert [key for key in wanted if not same(found[key], wanted[key])] == []
 
 
 @pytest.fixture(scope="module")
@@ -450,13 +447,6 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # --- What goes wrong
 
 
-def flip(path: Path, needle: bytes) -> None:
-    data = bytearray(path.read_bytes())
-    at = data.index(needle)
-    data[at + 8] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("writer", ["dcp", "stock dcp", "one.safetensors", "a.pt"])
 def test_damage_is_found(tmp_path: Path, writer: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,15 +467,17 @@ def test_damage_is_found(tmp_path: Path, writer: str, whole: bool, monkeypatch: 
     convert(path, made, format="safetensors")
     assert_same(read_by_us(made), values)
     file = next(path.glob("*.distcp")) if path.is_dir() else path
-    flip(file, np.arange(150_000, 150_010, dtype=np.float32).tobytes())
+    flip(file, 8 * file.read_bytes().index(np.arange(150_000, 150_010, dtype=np.float32).tobytes()))
     with pytest.raises(CorruptCheckpointError):
         convert(path, made, format="safetensors", overwrite=True)
     assert_same(read_by_us(made), values)  # what was there still is
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["made", writer])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("call", ["write", "allocate", "sync"])
+@pytest.mark.parametrize(
+    ("format", "call"),  # torch writes its files itself
+    [(format, call) for format in FORMATS for call in ("sync", "write", "allocate")[: 1 if format == "torch" else 3]],
+)
 def test_a_call_that_fails_leaves_nothing(sources: Path, tmp_path: Path, format: Format, call: str) -> None:
     path = tmp_path / NAMES[format]
     faults.inject(call, errno.ENOSPC)
@@ -496,23 +488,35 @@ def test_a_call_that_fails_leaves_nothing(sources: Path, tmp_path: Path, format:
     convert(sources / "dcp", path, format=format, on_objects="drop")
 
 
+def test_a_file_of_torch_that_does_not_fit_is_not_left(sources: Path, tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+    try:
+        with pytest.raises(StorageFullError, match="would be too large"):
+            convert(sources / "dcp", tmp_path / "one.pt", format="torch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_progress_is_told_of_all_bytes(sources: Path, tmp_path: Path, format: Format) -> None:
+    told: list[tuple[int, int]] = []
+    convert_module.convert_by_plan(
+        sources / "dcp", tmp_path / NAMES[format], format, lambda source: plan(source, None, None, None, None),
+        "5GB", "drop", False, progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told == sorted(told) and told[-1][0] == told[-1][1] > 2_800_000
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, format: Format) -> None:
     path = tmp_path / NAMES[format]
 
     def child() -> None:
-        mock.patch.object(*steps.buffers_within(SMALLEST)).start()
-        buffers = batches.Buffers
-        left = [4]
-
-        def take(self: batches.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return take(self)
-
-        buffers.take = take  # type: ignore[method-assign]
-        convert(sources / "dcp", path, format=format, on_objects="drop")
+        place = (0, [(torch, "save")]) if format == "torch" else (3, [(batches.Buffers, "take")])
+        with mock.patch.object(*steps.buffers_within(SMALLEST)), killed_before(*place):
+            convert(sources / "dcp", path, format=format, on_objects="drop")
 
     pid = fork(child)
     _, status = os.waitpid(pid, 0)

@@ -21,7 +21,7 @@ import safetensors.torch as stock_torch
 import torch
 from harness import faults
 from harness.faults import fault
-from harness.files import lock, safetensors_dtypes
+from harness.files import flip, lock, safetensors_dtypes
 from harness.states import random_tensor, same
 
 from vescale_ckpt import (
@@ -316,11 +316,7 @@ def test_a_damaged_tensor_is_named_and_the_others_load(path: Path) -> None:
     header, _ = parts_of(path)
     begin = path.stat().st_size - max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
     at = begin + header["odd"]["data_offsets"][0] + 1_000_000
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
+    flip(path, 8 * at + 2)
     with pytest.raises(CorruptCheckpointError) as found:
         safetensors.load_file(path)
     assert (found.value.key, found.value.file) == ("odd", str(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from harness.files import flipped
 from harness.ranks import on_ranks, run_ranks
 from harness.saves import cause
 from harness.states import Tied, assert_same, numbers, sharded
+from test_safetensors import entry, with_header
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -558,18 +558,10 @@ def test_a_header_with_strange_names(tmp_path: Path) -> None:
     assert_same(vescale_ckpt.load(tmp_path), values)
 
 
-def write_header(path: Path, tensors: dict[str, Any], data_bytes: int) -> None:
-    header = json.dumps(tensors).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
-
-
 @pytest.mark.parametrize("shape", [[0, 1 << 62], [1 << 62, 0], [0, (1 << 63) - 1], [0, 1 << 40, 1 << 40]])
 def test_a_shape_that_no_memory_holds_is_named(tmp_path: Path, shape: list[int]) -> None:
-    tensors = {
-        "odd": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
-        "sound": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
-    }
-    write_header(tmp_path / "model.safetensors", tensors, 4)
+    tensors = {"odd": entry("F32", shape, [0, 0]), "sound": entry("F32", [1], [0, 4])}
+    (tmp_path / "model.safetensors").write_bytes(with_header(tensors, bytes(4)))
     for state in (None, {"sound": torch.ones(1)}):
         with pytest.raises(UntrustedCheckpointError, match="odd"):
             vescale_ckpt.load(tmp_path, state)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness.files import flipped
 from harness.ranks import RanksFailedError, run_ranks
-from harness.states import assert_same, random_tensor
+from harness.states import assert_same, random_tensor, same
 from test_quantized import FP8, MXFP4, assert_equal_bits, by_torch, float8_model, mxfp4_model, written
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -106,17 +106,6 @@ def in_chunks(folder: Path, state: State) -> None:
 WRITERS = [one_file, many_files, with_checksums, in_chunks]
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
-
-
-def assert_states(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in found.items():
-        assert value.shape == expected[key].shape and value.dtype == expected[key].dtype, key
-        assert torch.equal(bits(value), bits(expected[key])), key
-
-
 @pytest.mark.parametrize("writer", WRITERS)
 def test_values_are_those_of_torch_and_of_a_conversion(tmp_path: Path, writer: Any) -> None:
     state = model()
@@ -125,12 +114,12 @@ def test_values_are_those_of_torch_and_of_a_conversion(tmp_path: Path, writer: A
     target = {key: torch.zeros_like(value) for key, value in expected.items()}
     report = vescale_ckpt.load(tmp_path / "model", target, stack=RULES)
     assert not report.missing and not report.unexpected
-    assert_states(target, expected)
-    assert_states(vescale_ckpt.load(tmp_path / "model", stack=RULES), expected)
+    assert_same(target, expected)
+    assert_same(vescale_ckpt.load(tmp_path / "model", stack=RULES), expected)
     vescale_ckpt.convert(tmp_path / "model", tmp_path / "converted", format="dcp", stack=RULES)
     converted = {key: torch.zeros_like(value) for key, value in expected.items()}
     vescale_ckpt.load(tmp_path / "converted", converted)
-    assert_states(converted, expected)
+    assert_same(converted, expected)
 
 
 @pytest.mark.parametrize("writer", [one_file, with_checksums])
@@ -351,7 +340,7 @@ def _load_random(folder: Path) -> None:
         vescale_ckpt.load(folder / f"{seed}", target, stack=rules, broadcast_checkpoint=seed % 2 == 0)
         for key, value in target.items():
             wanted = distribute_tensor(made[key], mesh, value.placements, src_data_rank=None).to_local()
-            assert torch.equal(bits(value.to_local()), bits(wanted)), (seed, key)
+            assert same(value.to_local(), wanted), (seed, key)
 
 
 # --- Quantised
@@ -383,13 +372,13 @@ def test_scales_are_stacked_with_their_numbers(tmp_path: Path, rules: dict[str, 
     vescale_ckpt.load(folder, target, stack=rules)
     assert_equal_bits(target["e.weight"], expected)
     stored = vescale_ckpt.load(folder, stack=rules)
-    assert_states(stored, {
+    assert_same(stored, {
         "e.weight": torch.stack([state[f"e.{number}.weight"] for number in range(3)]),
         "e.weight_scale_inv": torch.stack([state[f"e.{number}.weight_scale_inv"] for number in range(3)]),
     })  # fmt: skip
     run_ranks(3, _load_values, folder, expected, rules)
     vescale_ckpt.convert(folder, tmp_path / "out.safetensors", format="safetensors", stack=rules)
-    assert_states(stock_torch.load_file(tmp_path / "out.safetensors"), stored)
+    assert_same(stock_torch.load_file(tmp_path / "out.safetensors"), stored)
 
 
 def _load_values(folder: Path, expected: torch.Tensor, rules: Any) -> None:

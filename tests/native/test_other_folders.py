@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness.saves import stock_load
 from harness.states import State, blank, same
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -39,9 +39,7 @@ def state(step: int) -> State:
 
 def is_whole(path: Path, step: int) -> bool:
     """Whether stock DCP, which follows `..`, reads what was saved."""
-    found = blank(state(step))
-    dcp.load(found, storage_reader=FileSystemReader(path), no_dist=True)
-    return same(found, state(step))
+    return same(stock_load(path, state(step), no_dist=True), state(step))
 
 
 @pytest.fixture(params=["with the index", "without it"])

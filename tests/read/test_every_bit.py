@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.files import Record, data_files, flip, flipped, read_metadata, records
+from harness.files import data_files, flip, flipped, read_metadata, records
 from harness.ranks import run_ranks
 from harness.saves import load_boxes
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader
 from vescale_ckpt._engine import _C
-from vescale_ckpt._engine.dtype_codes import dtype_code
+from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._engine.rows import int_table
 
 NAMES = ("layer0", "layer1")
+FLOAT32 = DTYPE_CODES[torch.float32]
 STEP = 24 if not os.environ.get("EVERY_BIT") else 1
 
 
@@ -72,7 +73,7 @@ def test_the_records_of_tensors(saved: Path, tmp_path: Path) -> None:
         with copies.open("wb") as file:  # one after the other, each with another bit turned around
             for bit, damaged in bits_of(data):
                 file.write(damaged.ljust(length, b"\0"))
-                checks.extend((0, length * len(bits), len(data), info.crc, code(record), 2, 2, 3))
+                checks.extend((0, length * len(bits), len(data), info.crc, FLOAT32, 2, 2, 3))
                 bits.append(bit)
         targets = torch.full((len(bits), 2, 3), -1.0)
         damaged_rows, unread, unverified = _C.check_tensors([str(copies)], checks, options)
@@ -84,7 +85,7 @@ def test_the_records_of_tensors(saved: Path, tmp_path: Path) -> None:
         assert {row for row, bit in enumerate(bits) if bit in body} <= found
         assert not set(unread) & {row for row, bit in enumerate(bits) if bit in body}
         for row in set(range(len(bits))) - found:
-            reads.extend((0, length * row, len(data), info.crc, code(record), 2, 2, 3))
+            reads.extend((0, length * row, len(data), info.crc, FLOAT32, 2, 2, 3))
             reads.extend((0, 0, 2, 3, targets[row].data_ptr(), 3, 1))
         report = _C.read_tensors([str(copies)], reads, True, options)
         sound = [row for row in range(len(bits)) if row not in found]
@@ -101,10 +102,6 @@ def test_the_records_of_tensors(saved: Path, tmp_path: Path) -> None:
                 except Exception:  # which the reader tells as damage
                     continue
                 assert torch.equal(value, state()[record.key]), f"{record.key}, bit {bits[row]}"
-
-
-def code(record: Record) -> int:
-    return dtype_code(torch.float32, record.key)
 
 
 def test_the_record_of_an_object(saved: Path) -> None:

@@ -144,7 +144,7 @@ def test_only_a_load_that_needs_it_fails_by_what_metadata_of_stock_lacks(checkpo
     vescale_ckpt.load(checkpoint, target)
     assert_same(target, {"model": {"weight": some_state()["model"]["weight"]}, "step": 7})
     assert vescale_ckpt.load(checkpoint, keys="step") == {"step": 7}
-    with pytest.raises(CorruptCheckpointError, match=r"model\.half: the metadata of .* does not say where"):
+    with pytest.raises(CorruptCheckpointError, match=r"model\.half: the metadata in .* does not say where"):
         vescale_ckpt.load(checkpoint, {"model": {"half": torch.ones(2).bfloat16()}})
     with pytest.raises(UntrustedCheckpointError, match=r"model\.half: metadata claims 4 bytes for it, but .* only 0"):
         vescale_ckpt.load(checkpoint, keys="model.half")

@@ -740,13 +740,9 @@ def test_hostile_archives_of_tensors_are_named_errors(checkpoint: Path, name: st
     (checkpoint / "hostile.distcp").write_bytes(data)
     lie(checkpoint, set_in_storage("model.weight", relative_path="hostile.distcp", offset=0, length=len(data)))
     for verify in (True, False):
-        answer = in_child(named_error, checkpoint, verify)
+        answer = in_child(lambda verify=verify: describe_outcome(checkpoint, verify=verify))
         assert "model.weight" in answer.value
         assert answer.peak_bytes < ENOUGH
-
-
-def named_error(directory: Path, verify: bool) -> str:
-    return str(outcome(directory, small_state(1), verify=verify))
 
 
 # --- Tables of checksums; what their numbers may be is tested in tests/cpp/format/checksum_table_test.cpp

@@ -66,6 +66,8 @@ class Checkpoint:
     root: str  #: names of files are relative to this directory
     is_of_one_rank: bool = False  #: whether other ranks have saved the rest of its tensors, each for itself
     quantization_config: str | None = None  #: of the model, as JSON; empty if it has none, None where no file would say
+    aliases: Mapping[str, str] = {}  #: other names of stored tensors
+    ties: Mapping[str, str] = {}  #: {key: first key} of tensors whose records are the first key's, as of tied weights
 
     @cached_property
     def save_id(self) -> str:
@@ -96,18 +98,8 @@ class Checkpoint:
         """Values that are no tensors."""
         return {}
 
-    @cached_property
-    def aliases(self) -> Mapping[str, str]:
-        """Other names of stored tensors."""
-        return {}
-
     def keys(self) -> list[str]:
         return [*self.tensors, *self.objects, *self.aliases]
-
-    @cached_property
-    def ties(self) -> Mapping[str, str]:
-        """{key: first key} of tensors in `tensors` whose records are the first key's, as of tied weights."""
-        return {}
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:

@@ -11,12 +11,9 @@ def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
     """Adds an error to a report: as unreadable if it proves nothing about the file, else as refused or damaged."""
     unreadable = is_inconclusive(getattr(error, "errno", None), getattr(error, "path", file))
     refused = report.refused if isinstance(error, UntrustedCheckpointError) else report.damaged
-    (report.unreadable if unreadable else refused).append(as_damage(error, file))
-
-
-def as_damage(error: CheckpointError, file: str) -> Damage:
-    """Makes an entry of a report from an error."""
-    return Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))
+    (report.unreadable if unreadable else refused).append(
+        Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))
+    )
 
 
 def raise_damage(found: VerifyReport) -> None:

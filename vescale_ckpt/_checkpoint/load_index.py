@@ -48,9 +48,6 @@ def index_of(metadata: Metadata, path: str) -> LoadIndex:
         info = metadata.storage_data.get(MetadataIndex(key, offset))
         try:
             info = located(info, key, path)
-            check_relative(info.relative_path, key)
-            if info.transform_descriptors:
-                raise refused_transform(key)
             file = files.setdefault(info.relative_path, len(files))
             places.extend((file, info.offset, info.length, crc_of(info)))
         except CheckpointError as error:
@@ -82,24 +79,22 @@ def index_of(metadata: Metadata, path: str) -> LoadIndex:
     return LoadIndex(index, refused)
 
 
-def located(info: object, key: str, path: str) -> StorageInfo:
-    """Returns the record location of a chunk or an object, if metadata of the checkpoint at `path` has one. Everything
-    except the file's name is checked."""
+def located(info: object, key: str, where: str) -> StorageInfo:
+    """Returns the record location of a chunk or an object from metadata, `where` they are. Raises
+    `CorruptCheckpointError` if there is none, and `UntrustedCheckpointError` unless its types and ranges are sound, its
+    file lies in the checkpoint's directory, and no stream transform was applied."""
     if info is None:
-        reason = f"{key}: the metadata of {path} does not say where it is stored"
-        raise CorruptCheckpointError(reason, key=key, file=path)
-    return check_location(info, key)
-
-
-def check_location(info: object, key: str) -> StorageInfo:
-    """Returns a record location from metadata. Raises `UntrustedCheckpointError` unless its types and ranges are sound.
-    Does not check the file's name."""
+        reason = f"{key}: the metadata in {where} does not say where it is stored"
+        raise CorruptCheckpointError(reason, key=key, file=where)
     if type(info) is not torch_private.StorageInfo or type(getattr(info, "relative_path", None)) is not str:
         raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
     for name in ("offset", "length"):
         number = getattr(info, name, None)
         if type(number) is not int or not 0 <= number < 1 << 62:
             raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
+    check_relative(info.relative_path, key)
+    if info.transform_descriptors:
+        raise refused_transform(key)
     return info
 
 

@@ -214,21 +214,13 @@ class RecordReader:
             raise CheckpointError(
                 f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
             )
-        on_device = self.on_device_of(tensor, tensor.shape, record.dtype)
-        filled, device = on_device or (torch.empty(tensor.shape, dtype=record.dtype, device="cpu"), -1)
-        return Target(record, storage_offset, tensor, filled, device, commit, again)
-
-    def on_device_of(
-        self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, int] | None:
-        """Returns dense memory on the CUDA device of `tensor`, from which the tensor is filled later, and the device's
-        number. None for tensors elsewhere, and if the device has no room."""
         if tensor.is_cuda or place_of(tensor) > ON_HOST:
-            with suppress(torch.OutOfMemoryError):
-                memory = torch.empty(shape, dtype=dtype, device=tensor.device)
-                if (place := place_of(memory)) > ON_HOST:
-                    return memory, device_number(place)
-        return None
+            with suppress(torch.OutOfMemoryError):  # then by the host
+                filled = torch.empty(tensor.shape, dtype=record.dtype, device=tensor.device)
+                if (place := place_of(filled)) > ON_HOST:
+                    return Target(record, storage_offset, tensor, filled, device_number(place), commit, again)
+        filled = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
+        return Target(record, storage_offset, tensor, filled, -1, commit, again)
 
     def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
         """Fills the targets in groups. While the engine reads one group, the next is prepared."""

@@ -12,7 +12,7 @@ from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
-from .damage import add_error, as_damage
+from .damage import add_error
 from .native.check_native import check_native
 from .recognize import recognize
 
@@ -105,7 +105,7 @@ def _check_torch_file(path: str, report: VerifyReport, progress: Progress | None
     try:
         checkpoint = open_checkpoint(path)
     except CorruptCheckpointError as error:
-        report.damaged.append(as_damage(error, path))
+        add_error(report, error, path)
         return
     assert isinstance(checkpoint, TorchCheckpoint)
     with closing(checkpoint):

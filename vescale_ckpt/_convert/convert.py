@@ -26,11 +26,10 @@ from .._storage.open_storage import checkpoint_path
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_bytes, checked_flag, checked_path
-from . import formats
+from . import dcp_files, formats
 from .batches import Buffers
-from .dcp_files import DcpRankFiles, pieces_of_rank
+from .output_files import Files, write_file
 from .plan import DTypes, Plan, Stack, plan
-from .streamed_file import Files, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -241,21 +240,19 @@ class _Conversion:
     def write(self) -> int:
         """Writes and commits. Returns how many files hold tensors."""
         in_place = self._together(lambda: formats.goes_into_place(self._path, self._format), "look")
-        folder = PendingFolder(self._path) if formats.is_folder(self._path, self._format) and not in_place else None
-        directory = self._path
-        try:
-            if folder is not None:
-                own = folder if self._exchange.is_coordinator else None
-                self._together(lambda: own.make() if own is not None else None, "make a folder")
-                message = folder.temporary.encode() if own is not None else None
-                directory = self._exchange.broadcast(message, self._phase("name the folder")).decode()
-            written = self._write_dcp(directory) if self._files is None else self._write_files(self._files, directory)
-            if folder is not None:
-                self._together(lambda: folder.commit() if self._exchange.is_coordinator else None, "commit")
-            return written
-        finally:
-            if folder is not None and self._exchange.is_coordinator:
-                folder.discard()
+        if in_place or not formats.is_folder(self._path, self._format):
+            return self._write(self._path)
+        folder, is_coordinator = PendingFolder(self._path), self._exchange.is_coordinator
+        if is_coordinator:
+            self._closing.callback(folder.discard)
+        self._together(lambda: folder.make() if is_coordinator else None, "make a folder")
+        message = folder.temporary.encode() if is_coordinator else None
+        written = self._write(self._exchange.broadcast(message, self._phase("name the folder")).decode())
+        self._together(lambda: folder.commit() if is_coordinator else None, "commit")
+        return written
+
+    def _write(self, directory: str) -> int:
+        return self._write_dcp(directory) if self._files is None else self._write_files(self._files, directory)
 
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = formats.rank_of_each(files.files, self._exchange.size)
@@ -272,24 +269,24 @@ class _Conversion:
         return len(files.files)
 
     def _write_dcp(self, directory: str) -> int:
-        exchange = self._exchange
-        pieces = pieces_of_rank(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
-        rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank, self._overwrite), "begin")
+        exchange, made = self._exchange, self.made
+        pieces = dcp_files.pieces_of_rank(made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
+        files = self._together(lambda: dcp_files.begin(directory, exchange.rank, self._overwrite), "begin")
         try:
             written = self._together(
-                lambda: rank_files.write(pieces, self._values, self.made.paths, self.made.view, self._buffers), "write"
+                lambda: dcp_files.write(files, pieces, self._values, made.paths, made.view, self._buffers), "write"
             )
             gathered = exchange.gather(written, self._phase("gather"))
         except BaseException:
-            rank_files.discard()
+            files.discard()
             raise
         try:
             self._together(
-                lambda: None if gathered is None else rank_files.commit(gathered, self._path, self.made.structure),
+                lambda: None if gathered is None else dcp_files.commit(files, gathered, self._path, made.structure),
                 "commit",
             )
         finally:
-            rank_files.end()
+            files.end()
         return exchange.size
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:

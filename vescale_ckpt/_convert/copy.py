@@ -238,7 +238,8 @@ class FolderCopy:
         path = self._path
         if not os.path.lexists(path):
             return
-        _check_not_same(self._source, path)
+        if os.path.exists(path) and stat_of(self._source).identity[:2] == stat_of(path).identity[:2]:
+            raise CheckpointError(f"{path} would be copied onto itself", path=path)
         if not is_folder(path):
             raise CheckpointError(f"{path} is no folder, where one would be written", path=path)
         names = storage_at(path).names()
@@ -252,11 +253,6 @@ class FolderCopy:
 
 def _exists(path: str) -> CheckpointError:
     return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
-
-
-def _check_not_same(source: str, path: str) -> None:
-    if os.path.exists(path) and stat_of(source).identity[:2] == stat_of(path).identity[:2]:
-        raise CheckpointError(f"{path} would be copied onto itself", path=path)
 
 
 # --- What was written

@@ -39,63 +39,53 @@ def pieces_of_rank(outputs: Sequence[Output], most_bytes: int, rank: int, ranks:
     return mine
 
 
-class DcpRankFiles:
-    """The data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
+def begin(directory: str, rank: int, overwrite: bool) -> NativeLayout:
+    """Begins the data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
+    files = NativeLayout(SaveOptions(directory, rank, overwrite=overwrite))
+    files.begin(is_coordinator=rank == 0)
+    return files
 
-    def __init__(self, directory: str, rank: int, overwrite: bool) -> None:
-        self._files = NativeLayout(SaveOptions(directory, rank, overwrite=overwrite))
-        self._files.begin(is_coordinator=rank == 0)
 
-    def write(
-        self,
-        pieces: Sequence[Piece],
-        values: Mapping[str, Any],
-        paths: Mapping[str, Path],
-        view: View,
-        buffers: Buffers,
-    ) -> bytes:
-        """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
-        values, paths = _as_saved_today(values, paths)
-        try:
-            contents = [objects.dump(value, key) for key, value in values.items()]
-            names = [*(piece.output.name for piece in pieces), *values]
-            if not names:
-                return pack(_C.pack_inventory([], [], 0), b"", b"")
-            self._files.open(array("q", [piece.bytes for piece in pieces]))
-            transfer(pieces, view, _Written(self._files), buffers)
-            if contents:
-                self._files.write_records(contents, list(values), range(len(pieces), len(names)), of_tensors=False)
-            self._files.finish()
-        except BaseException:
-            self._files.discard()
-            raise
-        rows = [_row(piece) for piece in pieces]
-        rows += [packed_row(OBJECT, 0, False, len(content), ShardChunk((), (), ()), ()) for content in contents]
-        own = dict.fromkeys(names)
-        inventory = _C.pack_inventory(names, rows, 0)
-        known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
-        locations, files = self._files.located()
-        return pack(inventory, known, locations, *map(str.encode, files))
+def write(
+    files: NativeLayout,
+    pieces: Sequence[Piece],
+    values: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    view: View,
+    buffers: Buffers,
+) -> bytes:
+    """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
+    values, paths = _as_saved_today(values, paths)
+    contents = [objects.dump(value, key) for key, value in values.items()]
+    names = [*(piece.output.name for piece in pieces), *values]
+    if not names:
+        return pack(_C.pack_inventory([], [], 0), b"", b"")
+    files.open(array("q", [piece.bytes for piece in pieces]))
+    transfer(pieces, view, _Written(files), buffers)
+    if contents:
+        files.write_records(contents, list(values), range(len(pieces), len(names)), of_tensors=False)
+    files.finish()
+    rows = [_row(piece) for piece in pieces]
+    rows += [packed_row(OBJECT, 0, False, len(content), ShardChunk((), (), ()), ()) for content in contents]
+    own = dict.fromkeys(names)
+    inventory = _C.pack_inventory(names, rows, 0)
+    known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
+    locations, names_of_files = files.located()
+    return pack(inventory, known, locations, *map(str.encode, names_of_files))
 
-    def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
-        """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
-        final path of the directory."""
-        of_ranks = list(map(unpack, messages))
-        inventories, paths, locations = zip(*(parts[:3] for parts in of_ranks), strict=True)
-        with named_errors(str, path):
-            plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
-            ordered = [_in_order_of(plan.local_plan(rank), own) for rank, own in enumerate(locations)]
-            files = [[name.decode() for name in parts[3:]] for parts in of_ranks]
-            save_id = self._files.options.save_id
-            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
-        self._files.commit(content, index)
 
-    def discard(self) -> None:
-        """Removes the files that this rank has written."""
-        self._files.discard()
-
-    def end(self) -> None:
-        self._files.end()
+def commit(files: NativeLayout, messages: Sequence[bytes], path: str, structure: str | None) -> None:
+    """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
+    final path of the directory."""
+    of_ranks = list(map(unpack, messages))
+    inventories, paths, locations = zip(*(parts[:3] for parts in of_ranks), strict=True)
+    with named_errors(str, path):
+        plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
+        ordered = [_in_order_of(plan.local_plan(rank), own) for rank, own in enumerate(locations)]
+        names = [[name.decode() for name in parts[3:]] for parts in of_ranks]
+        save_id = files.options.save_id
+        content, index = _C.checkpoint_files(plan.catalog(), ordered, names, paths, path, save_id, structure)
+    files.commit(content, index)
 
 
 def _as_saved_today(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[str, Path]]:

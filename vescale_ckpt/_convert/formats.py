@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from .._checkpoint.recognize import Format
-from .._checkpoint.view import View
-from .._state.flatten import nest
-from .._state.structure import Structure
 from .._storage.open_storage import is_folder as is_directory
 from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
+from .output_files import Files, OutputFile, torch_file
 from .plan import Plan
 from .safetensors_files import safetensors_files
-from .streamed_file import Files, OutputFile, read_whole, streamed
 
 _OF_SAFETENSORS = re.compile(r".*\.safetensors|.*\.safetensors\.index\.json")
 
@@ -87,20 +82,3 @@ def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:
         of[number] = rank
         held[rank] += files[number].bytes + 1
     return of
-
-
-def torch_file(plan: Plan, values: Mapping[str, Any]) -> Files:
-    """The file that torch.save writes for a dict of the plan's tensors and of objects, nested according to its paths.
-    All of them are in memory while it is written."""
-    outputs, structure = [output for output in plan.outputs if output.name not in plan.ties], plan.structure
-
-    def save(stream: IO[bytes], view: View) -> None:
-        read = {output.name: read_whole(output, view) for output in outputs}
-        tensors = {output.name: read[plan.ties.get(output.name, output.name)] for output in plan.outputs}
-        state = nest({**tensors, **values}, plan.paths, None if structure is None else Structure.unpack(structure))
-        try:
-            torch.save(state, stream)
-        except Exception as error:
-            raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
-
-    return Files.one(outputs, streamed(outputs, save))

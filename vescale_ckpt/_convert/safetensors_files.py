@@ -11,11 +11,12 @@ from .._checkpoint.view import View
 from .._engine import _C
 from .._engine.dtype_codes import DTYPE_CODES, SAFETENSORS_DTYPES
 from .._engine.engine_errors import named_errors
+from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._storage.open_storage import storage_at
 from .batches import PAGE, Batch, Buffers, Piece, memory_of, pieces_of, transfer
+from .output_files import Create, Files, OutputFile, Write
 from .plan import Output
-from .streamed_file import Create, Files, OutputFile, Write, begin
 
 
 class _Layout:
@@ -72,7 +73,9 @@ def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
     def write(directory: str, create: Create, view: View, buffers: Buffers) -> None:
         layout = _Layout(outputs, ties)
         with named_errors(str, directory, layout.length):
-            writer = begin(directory, create, layout.length)
+            storage_at(directory).check_space(layout.length)
+            options = engine_options(None, direct_io_setting("auto"))
+            writer = create(lambda name: _C.FileWriter(name, layout.length, options, False))
             if not outputs:
                 writer.write_bytes(int_table(), layout.length)  # the file ends where the last call ends: with its head
             transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer), buffers)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from torch.distributed.tensor import DTensor
 
 from .._checkpoint.checkpoint import incomplete_tensor
-from .._checkpoint.load_index import check_location, crc_of, located, refused_transform
+from .._checkpoint.load_index import crc_of, located
 from .._checkpoint.record_reader import Record, Target
 from .._engine.dtype_codes import dtype_code
 from .._engine.rows import int_table
@@ -91,8 +91,6 @@ class ItemLoad:
         for item in items:
             key, info = item.storage_index.fqn, self._location(item.storage_index)
             record = Record(key, self._load.file(info.relative_path, key), info.offset, info.length, crc_of(info))
-            if info.transform_descriptors:
-                raise refused_transform(key)
             if item.type == LoadItemType.BYTE_IO:
                 self._objects.append((item, record))
             else:
@@ -139,7 +137,7 @@ class ItemLoad:
 
     def _location(self, index: MetadataIndex) -> StorageInfo:
         info = self._checkpoint.metadata.storage_data.get(index)
-        return located(None, index.fqn, self._checkpoint.path) if info is None else check_location(info, index.fqn)
+        return located(info, index.fqn, self._checkpoint.path)
 
     def _chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a stored chunk."""

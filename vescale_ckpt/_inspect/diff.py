@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, TensorInfo, cut
+from .._checkpoint.checkpoint import Checkpoint, Chunk, Read, cut
 from .._checkpoint.open_checkpoint import open_checkpoint
 from .._engine.overlap import groups_of
 from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
@@ -161,7 +161,8 @@ def _diff(
     if not with_values:
         _compare_checksums(a, b, [key for key in common if key not in result.kinds], result)
         return result
-    tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
+    both = [key for key in common if key in a.tensors and key in b.tensors]
+    tensors = [key for key in both if a.tensors[key].shape == b.tensors[key].shape]
     found = {key: ValueDifference(key) for key in tensors}
     for key, one, other in _values(a, b, tensors, progress):
         compare(found[key], one, other, bits)
@@ -236,10 +237,6 @@ def _kinds(source: Checkpoint) -> dict[str, str]:
         key: f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}" for key, info in source.tensors.items()
     }
     return tensors | dict.fromkeys(source.objects, "an object")
-
-
-def _same_shape(a: TensorInfo | None, b: TensorInfo | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape
 
 
 def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor, bits: bool = False) -> None:

@@ -80,9 +80,6 @@ def _run(options: argparse.Namespace) -> int:
         with ExitStack() as quiet:
             if getattr(options, "quiet", False):
                 quiet.enter_context(redirect_stdout(quiet.enter_context(open(os.devnull, "w"))))
-            from .check_given import check_given
-
-            check_given(options)
             status: int = getattr(import_module(f".{module}", __package__), function)(options)
             sys.stdout.flush()
         return status

@@ -84,7 +84,7 @@ def latest(options: Namespace) -> int:
 
 def prune(options: Namespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
-    root = checkpoint_path(options.directory)
+    root = _root(options.directory)
     if options.keep is None:
         raise ValueError("expected --keep: how many checkpoints stay")
     retention = _retention(options)

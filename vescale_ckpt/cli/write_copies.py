@@ -21,7 +21,6 @@ from .._state.key_selection import Rename
 from .._storage.open_storage import checkpoint_path, storage_at
 from ..errors import MissingKeysError
 from . import output
-from .check_given import no_model
 from .output import FINE, clean
 
 _CONFIG = "config.json"
@@ -31,7 +30,8 @@ _OF_CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py")  # configuratio
 def convert(options: Namespace) -> int:
     """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
-    assert format is not None
+    if format is None:
+        raise ValueError(f"{options.dst}: expected --format, as the name says none")
     rename = dict(output.pairs("--rename", options.rename)) or None
     rules = output.pairs("--stack", options.stack)
     stack = {tuple(old.split(",")) if "," in old else old: new for old, new in rules} or None
@@ -46,7 +46,8 @@ def export(options: Namespace) -> int:
     try:
         status = _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export", configuration)
     except MissingKeysError as error:
-        raise no_model(error.missing) from None
+        hint = "--key says under which name the model is; --key '' takes all that there is"
+        raise MissingKeysError(error.missing, hint=hint) from None
     if int(os.environ.get("RANK", "0")) == 0 and not options.dst.endswith(".safetensors"):
         there = storage_at(checkpoint_path(options.dst))
         for name, content in configuration.items():

@@ -46,14 +46,12 @@ TEST(TorchRecord, OfEveryDtypeIsAWholeArchive) {
       const std::string bytes = record.prologue() + body + end;
       ASSERT_EQ(check_archive(view(bytes)), "") << dtype.name;
       ASSERT_EQ(bytes.size(), record.total_bytes());
-      const auto found = find_body(view(bytes), "/data/0");
-      ASSERT_TRUE(found);
-      ASSERT_EQ(found->size(), body.size());
-      ASSERT_EQ(static_cast<size_t>(found->data() - view(bytes).data()), record.prologue().size());
+      const auto found = body_of(view(bytes), "/data/0");
+      ASSERT_EQ(found.size(), body.size());
+      ASSERT_EQ(static_cast<size_t>(found.data() - view(bytes).data()), record.prologue().size());
       ASSERT_EQ(record.prologue().size() % 64, 0u);
-      const auto pickle = find_body(view(bytes), "/data.pkl");
-      ASSERT_TRUE(pickle);
-      ASSERT_EQ(std::string(reinterpret_cast<const char*>(pickle->data()), pickle->size()), record.pickle());
+      const auto pickle = body_of(view(bytes), "/data.pkl");
+      ASSERT_EQ(std::string(reinterpret_cast<const char*>(pickle.data()), pickle.size()), record.pickle());
     }
   }
 }

@@ -256,12 +256,8 @@ std::vector<Seed> seeds() {
   add("{" + entry("é", "F4", "[2,4]", "[0,4]") + "," + entry("x", "F6_E3M2", "[4]", "[4,7]") + "}", 7);
   add("{\"a\":{\"x\":[1,-2.5e3,{\"y\":null}],\"dtype\":\"U8\",\"shape\":[1,1,1,1],\"data_offsets\":[0,1]}}", 1);
   const SafetensorsLayout layout({{"w", 17, {100, 1000}}, {"v", 4, {9}}}, {{"k", "v"}});
-  uint64_t blocks = 0, at = layout.data_begin();
-  for (const uint64_t bytes : layout.bytes()) {
-    blocks += format::cells(at, at + bytes);
-    at += bytes;
-  }
-  seeds.push_back({layout.head(std::vector<uint32_t>(blocks, 7)), layout.file_bytes() - layout.data_begin()});
+  const uint64_t bytes = layout.file_bytes() - layout.data_begin();
+  seeds.push_back({layout.head(blocks_of(layout, std::string(bytes, 'x'))), bytes});
   return seeds;
 }
 

@@ -24,7 +24,7 @@ from ..._storage.storage import Lease
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ...reports import SavedBy
 from ..checkpoint import Chunk, Read, TensorInfo
-from ..load_index import check_location, crc_of, refused_transform
+from ..load_index import crc_of, located
 from ..loadable import LoadableCheckpoint, Part, fill_parts
 from ..record_reader import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
@@ -291,12 +291,5 @@ class _Listing:
                 self.malformed.append(error)
 
     def _chunk(self, key: str, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        if info is None:
-            raise CorruptCheckpointError(
-                f"{key}: the metadata does not say where it is stored", key=key, file=self._where
-            )
-        info = check_location(info, key)
-        name = check_relative(info.relative_path, key)
-        if info.transform_descriptors:
-            raise refused_transform(key)
-        return Chunk(offsets, sizes, name, info.offset, info.length, crc_of(info))
+        info = located(info, key, self._where)
+        return Chunk(offsets, sizes, info.relative_path, info.offset, info.length, crc_of(info))
