@@ -14,7 +14,7 @@ from ._checkpoint.record_reader import ReadOptions
 from ._checkpoint.stacking import Stack, checked_rules
 from ._collective.background import ON_BUSY, OnBusy
 from ._collective.handle import SaveHandle
-from ._collective.start_load import start_load
+from ._collective.load import CollectiveLoad
 from ._collective.start_save import prepare_save, start_save
 from ._fingerprint.collect import fingerprint as take_fingerprint
 from ._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
@@ -245,8 +245,8 @@ def load(
     selection = Selection(keys)
     options = ReadOptions(verify=verify, weights_only=weights_only, allow_cast=allow_cast)
     source = Source(os.fspath(path), options, None if stack is None else checked_rules(stack))
-    with start_load(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files) as loading:
-        found = loading.all() if state is None else loading.into(state, rename)
+    loading = CollectiveLoad(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files)
+    found = loading.all() if state is None else loading.into(state, rename)
     if extra_files is not None and is_fingerprint(extra_files.get(FINGERPRINT_FILE, b"")):
         del extra_files[FINGERPRINT_FILE]  # `prove` reads it
     return found

@@ -20,10 +20,6 @@ constexpr Value sum(Value left, Value right) {
   return reduced(left + right);
 }
 
-constexpr Value negated(Value value) {
-  return value == 0 ? 0 : kPrime - value;
-}
-
 constexpr Value product(Value left, Value right) {
   const auto low = [](Value value) { return static_cast<uint64_t>(value); };
   const auto high = [](Value value) { return static_cast<uint64_t>(value >> 64); };

@@ -42,34 +42,16 @@ Arena::~Arena() {
   for (std::byte* data : free_) ::munmap(data, align_up(slot_bytes_, kHugePage));
 }
 
-uint64_t Arena::allocated_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return allocated_ * slot_bytes_;
-}
-
-std::byte* Arena::take_locked() {
-  if (!free_.empty()) {
-    std::byte* data = free_.back();  // last in, first out: the warmest
-    free_.pop_back();
-    return data;
-  }
-  if (allocated_ == limit_) return nullptr;
-  std::byte* data = map_huge(align_up(slot_bytes_, kHugePage));
-  ++allocated_;
-  return data;
-}
-
 Slot Arena::acquire() {
   std::unique_lock lock(mutex_);
-  std::byte* data = nullptr;
-  freed_.wait(lock, [&] { return (data = take_locked()) != nullptr; });
-  return Slot(this, data);
-}
-
-std::optional<Slot> Arena::try_acquire() {
-  const std::lock_guard lock(mutex_);
-  std::byte* data = take_locked();
-  if (data == nullptr) return std::nullopt;
+  freed_.wait(lock, [&] { return !free_.empty() || allocated_ < limit_; });
+  if (free_.empty()) {
+    std::byte* data = map_huge(align_up(slot_bytes_, kHugePage));
+    ++allocated_;
+    return Slot(this, data);
+  }
+  std::byte* data = free_.back();  // last in, first out: the warmest
+  free_.pop_back();
   return Slot(this, data);
 }
 

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -60,19 +59,16 @@ class Arena {
 
   uint64_t slot_bytes() const { return slot_bytes_; }
   uint64_t slots() const { return limit_; }
-  uint64_t allocated_bytes() const;
 
-  Slot acquire();                     // waits for a free one; throws std::bad_alloc if the system has no memory
-  std::optional<Slot> try_acquire();  // nullopt instead of waiting
+  Slot acquire();  // waits for a free one; throws std::bad_alloc if the system has no memory
 
  private:
   friend class Slot;
   void release(std::byte* data);
-  std::byte* take_locked();
 
   const uint64_t slot_bytes_;
   const uint64_t limit_;
-  mutable std::mutex mutex_;  // guards all below
+  std::mutex mutex_;  // guards all below
   std::condition_variable freed_;
   std::vector<std::byte*> free_;
   uint64_t allocated_ = 0;  // slots

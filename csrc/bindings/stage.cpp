@@ -83,7 +83,6 @@ bool copies_from_cuda(bool batches) {
 py::dict memory_dict() {
   const stage::SnapshotMemory memory = stage::snapshot_arena().memory();
   py::dict result;
-  result["reserved_bytes"] = memory.reserved;
   result["touched_bytes"] = memory.touched;
   result["in_use_bytes"] = memory.in_use;
   result["registered_bytes"] = memory.registered;

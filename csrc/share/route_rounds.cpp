@@ -296,10 +296,10 @@ class Rounds {
 
   // Adds a read of a piece.
   static void stage(RouteRound& round, const Piece& piece, uint32_t reader, uint64_t offset) {
-    const auto found =
-        std::ranges::find_if(piece.receivers, [&](const Piece::Receiver& to) { return to.need->rank == reader; });
-    // File numbers must be the reader's. A writer may hold no part of the piece: then file numbers are global.
-    append_staged(round.staged, found == piece.receivers.end() ? *piece.like : *found->need, piece.box, offset);
+    // The file numbers are those of the reader, which is a receiver.
+    const auto own =
+        std::ranges::find(piece.receivers, reader, [](const Piece::Receiver& to) { return to.need->rank; });
+    append_staged(round.staged, *own->need, piece.box, offset);
   }
 
   static void pack(RouteRound& round, uint64_t from, uint64_t to, const Piece& piece, const Box& box) {

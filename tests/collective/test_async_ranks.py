@@ -15,17 +15,13 @@ import torch
 import torch.distributed as dist
 from harness import faults, steps
 from harness.ranks import on_ranks, run_ranks
-from harness.saves import load, save
-from harness.states import same, state_of_rank, whole_state
+from harness.saves import load, loads, save
+from harness.states import state_of_rank, whole_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SaveInProgressError
 
 BOUND = 60.0  # seconds after which something counts as hung
-
-
-def loads(directory: str | Path, k: int) -> bool:
-    return same(load(directory, whole_state(0)), whole_state(k))
 
 
 def _fails_unseen(directory: str) -> list[str]:
@@ -51,7 +47,7 @@ def test_a_failure_that_one_rank_has_not_seen_is_raised_by_the_next_save_of_all(
     save(checkpoint, whole_state(1))
     for failed, second, third in run_ranks(4, _fails_unseen, str(checkpoint)):
         assert failed == "CheckpointError 1" and second.startswith("SaveFailedError") and third == ""
-    assert loads(checkpoint, 4)
+    assert loads(checkpoint, whole_state(4))
 
 
 def _dies(directory: str, who: int) -> Any:
@@ -71,7 +67,7 @@ def test_a_rank_that_dies_is_named(checkpoint: Path, who: int) -> None:
     answers = run_ranks(4, _dies, str(checkpoint), who, check=False)
     for rank, answer in enumerate(answers):
         assert rank == who or (f"rank {who} of 4" in answer and "CheckpointTimeoutError" in answer), answers
-    assert loads(checkpoint, 1)
+    assert loads(checkpoint, whole_state(1))
 
 
 @pytest.mark.parametrize(("on_busy", "first"), [("skip", True), ("raise", "raised")])
@@ -90,7 +86,7 @@ def test_all_ranks_skip_a_save_or_none(checkpoint: Path, on_busy: str, first: ob
         release.set()
         saving.result(BOUND)
     told.append(vescale_ckpt.save(checkpoint, state_of_rank(3), on_busy=on_busy).skipped)
-    assert loads(checkpoint, 3)
+    assert loads(checkpoint, whole_state(3))
     assert told == [first, False]
 
 
@@ -107,6 +103,6 @@ def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
     ]  # fmt: skip
     everyone = vescale_ckpt.save(checkpoint, state_of_rank(7), async_checkpoint=True)
     assert [handle.result(BOUND).seconds > 0 for handle in (*handles, everyone)] == [True] * 4
-    assert loads(checkpoint, 7)
+    assert loads(checkpoint, whole_state(7))
     found = load(f"{checkpoint} {rank // 2}", {"value": torch.zeros(1000, dtype=torch.int64), "step": 0})
     assert found["step"] == 2 and found["value"].eq(rank // 2).all()

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.ranks import on_ranks
+from harness.saves import load_blank, stock_load
 from harness.states import assert_same
-from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, save
+from test_planning import BOUND, WAYS, everything_in, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
@@ -51,7 +52,7 @@ def test_edges(tmp_path: Path, way: str, case: str) -> None:
     for k in range(3):
         state = states[case](k)
         save(way, f"{tmp_path}/{k % 2}", state, planner)
-        for loaded in (load(f"{tmp_path}/{k % 2}", state), load_by_stock(f"{tmp_path}/{k % 2}", state)):
+        for loaded in (load_blank(f"{tmp_path}/{k % 2}", state), stock_load(f"{tmp_path}/{k % 2}", state)):
             assert_same(loaded, state)
 
 

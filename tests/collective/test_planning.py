@@ -22,10 +22,10 @@ from harness import steps
 from harness.files import data_files
 from harness.logs import logged
 from harness.ranks import on_ranks, run_ranks
-from harness.states import assert_same, blank
+from harness.saves import load_blank, stock_load
+from harness.states import assert_same
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, PerRank, SavePlanner, StorageReader, StorageWriter
@@ -40,23 +40,6 @@ def save(way: str, path: str, state: dict[str, Any], planner: SavePlanner | None
     else:
         with nullcontext() if planner is None else steps.planned_by(planner):
             vescale_ckpt.save(path, state, process_group=group, async_checkpoint=way == "async").result()
-
-
-def blanked(state: dict[str, Any]) -> dict[str, Any]:
-    shards = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, DTensor)}
-    return blank({key: value for key, value in state.items() if key not in shards}) | shards
-
-
-def load(path: str, state: dict[str, Any], group: Any = None) -> dict[str, Any]:
-    target = blanked(state)
-    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), process_group=group)
-    return target
-
-
-def load_by_stock(path: str, state: dict[str, Any]) -> dict[str, Any]:
-    target = blanked(state)
-    dcp.load(target, storage_reader=FileSystemReader(path))
-    return target
 
 
 def everything_in(error: BaseException) -> str:
@@ -84,8 +67,8 @@ def replicated(k: int) -> dict[str, Any]:
 def _replicas(way: str, path: str) -> int:
     state = replicated(1)
     save(way, path, state)
-    assert_same(load(path, state), state)
-    assert_same(load_by_stock(path, state), state)
+    assert_same(load_blank(path, state), state)
+    assert_same(stock_load(path, state), state)
     mine = [name for name in os.listdir(path) if name.startswith(f"__{dist.get_rank()}_")]
     return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
 
@@ -109,7 +92,7 @@ def test_a_kept_plan_writes_the_values_of_now(tmp_path: Path, way: str) -> None:
     for k in range(1, 5):
         state = replicated(k)
         save(way, f"{tmp_path}/{k % 2}", state, planner)
-        assert_same(load(f"{tmp_path}/{k % 2}", state), state)
+        assert_same(load_blank(f"{tmp_path}/{k % 2}", state), state)
     assert made == ([2], [])[dist.get_rank()]  # one plan, by the coordinator, for four saves
 
 
@@ -153,7 +136,7 @@ def test_any_change_makes_a_new_plan(tmp_path: Path, change: str, way: str, plan
             dict(_changes())[change](state)
         save(way, f"{tmp_path}/{k}", state, planner)
         with torch.no_grad():
-            assert_same(load(f"{tmp_path}/{k}", state), state)
+            assert_same(load_blank(f"{tmp_path}/{k}", state), state)
     assert made == (plans, [])[dist.get_rank()]
 
 
@@ -165,7 +148,7 @@ def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tup
     for k in range(4):
         state = replicated(k)
         save(ways[k % len(ways)], f"{tmp_path}/{k}", state, planner)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
+        assert_same(load_blank(f"{tmp_path}/{k}", state), state)
     assert made == ([2, 2, 2, 2], [])[dist.get_rank()]
 
 
@@ -185,7 +168,7 @@ def test_ranks_that_disagree_are_told_and_the_next_save_goes_on(tmp_path: Path, 
     for k in (3, 4):
         state = replicated(k)
         save(way, f"{tmp_path}/{k}", state, planner)
-        assert_same(load(f"{tmp_path}/{k}", state), state)
+        assert_same(load_blank(f"{tmp_path}/{k}", state), state)
 
 
 # --- Objects
@@ -263,9 +246,9 @@ def _saved(path: Path, k: int, **options: Any) -> dict[str, Any]:
 def test_an_index_of_another_save(tmp_path: Path) -> None:
     first, second = _saved(tmp_path / "1", 1), _saved(tmp_path / "2", 2)
     shutil.copy(tmp_path / "1" / ".metadata.index", tmp_path / "2" / ".metadata.index")
-    assert_same(load(str(tmp_path / "2"), second), second)
+    assert_same(load_blank(str(tmp_path / "2"), second), second)
     shutil.copytree(tmp_path / "1", tmp_path / "2", dirs_exist_ok=True)
-    assert_same(load(str(tmp_path / "2"), first), first)
+    assert_same(load_blank(str(tmp_path / "2"), first), first)
 
 
 @on_ranks(2, timeout=BOUND)

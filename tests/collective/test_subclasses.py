@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.files import read_metadata
 from harness.ranks import on_ranks
-from harness.states import assert_same, blank, cut_storage
+from harness.saves import loaded, save_by, stock_load
+from harness.states import assert_same, cut_storage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as OldShard
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -140,10 +140,6 @@ def expected(step: int, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
     return state(step, holds=False, left_out=left_out)
 
 
-def save_by_dcp(path: str, saved: dict[str, Any], writer: Any, planner: Any) -> None:
-    dcp.save(saved, storage_writer=writer(path), planner=planner)
-
-
 def described(path: str | Path) -> dict[str, Any]:
     """Shape, dtype and whether a gradient is required, as the metadata has them."""
     return {
@@ -154,12 +150,9 @@ def described(path: str | Path) -> dict[str, Any]:
 
 
 def check(path: str, wanted: dict[str, Any], *, stock: bool = True) -> None:
-    target = blank(wanted)
-    vescale_ckpt.load(path, target)
-    assert_same(target, wanted)
+    assert_same(loaded(path, wanted), wanted)
     if stock:
-        dcp.load(target := blank(wanted), storage_reader=FileSystemReader(path))
-        assert_same(target, wanted)
+        assert_same(stock_load(path, wanted), wanted)
 
 
 @on_ranks(2)
@@ -178,17 +171,17 @@ def test_one_of_two_ranks_holds_subclasses(tmp_path: Path) -> None:
                 saved[kind]["rows"].zero_()  # the copy is complete
         assert handle.result().plan_reused
         check(f"{tmp_path}/async", wanted, stock=False)
-        save_by_dcp(f"{tmp_path}/dcp", state(step, holds), StorageWriter, planner)
+        dcp.save(state(step, holds), storage_writer=StorageWriter(f"{tmp_path}/dcp"), planner=planner)
         check(f"{tmp_path}/dcp", wanted, stock=False)
     stock, ours, wanted = state(5, holds, NOT_STOCK), state(5, holds, NO_SHAPE), expected(5, NOT_STOCK)
-    save_by_dcp(f"{tmp_path}/stock", stock, FileSystemWriter, DefaultSavePlanner())
+    save_by("stock", f"{tmp_path}/stock", stock)
     check(f"{tmp_path}/stock", wanted)
-    save_by_dcp(f"{tmp_path}/stock writer", stock, FileSystemWriter, SavePlanner())
-    check(f"{tmp_path}/stock writer", wanted)
-    save_by_dcp(f"{tmp_path}/stock planner", ours, StorageWriter, DefaultSavePlanner())
-    check(f"{tmp_path}/stock planner", expected(5, NO_SHAPE))
+    save_by("our planner", f"{tmp_path}/our planner", stock)
+    check(f"{tmp_path}/our planner", wanted)
+    save_by("our writer", f"{tmp_path}/our writer", ours)
+    check(f"{tmp_path}/our writer", expected(5, NO_SHAPE))
     by_stock = described(f"{tmp_path}/stock")
-    for way in ("save", "async", "dcp", "stock writer", "stock planner"):
+    for way in ("save", "async", "dcp", "our planner", "our writer"):
         of_way = described(f"{tmp_path}/{way}")
         assert {key: of_way[key] for key in by_stock} == by_stock, way
 
@@ -220,7 +213,7 @@ def test_subclasses_of_dtensor_and_shardedtensor_are_what_these_are(tmp_path: Pa
     assert type(saved["rows"]) is OwnDTensor
     assert vescale_ckpt.save(f"{tmp_path}/ours", saved).result().plan_reused is False
     assert vescale_ckpt.save(f"{tmp_path}/ours", saved, async_checkpoint=True).result().plan_reused
-    save_by_dcp(f"{tmp_path}/stock", saved, FileSystemWriter, DefaultSavePlanner())
+    save_by("stock", f"{tmp_path}/stock", saved)
     for way in ("ours", "stock"):
         tensors = {"rows": torch.zeros(6, 5), "old": torch.zeros(6, 5), "x": torch.zeros(2)}
         vescale_ckpt.load(f"{tmp_path}/{way}", tensors)

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from harness import steps
 from harness.files import drop_from_cache, flip
 from harness.ranks import on_ranks, run_ranks
+from harness.saves import save_by
 from harness.states import assert_same, blank, numbers, sharded
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import Shard
 
 import vescale_ckpt
@@ -41,13 +41,6 @@ def _full() -> dict[str, Any]:
     }
 
 
-def _save(directory: Path, state: dict[str, Any], by: str) -> None:
-    if by == "stock":
-        dcp.save(state, storage_writer=FileSystemWriter(directory))
-    else:
-        vescale_ckpt.save(directory, state)
-
-
 def _load_by_reader(
     directory: Path, state: dict[str, Any], planner: Any = None, way: Any = True, **options: Any
 ) -> vescale_ckpt.LoadStats:
@@ -64,7 +57,7 @@ def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
     """Bytes read and needed with each planner, of replicas, then of rows loaded as columns."""
     full = _full()
     rows = sharded(full["w"], Shard(0))
-    _save(directory, {**full, "rows": rows}, by)
+    save_by(by, directory, {**full, "rows": rows})
     results = []
     for planner in PLANNERS:
         state, columns = blank(full), sharded(torch.zeros_like(full["w"]), Shard(1))
@@ -76,7 +69,7 @@ def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
     return results
 
 
-@pytest.mark.parametrize("by", ["us", "stock"])
+@pytest.mark.parametrize("by", ["ours", "stock"])
 def test_dcp_load_reads_each_byte_once(checkpoint: Path, by: str) -> None:
     full = _full()
     w = full["w"].nbytes
@@ -117,7 +110,7 @@ def test_a_load_is_planned_in_parts_that_are_even_together(checkpoint: Path) -> 
 def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
     """Loads in which not all ranks of the reader's group take part share nothing, and wait for nobody."""
     full = _full()
-    _save(checkpoint, full, "us")
+    save_by("ours", checkpoint, full)
     texts: list[str] = []
     with mock.patch.object(BroadcastLoad, "begin", side_effect=AssertionError("nothing is to be shared")):
         for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
@@ -152,7 +145,7 @@ class _Committing(DefaultLoadPlanner):
 @on_ranks(2)
 def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
     full = _full()
-    _save(checkpoint, full, "us")
+    save_by("ours", checkpoint, full)
     state = blank(full)
     assert _load_by_reader(checkpoint, state, _Committing()).shared_bytes == 0
     assert_same(state, full)
@@ -161,7 +154,7 @@ def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
 @on_ranks(4)
 def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
     full = _full()
-    _save(checkpoint, full, "us")
+    save_by("ours", checkpoint, full)
     dist.barrier()
     if dist.get_rank() == 0:
         file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -181,7 +174,7 @@ def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
 def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: str) -> None:
     name = f"VESCALE_CKPT_{variable}"
     full = _full()
-    _save(checkpoint, full, "us")
+    save_by("ours", checkpoint, full)
     if dist.get_rank() == 1:
         os.environ[name] = "wrong"
     with pytest.raises(dcp.api.CheckpointException) as caught:
@@ -193,7 +186,7 @@ def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: st
 @on_ranks(2)
 def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
     full = _full()
-    _save(checkpoint, full, "us")
+    save_by("ours", checkpoint, full)
     shares = []
     for ways in ((True, False), (False, True), (True, "auto")):
         state = blank(full)
@@ -206,15 +199,15 @@ def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("by", "planner"), [("us", None), ("us", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
+    ("by", "planner"), [("ours", None), ("ours", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
 )
 @on_ranks(2)
 def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
     """How many objects this rank has read, and how many it has loaded."""
     rank = dist.get_rank()
     objects = {f"object{i}": "x" * i for i in range(5)}
-    own = {"own": PerRank(f"of {rank}")} if by == "us" else {}
-    _save(checkpoint, {"w": numbers(100), **objects, **own}, by)
+    own = {"own": PerRank(f"of {rank}")} if by == "ours" else {}
+    save_by(by, checkpoint, {"w": numbers(100), **objects, **own})
     state: dict[str, Any] = {"w": torch.zeros(100), **dict.fromkeys(objects), **({"own": PerRank(None)} if own else {})}
     with mock.patch.object(_C, "read_objects", wraps=_C.read_objects) as read:
         if planner is None:
@@ -233,7 +226,7 @@ def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner:
 def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
     """Bytes of each load that went past the page cache, and in all, when nothing is shared."""
     w = numbers(4096, 512)
-    _save(directory, {"w": w}, by)
+    save_by(by, directory, {"w": w})
     results = {}
     for name, ranks_here in (("replicas", "2"), ("rows", "2"), ("replicas", "1")):
         os.environ["LOCAL_WORLD_SIZE"] = ranks_here
@@ -250,7 +243,7 @@ def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
     return results
 
 
-@pytest.mark.parametrize("by", ["us", "stock"])
+@pytest.mark.parametrize("by", ["ours", "stock"])
 def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoint: Path, by: str) -> None:
     for results in run_ranks(2, _through_the_cache, checkpoint, by):
         direct, everything = zip(*results.values(), strict=True)
@@ -275,12 +268,12 @@ def test_who_started_the_ranks_says_how_many_are_on_a_node(
 # --- Metadata
 
 
-@pytest.mark.parametrize(("by", "coordinator"), [("us", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
+@pytest.mark.parametrize(("by", "coordinator"), [("ours", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
 @on_ranks(4)
 def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
     """How often this rank read the index whole and in part, and the metadata, parsed and as bytes."""
     full = _full()
-    _save(checkpoint, full, by)
+    save_by(by, checkpoint, full)
     state = blank(full)
     names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.logs import logged
-from harness.ranks import run_ranks
+from harness.ranks import on_ranks, run_ranks
 from harness.states import MiB, assert_same, numbers, sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -91,10 +91,12 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
 # --- Memory
 
 
-def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
+@on_ranks(2)
+def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
     _live_on_nodes(nodes)
     full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
-    vescale_ckpt.save(directory, dict(full))
+    vescale_ckpt.save(checkpoint, dict(full))
     os.environ["VESCALE_CKPT_MEMORY_BYTES"] = str(12 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
@@ -104,16 +106,10 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
         return NodeBuffer(sizes)
 
     with mock.patch.object(routed_read, "NodeBuffer", memory):
-        read, _ = _load(directory, state)
+        read, _ = _load(checkpoint, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
-    return sum(taken), read
-
-
-@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
-def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
-    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
-        assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
+    assert 2 * MiB < sum(taken) <= 6 * MiB and read > 8 * MiB
 
 
 # --- More nodes than read together
@@ -155,54 +151,51 @@ def test_replicas_on_many_nodes_are_planned_for_some() -> None:
 # --- Planning once, standing down
 
 
-def _twice(directory: Path) -> list[int]:
-    full = {"w": numbers(100, 10)}
-    vescale_ckpt.save(directory, full)
-    plans = []
-    for form in ((100, 10), (100, 10), None, (100, 10)):
-        state = {"w": torch.zeros(100, 10) if form else sharded(torch.zeros(100, 10), Shard(0))}
-        with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
-            _load(directory, state)
-        plans.append(planned.call_count)
-        _assert_filled(state["w"], full["w"])
-    return plans
-
-
+@on_ranks(2)
 def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
-    assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
-
-
-def _auto(directory: Path, ranks_a_node: int) -> tuple[int, int]:
-    full = {"w": numbers(1024, 1024), "text": "an object"}
-    vescale_ckpt.save(directory, dict(full))
-    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
-    state = {"w": torch.zeros(1024, 1024), "text": ""}
-    stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
-    assert_same(state["w"], full["w"])
-    assert state["text"] == "an object"
-    return stats.shared_bytes, stats.bytes
+    full = numbers(100, 10)
+    vescale_ckpt.save(checkpoint, {"w": full})
+    for is_whole, plans in ((True, 1), (True, 0), (False, 1), (True, 0)):
+        state = {"w": torch.zeros_like(full) if is_whole else sharded(torch.zeros_like(full), Shard(0))}
+        with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
+            _load(checkpoint, state)
+        assert planned.call_count == (0 if dist.get_rank() else plans)
+        _assert_filled(state["w"], full)
 
 
 @pytest.mark.parametrize(("ranks_a_node", "shares"), [(4, False), (2, True), (1, True)])
+@on_ranks(4)
 def test_auto_shares_over_nodes_and_not_within_one(checkpoint: Path, ranks_a_node: int, shares: bool) -> None:
-    assert run_ranks(4, _auto, checkpoint, ranks_a_node) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
+    full = {"w": numbers(1024, 1024), "text": "an object"}
+    vescale_ckpt.save(checkpoint, dict(full))
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
+    state = {"w": torch.zeros(1024, 1024), "text": ""}
+    stats = vescale_ckpt.load(checkpoint, state, timeout=FOREVER).stats
+    assert_same(state, full)
+    assert (stats.shared_bytes, stats.bytes) == (4 * MiB if shares else 0, 4 * MiB)
 
 
-def _auto_shards(directory: Path) -> int:
-    """Rows that each rank needs to itself, but for blocks at their edges, on nodes of their own."""
-    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
-    return _without_trying(directory)[0]
-
-
+@on_ranks(2)
 def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
-    assert run_ranks(2, _auto_shards, checkpoint) == [0, 0]
+    """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
+    full = numbers(2048, 1023)
+    vescale_ckpt.save(checkpoint, {"w": full})
+    state = {"w": sharded(torch.zeros_like(full), Shard(0))}
+    routes._kept.clear()
+    asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
+    never = mock.patch.object(pipeline.Pipeline, "run", side_effect=AssertionError("nothing is to be tried"))
+    with never, asked as planned:
+        assert vescale_ckpt.load(checkpoint, state, timeout=FOREVER).stats.shared_bytes == 0
+    _assert_filled(state["w"], full)
+    assert not any(rows for call in planned.call_args_list for rows in call.args[0]), "nobody tells what it wants"
 
 
-def _crossed(directory: Path) -> str:
+@on_ranks(2)
+def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
     """As if two loads of the group, in two threads, had met each other's collectives."""
-    full = {"w": numbers(100, 10)}
-    vescale_ckpt.save(directory, full)
-    _load(directory, {"w": torch.zeros(100, 10)})
+    vescale_ckpt.save(checkpoint, {"w": numbers(100, 10)})
+    _load(checkpoint, {"w": torch.zeros(100, 10)})
     plan = routes.routes_of_all
 
     def other_plan(*args: Any) -> routes.Routes:
@@ -212,48 +205,22 @@ def _crossed(directory: Path) -> str:
 
     with (
         mock.patch("vescale_ckpt._routes.broadcast_load.routes_of_all", other_plan),
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(CheckpointError, match=r"(?s)ranks are in different places.*plan"),
     ):
-        _load(directory, {"w": torch.zeros(100, 10)})
-    return str(caught.value)
+        _load(checkpoint, {"w": torch.zeros(100, 10)})
 
 
-def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
-    for text in run_ranks(2, _crossed, checkpoint, check=False):
-        assert "ranks are in different places" in text and "plan" in text, text
-
-
-def _without_trying(directory: Path) -> list[int]:
-    """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
-    full = numbers(2048, 1023)
-    vescale_ckpt.save(directory, {"w": full})
-    shared = []
-    routes._kept.clear()
-    asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
-    never = mock.patch.object(pipeline.Pipeline, "run", side_effect=AssertionError("nothing is to be tried"))
-    with never, asked as planned:
-        state = {"w": sharded(torch.zeros_like(full), Shard(0))}
-        shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)
-        _assert_filled(state["w"], full)
-    assert not any(rows for call in planned.call_args_list for rows in call.args[0]), "nobody tells what it wants"
-    return shared
-
-
-def _blind(directory: Path) -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
     full = numbers(512, 1024)
-    vescale_ckpt.save(directory, {"w": full})
+    vescale_ckpt.save(checkpoint, {"w": full})
     state = {"w": torch.zeros_like(full)}
     blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
     with blind if dist.get_rank() == 1 else contextlib.nullcontext(), logged(logging.WARNING) as texts:
-        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+        stats = vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=True, timeout=FOREVER).stats
     assert_same(state["w"], full)
-    return stats.shared_bytes, texts
-
-
-def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
-    (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
-    assert shared == also_shared == 0 and none == []
-    assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
+    assert stats.shared_bytes == 0 and len(texts) == dist.get_rank()
+    assert all("memory of rank 0" in text and "not yours" in text for text in texts)
 
 
 def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:

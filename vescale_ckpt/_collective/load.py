@@ -11,6 +11,7 @@ from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from .. import settings
 from .._checkpoint.loadable import LoadableCheckpoint
@@ -24,6 +25,7 @@ from .._load.fill_plan import FillPlan
 from .._load.source import Source
 from .._observe.timeline import Timeline, phase
 from .._ranks.exchange import Exchange, digest
+from .._ranks.groups import place_in
 from .._routes.broadcast_load import BroadcastLoad
 from .._state.advice_on_keys import advice_for_missing
 from .._state.application import Application, optimizer_keys, saved_form
@@ -130,20 +132,23 @@ class CollectiveLoad:
 
     def __init__(
         self,
-        exchange: Exchange,
         source: Source,
         selection: Selection,
         strict: bool,
         broadcast: Broadcast,
-        timeline: Timeline,
+        process_group: dist.ProcessGroup | None,
+        timeout: float | None,
         extra_files: dict[str, bytes] | None = None,
         node_files: NodeFiles | None = None,
     ) -> None:
         """`node_files`: where the files are stored, if each node's folder has only a part of them."""
-        self._exchange = exchange
+        self._timeline = Timeline("load", source.path, f"loading {source.given_path}", *place_in(process_group))
+        with self._timeline.here():
+            self._exchange = Exchange.of(process_group, timeout, purpose="load")
+            self._timeline.begin()
+        source.options = replace(source.options, timeout=self._exchange.timeout)
         self._node_files = node_files
         self._extra_files = extra_files  # to fill
-        self._timeline = timeline
         self._job: JobStats | None = None
         self._source = source
         self._selection = selection
@@ -201,10 +206,11 @@ class CollectiveLoad:
     def _while_exported(self, load: Callable[[], _Result]) -> _Result:
         """Returns what `load` returns. If an export replaces files that a rank is reading, all ranks raise the same
         error, and all of them retry."""
-        for _ in range(ATTEMPTS - 1):
-            with suppress(ExportedMeanwhileError):
-                return load()
-        return load()
+        with self._timeline.here():
+            for _ in range(ATTEMPTS - 1):
+                with suppress(ExportedMeanwhileError):
+                    return load()
+            return load()
 
     def _all(self) -> dict[str, Any]:
         contents = self._open()

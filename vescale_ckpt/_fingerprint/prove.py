@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import settings
 from .._checkpoint.record_reader import ReadOptions
-from .._collective.start_load import start_load
+from .._collective.load import CollectiveLoad
 from .._engine.torch_types import local_of
 from .._engine.wrapper_tensors import inner_pairs, is_wrapper, map_inner
 from .._load.source import Source
@@ -162,8 +162,7 @@ def _load(
     files: dict[str, bytes] | None = None,
 ) -> None:
     source = Source(os.fspath(path), ReadOptions(), None)
-    with start_load(source, Selection(keys), False, False, process_group, timeout, files) as loading:
-        loading.into(state, None)
+    CollectiveLoad(source, Selection(keys), False, False, process_group, timeout, files).into(state, None)
 
 
 def _compare(stored: Fingerprint, live: Fingerprint) -> Proof:

@@ -90,7 +90,13 @@ class NodeBuffer(Buffers):
     def exchange_messages(self, peers: Connections, index: int, round_: Round) -> CheckpointError | None:
         """Exchanges the round's messages between nodes. Then signals the neighbours that what this rank read and
         received is in its buffer, and waits for the same signal from them."""
-        self._begin_messages(peers, index, round_)
+        memory = self[index]
+        for peer, offset, size in round_.messages(round_.receives):
+            if size:
+                peers.receive(peer, memory[offset : offset + size], receipt=True)
+        for peer, offset, size in round_.messages(round_.sends):
+            if size:
+                peers.send(peer, memory[offset : offset + size], receipt=True)
         peers.wait(receipts=False)  # `acknowledge` waits for them
         self.meet_neighbours(peers, index, round_)
         return None
@@ -117,15 +123,6 @@ class NodeBuffer(Buffers):
             owner = self._of_peers[peer]
             peers.expect(peer, _Counted(owner.filled, owner.process, index + 1))
         peers.wait(receipts=False)
-
-    def _begin_messages(self, peers: Connections, index: int, round_: Round) -> None:
-        memory = self[index]
-        for peer, offset, size in round_.messages(round_.receives):
-            if size:
-                peers.receive(peer, memory[offset : offset + size], receipt=True)
-        for peer, offset, size in round_.messages(round_.sends):
-            if size:
-                peers.send(peer, memory[offset : offset + size], receipt=True)
 
     def acknowledge(self, peers: Connections, index: int, round_: Round) -> None:
         self._own.placed.set(index + 1)

@@ -23,8 +23,8 @@ from .._checkpoint.native.step_order import ORDER_NAME, SavedOrder, path_of
 from .._checkpoint.newest import in_doubt
 from .._checkpoint.record_reader import ReadOptions
 from .._checkpoint.verify import verify
+from .._collective.load import CollectiveLoad
 from .._collective.node_files import DURABLE, NodeFiles, Places
-from .._collective.start_load import start_load
 from .._engine import _C
 from .._engine.engine_errors import named_system_errors
 from .._load.source import Source
@@ -282,10 +282,10 @@ class NodeTier:
         while True:
             source = Source(step.path, ReadOptions(weights_only=weights_only))
             try:
-                with start_load(
+                loading = CollectiveLoad(
                     source, Selection(keys), strict, "auto", ranks.process_group, ranks.timeout, extra_files, step.files
-                ) as loading:
-                    return loading.into(state, rename)
+                )
+                return loading.into(state, rename)
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise

@@ -116,7 +116,7 @@ TEST_F(MismatchedRows, ByOverlappingRowsIsSeen) {
   const Memory target(large.memory.size());
   for (const bool verify : {true, false}) {
     std::memset(target.data(), 0, target.size());
-    scribble_slots(kOptions);
+    expect_slots_back(kOptions);
     const std::vector<ReadItem> rows = {large.item(0, other.records[0], target.data()),
                                         claimed.item(0, inside, target.data())};
     EXPECT_NO_THROW({
