@@ -142,6 +142,26 @@ def test_no_files_are_no_collective() -> None:
     assert send_files(Exchange.of(), "send", [], "/nowhere", check=check_content) == {}
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        FileMessage("../other", 1, 0, 1),
+        FileMessage("..", 1, 0, 1),
+        FileMessage("", 1, 0, 1),
+        FileMessage("file", -1, 0, 1),
+        FileMessage("file", 1, 1, 1),
+        FileMessage("file", 1, 0, 2),
+    ],
+)
+def test_messages_that_make_no_sense(wrong: FileMessage, tmp_path: Path) -> None:
+    exchange = mock.Mock(size=2)
+    with pytest.raises(ValueError, match="expected"):
+        send_files(exchange, "send", [wrong], str(tmp_path), check=check_content)
+    with pytest.raises(ValueError, match="got one twice"):
+        twice = [FileMessage("file", 1, source, 1) for source in (0, 2)]
+        send_files(mock.Mock(size=3), "send", twice, str(tmp_path), check=check_content)
+
+
 def send_unequal(folder: str, messages: list[FileMessage]) -> str:
     exchange = Exchange.of(timeout=30)
     mine = messages[exchange.rank :]

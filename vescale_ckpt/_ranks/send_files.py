@@ -72,8 +72,9 @@ def send_files(
         bytes_per_second: send limit per rank; 0: no limit. Equal on all ranks.
 
     Returns {name: error} of the files that were to arrive on this rank and did not; they do not affect other files, and
-    leave nothing behind. Raises only errors that end the exchange.
+    leave nothing behind. Raises ValueError for inconsistent messages, and otherwise only errors that end the exchange.
     """
+    _check_messages(messages, exchange.size)
     if not messages:
         return {}
     piece_bytes = PIECE_BYTES
@@ -96,6 +97,17 @@ def send_files(
         return errors
     finally:
         transfer.close()
+
+
+def _check_messages(messages: Sequence[FileMessage], ranks: int) -> None:
+    for message in messages:
+        folder, name = os.path.split(message.name)
+        source, target = message.source, message.target
+        are_ranks = 0 <= source < ranks and 0 <= target < ranks and source != target
+        if folder or name in ("", os.curdir, os.pardir) or message.bytes < 0 or not are_ranks:
+            raise ValueError(f"expected the name of a file, its bytes and two ranks below {ranks}, got {message}")
+    if len({(message.target, message.name) for message in messages}) != len(messages):
+        raise ValueError("expected each name once for each target, got one twice")
 
 
 # --- The schedule
