@@ -72,7 +72,6 @@ void expect_as_portable(Value (*words_by)(const std::byte*, uint64_t)) {
 
 TEST(Fingerprint, ImplementationsAgree) {
 #if defined(__x86_64__)
-  if (detail::have_avx2()) expect_as_portable(detail::words_avx2);
   if (!detail::have_ifma()) GTEST_SKIP() << "this processor has no IFMA";
   expect_as_portable(detail::words_ifma);
 #endif
