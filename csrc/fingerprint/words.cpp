@@ -15,17 +15,6 @@ using field::reduced;
 using field::shifted;
 using field::sum;
 
-using Words = Value (*)(const std::byte*, uint64_t);
-
-Words choose() {
-#if defined(__x86_64__)
-  if (detail::have_ifma()) return detail::words_ifma;
-#endif
-  return detail::words_portable;
-}
-
-const Words kWords = choose();
-
 // Two reads that fit registers: a copy of 6 bytes through memory would wait for the store, ten times as long.
 uint64_t word_at(const std::byte* data) {
   uint32_t low = 0;
@@ -38,7 +27,11 @@ uint64_t word_at(const std::byte* data) {
 }  // namespace
 
 Value of_words(const std::byte* data, uint64_t words) {
-  return kWords(data, words);
+#if defined(__x86_64__)
+  static const bool kHaveIfma = detail::have_ifma();
+  if (kHaveIfma) return detail::words_ifma(data, words);
+#endif
+  return detail::words_portable(data, words);
 }
 
 namespace detail {

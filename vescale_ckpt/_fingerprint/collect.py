@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .. import settings
 from .._engine import _C
 from .._engine.device_streams import producers
 from .._engine.dtype_codes import CODE_DTYPES
+from .._engine.gc import gc_paused
 from .._engine.options import threads_of
 from .._engine.rows import OBJECT, PLAN_ROW
 from .._engine.wrapper_tensors import is_wrapper, type_name
@@ -59,7 +59,7 @@ def fingerprint(
 
 def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
     steps = Steps(exchange, "taking a fingerprint")
-    held = steps.take(lambda: _describe(flat_values(state, exchange)))
+    held = steps.take(lambda: Planner(reuse_plans=False).describe_all(flat_values(state, exchange), None, ""))
     values = steps.take(lambda: _values(held)) if held is not None else None
 
     def message() -> tuple[bytes, ...]:
@@ -80,35 +80,23 @@ def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
         return Planner(reuse_plans=False).flatten(saved_form(state))[0]
 
 
-def _describe(values: dict[str, Any]) -> State:
-    return Planner(reuse_plans=False).describe_all(values, None, "")
-
-
 def _values(state: State) -> bytes:
     """The value of each item of the inventory: of a tensor its polynomial, of an object its digest."""
     devices = array("q", sorted(map(device_number, set(state.ready))))
     packed, rest = state.for_engine.fingerprints(threads_of(), producers(devices, torch.cuda.current_stream))
-    values = bytearray(packed)
-    for item in rest:
-        key, tensor = state.items[item][0], state.source(item)[0]
-        with _naming(key, tensor):
-            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
-    for item, (key, kind, *_) in enumerate(state.items):
-        if kind == OBJECT:
-            with _naming(key, state.objects[key]):
-                values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = digest_of(state.objects[key])
+    values, kinds = bytearray(packed), _C.inventory_kinds(state.inventory)
+    objects = [item for item, kind in enumerate(kinds) if kind == OBJECT]
+    for item in (*rest, *objects):
+        key = state.names[item]
+        held = state.objects[key] if kinds[item] == OBJECT else state.source(item)[0]
+        try:
+            value = digest_of(held) if kinds[item] == OBJECT else _value_in_python(state, item)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{key}: a {type(held).__name__} has no fingerprint: {error}", key=key) from error
+        values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = value
     return bytes(values)
-
-
-@contextmanager
-def _naming(key: str, value: object) -> Iterator[None]:
-    """Names the key of a value whose fingerprint cannot be taken."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{key}: a {type(value).__name__} has no fingerprint: {error}", key=key) from error
 
 
 def _value_in_python(state: State, item: int) -> bytes:
@@ -135,6 +123,7 @@ def _value_in_python(state: State, item: int) -> bytes:
     return (total % PRIME).to_bytes(VALUE_BYTES, "little")
 
 
+@gc_paused()
 def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     """Adds up what the ranks hold: each chunk once, whichever ranks hold it."""
     inventories = [(head, rows, numbers, names) for head, rows, numbers, names, _ in gathered]
@@ -164,6 +153,7 @@ def _hashes(values: bytes) -> bytes:
     return array("Q", [low or 1 for low in array("Q", values)[::2]]).tobytes()
 
 
+@gc_paused()
 def _parsed(content: bytes, inventory: bytes, values: bytes) -> Fingerprint:
     tensors, objects, differing = json.loads(content)
     of_tensors = {
