@@ -19,14 +19,6 @@ namespace {
 
 // --- Tensors
 
-py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, const py::dict& dtype_codes,
-                       const py::function& row_in_python) {
-  TensorReader reader(plain_types, dtype_codes, row_in_python);
-  reader.reserve(tensors.size());
-  for (const py::handle tensor : tensors) reader.add(tensor);
-  return bytes_of(reader.words());
-}
-
 // --- Items
 
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
@@ -94,11 +86,6 @@ class HeldState {
   const state::StateTables tables_;
 };
 
-template <auto make>
-py::bytes made_table(const HeldState& state, const py::buffer& rows) {
-  return bytes_of(make(state.tables(), Table(rows).values()));
-}
-
 py::tuple copy_table(const HeldState& state, const py::buffer& rows) {
   const state::CopyTable table = state::make_copy_table(state.tables(), Table(rows).values());
   return py::make_tuple(bytes_of(table.rows), bytes_of(table.devices));
@@ -160,8 +147,6 @@ py::bytes fingerprint_of(const py::buffer& data, uint32_t item_bytes, const std:
 }  // namespace
 
 void bind_tensors(py::module_& module) {
-  module.def("tensor_table", &tensor_table, py::arg("tensors"), py::arg("plain_types"), py::arg("dtype_codes"),
-             py::arg("row_in_python"));
   module.def(
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
@@ -179,16 +164,16 @@ void bind_tensors(py::module_& module) {
   module.def("inventory_of_tensors", &inventory_of_tensors, py::arg("names"), py::arg("table"),
              py::arg("requires_grad"), py::arg("objects"), py::arg("node"));
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
-  module.def(
-      "are_dense_and_apart",
-      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Table(table).values())); },
-      py::arg("table"), "whether each tensor is contiguous, in memory of its own");
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
   py::class_<HeldState>(module, "State")
       .def(py::init<const py::bytes&, const py::buffer&, const py::buffer&, const py::bytes&>(), py::arg("inventory"),
            py::arg("sources"), py::arg("tensors"), py::arg("ready"))
-      .def("write_table", &made_table<&state::make_write_table>, py::arg("local_plan"))
-      .def("ready_rows", &made_table<&state::ready_rows>, py::arg("local_plan"))
+      .def(
+          "ready_rows",
+          [](const HeldState& state, const py::buffer& rows) {
+            return bytes_of(state::ready_rows(state.tables(), Table(rows).values()));
+          },
+          py::arg("local_plan"))
       .def("copy_table", &copy_table, py::arg("local_plan"),
            "a write table of rows wherever they are, and their devices")
       .def(

@@ -19,11 +19,7 @@ from vescale_ckpt._engine.dtype_codes import DTYPE_CODES
 from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._state.chunk_rows import ShardChunk, packed_row
-from vescale_ckpt._state.tensor_table import (
-    read_tensors,
-    tensor_row,
-    tensor_table,
-)
+from vescale_ckpt._state.tensor_table import read_tensors, tensor_row
 
 UNQUANTIZED = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype) and "torch.q" not in str(value)}, key=str
@@ -112,7 +108,7 @@ def rows(table: bytes) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_contiguous_and_what_an_inventory_says_of_it(kind: str) -> None:
     tensor = make(kind)
-    table = tensor_table([tensor, torch.ones(2), tensor])
+    table = read_tensors([tensor, torch.ones(2), tensor]).table
     if tensor_row(tensor)[2] >= 0:
         assert _C.not_contiguous(table) == ([] if tensor.is_contiguous() else [0, 2])
     else:
@@ -138,7 +134,7 @@ def test_what_is_read_of_a_tensor_is_what_torch_says(kind: str, inference: bool)
         if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
             tensors[2].data.zero_()
         reads = read_tensors(tensors)
-        assert reads.table == tensor_table(tensors) and rows(reads.table) == list(map(tensor_row, tensors))
+        assert rows(reads.table) == list(map(tensor_row, tensors))
         assert reads.ready == bytes(map(is_host_memory, tensors))
         allocate_targets = [tensor for tensor in tensors if tensor_row(tensor)[2] >= 0]
         storages = [tensor.untyped_storage() for tensor in allocate_targets]
