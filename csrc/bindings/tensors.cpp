@@ -30,23 +30,14 @@ py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& ro
   return bytes_of(bytes);
 }
 
-// (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
-// rows are one object; None for a tensor of a dtype that no checkpoint can hold.
-py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
+// For each of the first tensors the inventory's row of it as a whole; empty for a dtype that no checkpoint can hold.
+std::vector<py::bytes> rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
   const Table words(table);
-  const state::TensorRows found = state::rows_of_tensors(state::TensorTable(words.values()), view(requires_grad));
-  std::vector<py::bytes> distinct;
-  for (const std::vector<int64_t>& row : found.distinct) distinct.push_back(bytes_of(row));
-  py::list rows(found.numbers.size()), sources(found.numbers.size());
-  const auto* source = reinterpret_cast<const char*>(found.sources.data());
-  for (size_t i = 0, at = 0; i < rows.size(); ++i) {
-    const uint32_t number = found.numbers[i];
-    const size_t words = 2 + static_cast<size_t>(found.sources[at + 1]);
-    rows[i] = number == state::TensorRows::kNoRow ? py::object(py::none()) : distinct[number];
-    sources[i] = py::bytes(source + at * sizeof(int64_t), words * sizeof(int64_t));
-    at += words;
+  std::vector<py::bytes> rows;
+  for (const auto& row : state::rows_of_tensors(state::TensorTable(words.values()), view(requires_grad))) {
+    rows.push_back(bytes_of(row));
   }
-  return py::make_tuple(rows, sources);
+  return rows;
 }
 
 // (inventory, table of sources) of a state of whole tensors, in the order of the names, and of objects, whose positions

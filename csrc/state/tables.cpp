@@ -410,22 +410,13 @@ std::optional<DescribedState> describe_state(std::span<const std::string> names,
   return DescribedState{builder.pack(node), std::move(sources)};
 }
 
-TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad) {
+std::vector<std::vector<int64_t>> rows_of_tensors(const TensorTable& tensors,
+                                                  std::span<const std::byte> requires_grad) {
   if (requires_grad.size() > tensors.size()) throw Error::invalid("more flags than tensors");
-  TensorRows rows;
-  NumberedStrings known;
-  std::vector<int64_t> row;
-  for (size_t i = 0; i < requires_grad.size(); ++i) {
+  std::vector<std::vector<int64_t>> rows(requires_grad.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
     const LocalTensor tensor = tensors[i];
-    add_source(static_cast<int64_t>(i), tensor.shape.size(), rows.sources);
-    if (tensor.dtype < 0) {
-      rows.numbers.push_back(TensorRows::kNoRow);
-      continue;
-    }
-    pack_row(item_of(tensor, requires_grad[i], {}), row);
-    const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
-    if (is_new) rows.distinct.push_back(row);
-    rows.numbers.push_back(number);
+    if (tensor.dtype >= 0) pack_row(item_of(tensor, requires_grad[i], {}), rows[i]);
   }
   return rows;
 }

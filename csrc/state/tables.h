@@ -63,17 +63,9 @@ std::optional<DescribedState> describe_state(std::span<const std::string> names,
                                              std::span<const std::byte> requires_grad, std::span<const size_t> objects,
                                              int64_t node);
 
-// The first tensors of a table as items without names.
-struct TensorRows {
-  static constexpr uint32_t kNoRow = UINT32_MAX;  // the dtype cannot be stored
-
-  std::vector<std::vector<int64_t>> distinct;  // rows of an inventory
-  std::vector<uint32_t> numbers;               // for each tensor, the index of its row
-  std::vector<int64_t> sources;                // a table with a row for each tensor
-};
-
-// Describes as many tensors as there are flags in `requires_grad`.
-TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad);
+// Returns the inventory's row of each of the first tensors as a whole; empty if its dtype cannot be stored. There are
+// as many as flags in `requires_grad`.
+std::vector<std::vector<int64_t>> rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad);
 
 // Whether two tables hold tensors of the same dtypes and shapes, at any addresses.
 bool same_shapes(const TensorTable& left, const TensorTable& right);
